@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can act on. Everything else that raises is a bug or a library's own error.
+
+WhetError
+├── ConfigError (ValueError)     a key, a value, or two values that do not go together
+├── DataError (ValueError)       a file, a row, a field, a template; column sizes of a batch
+├── RegistryError (LookupError)  a name or path that no registered function has; a signature that cannot be served
+├── RewardError (RuntimeError)   a reward function whose form or result cannot be used
+├── ModelError (RuntimeError)    a model folder, tokenizer or weight that does not fit
+├── EngineError (RuntimeError)   a training or rollout engine that cannot go on
+├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
+├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
+├── CheckpointError (RuntimeError)
+└── SandboxError (RuntimeError)
+
+A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
+"""
+
+
+class WhetError(Exception):
+    """The root of every error that whet raises on purpose."""
+
+
+class ConfigError(WhetError, ValueError):
+    """A config key or value, or a combination of values, that cannot work."""
+
+
+class DataError(WhetError, ValueError):
+    """A data file, row, field or batch column that is not as it must be."""
+
+
+class RegistryError(WhetError, LookupError):
+    """A registered name or function path that cannot be found or served."""
+
+
+class RewardError(WhetError, RuntimeError):
+    """A reward function whose form or result cannot be used at all (a failed item is data instead)."""
+
+
+class ModelError(WhetError, RuntimeError):
+    """A model folder, tokenizer or weight that does not fit."""
+
+
+class EngineError(WhetError, RuntimeError):
+    """A training or rollout engine that cannot go on."""
+
+
+class WorkerError(WhetError, RuntimeError):
+    """A worker that raised or died; the message names role, rank and method."""
+
+
+class DeadlineError(WhetError, TimeoutError):
+    """A wait that reached its deadline; the message names who waited for what, and for how long."""
+
+
+class CheckpointError(WhetError, RuntimeError):
+    """A checkpoint that is missing, damaged or of another run."""
+
+
+class SandboxError(WhetError, RuntimeError):
+    """A sandbox that cannot start or cannot be trusted."""

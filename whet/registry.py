@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one extension mechanism: a function by its registered name, `package.module:function` or `path/file.py:function`.
+
+The signature is the schema. Parameters before `*` are batch columns, parameters after it are options, and the signature
+owns the options' defaults. A signature without `*` is the foreign form that verl users have: parameters with a default
+are options, the rest are columns under verl's or whet's names, or things supplied by name (`config`, `batch`, ...).
+
+Shipped functions are read from their source and imported only when called, so that listing them needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whet.errors import ConfigError, RegistryError
+
+F = TypeVar("F", bound=Callable[..., Any])
+PACKAGE = Path(__file__).parent
+REQUIRED = inspect.Parameter.empty  # the default of an option that has none
+
+# Parameter names of the foreign form that are not whet's column names.
+FOREIGN_COLUMNS = {
+    "index": "uid",
+    "old_log_prob": "old_log_probs",
+    "log_prob": "log_probs",
+    "ref_log_prob": "ref_log_probs",
+    "rollout_log_prob": "rollout_log_probs",
+}
+# Parameters that are no column: the caller supplies them by name, unless the user gives them as options.
+SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered function, known without importing it."""
+
+    kind: str
+    name: str
+    target: str  # "package.module:function" or "path/file.py:function"
+    parameters: tuple[str, ...]  # what is passed by position, under the function's own names
+    options: Mapping[str, Any]  # defaults by name; REQUIRED where there is none
+    doc: str
+    marks: Mapping[str, Any] = field(default_factory=dict)  # what was said where it was registered
+    alias_of: str | None = None
+    accepts_any_option: bool = False
+    function: Callable[..., Any] | None = field(default=None, compare=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The batch columns that the function reads, under whet's names."""
+        return tuple(FOREIGN_COLUMNS.get(name, name) for name in self.parameters if name not in SUPPLIED)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return self.doc.strip().split("\n", 1)[0] if self.doc else ""
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself, imported now if it was not yet.  Raises: RegistryError."""
+        return self.function if self.function is not None else load_target(self.target)
+
+    def resolve_options(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Defaults overlaid with `given`, what the caller supplies left out.  `where` is the config key for errors.
+        Raises: ConfigError."""
+        unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], list(self.options), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.options) or 'no options'}"
+            raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
+        options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
+        for name, value in given.items():
+            _check_type(value, self.options.get(name), f"{where}.{name}")
+        missing = [name for name, value in options.items() if value is REQUIRED]
+        if missing:
+            raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
+        return options
+
+
+class Registry:
+    """All functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
+
+    def __init__(self, kind: str, folder: str, decorator: str) -> None:
+        self.kind, self.folder, self.decorator = kind, folder, decorator
+        self._live: dict[str, Entry] = {}
+
+    def register(
+        self, name: str, *, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str] = (), **marks: Any
+    ) -> Callable[[F], F]:
+        """Decorator that gives a function its name. `aliases` are more names, each with its own option defaults
+        where it is a mapping. `marks` are facts about the function that its callers read (`aggregation=...`).
+        Raises: RegistryError when the name is taken by another function."""
+
+        def decorate(function: F) -> F:
+            entry = entry_of(function, self.kind, name, marks)
+            for each in (entry, *_alias_entries(entry, aliases)):
+                taken = self._live.get(each.name) or self._shipped().get(each.name)
+                if taken is not None and taken.target != each.target:
+                    raise RegistryError(
+                        f"{self.kind} {each.name!r} is already {taken.target}; "
+                        f"register {each.target} under another name"
+                    )
+                self._live[each.name] = each
+            return function
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Every known name, aliases included, sorted."""
+        return sorted({**self._shipped(), **self._live})
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self[name] for name in self.names())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._live or name in self._shipped()
+
+    def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
+        """The entry of a name, a path, or a function object.  Raises: RegistryError."""
+        if callable(reference):
+            return self._registered(reference) or entry_of(reference, self.kind, reference.__name__, {})
+        found = self._live.get(reference) or self._shipped().get(reference)
+        if found is not None:
+            return found
+        if ":" in reference:
+            function = load_target(reference)
+            return self._registered(function) or replace(entry_of(function, self.kind, reference, {}), target=reference)
+        near = difflib.get_close_matches(reference, self.names(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RegistryError(
+            f"no {self.kind} is called {reference!r}; {hint}Known: {', '.join(self.names())}; "
+            "or name a function as package.module:function or path/file.py:function"
+        )
+
+    def _registered(self, function: Callable[..., Any]) -> Entry | None:
+        """The entry under a function's own name, with its marks; None where it was never registered."""
+        own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
+        return next(own, None)
+
+    def _shipped(self) -> Mapping[str, Entry]:
+        return _read_shipped(self.kind, self.folder, self.decorator)
+
+
+def call(
+    entry: Entry,
+    columns: Mapping[str, Any],
+    options: Mapping[str, Any],
+    supplied: Mapping[str, Any] | None = None,
+) -> Any:
+    """The function's own result on `columns`, whose [B, R] floats are set to 0 where `response_mask` is 0 first,
+    so that what stands in padding can never matter.  An option is what `options` says, else what is `supplied` under
+    its name, else its default.  Raises: RegistryError naming what is not there."""
+    supplied = supplied or {}
+    masked_out = (columns["response_mask"] == 0) if "response_mask" in columns else None
+    arguments: list[Any] = []
+    for parameter in entry.parameters:
+        if parameter in SUPPLIED:
+            arguments.append(_supplied(parameter, supplied, entry))
+            continue
+        name = FOREIGN_COLUMNS.get(parameter, parameter)
+        if name not in columns:
+            raise RegistryError(
+                f"{entry.kind} {entry.name!r} reads column {name!r}, which is not in the batch; "
+                f"it has {', '.join(columns)}"
+            )
+        column = columns[name]
+        if masked_out is not None and column.shape == masked_out.shape and column.is_floating_point():
+            column = column.masked_fill(masked_out, 0.0)
+        # verl's estimators use the elements of `index` as dict keys, and the elements of a tensor are never equal keys.
+        arguments.append(column.cpu().numpy() if parameter == "index" else column)
+    named = {**entry.options, **{name: supplied[name] for name in entry.options if name in supplied}, **options}
+    for name, value in named.items():
+        if value is REQUIRED:
+            _supplied(name, supplied, entry)
+    return entry.load()(*arguments, **named)
+
+
+def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
+    if name not in supplied:
+        raise RegistryError(
+            f"{entry.kind} {entry.name!r} needs {name!r}, which is not given here; "
+            f"there is {', '.join(supplied) or 'nothing'}, and an option of that name may be set"
+        )
+    return supplied[name]
+
+
+def entry_of(function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any]) -> Entry:
+    """The entry of a function object, from its signature."""
+    signature = list(inspect.signature(function).parameters.values())
+    keyword_only = [p for p in signature if p.kind is p.KEYWORD_ONLY]
+    positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    foreign = [p for p in positional if p.default is not REQUIRED and not keyword_only]
+    return Entry(
+        kind=kind,
+        name=name,
+        target=f"{function.__module__}:{function.__qualname__}",
+        parameters=tuple(p.name for p in positional if p not in foreign),
+        options={p.name: p.default for p in (*keyword_only, *foreign)},
+        doc=inspect.getdoc(function) or "",
+        marks=dict(marks),
+        accepts_any_option=any(p.kind is p.VAR_KEYWORD for p in signature),
+        function=function,
+    )
+
+
+def load_target(target: str) -> Any:
+    """The object at `package.module:name` or `path/file.py:name`.  Raises: RegistryError."""
+    location, _, name = target.rpartition(":")
+    if not location:
+        raise RegistryError(f"{target!r} names no function; write package.module:function or path/file.py:function")
+    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
+    found: Any = module
+    for part in name.split("."):
+        if part not in vars(found):
+            offered = ", ".join(
+                key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+            )
+            raise RegistryError(f"{target!r}: {location} has no {name!r}; it has {offered or 'no functions'}")
+        found = vars(found)[part]
+    return found
+
+
+def _load_module(location: str, target: str) -> Any:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
+            raise RegistryError(f"{target!r}: there is no module {error.name!r} on the Python path") from error
+        raise
+
+
+def _load_file(path: Path) -> Any:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise RegistryError(f"{path} does not exist; it was named as the file of a function")
+    name = f"whet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:
+    presets = aliases if isinstance(aliases, Mapping) else {alias: {} for alias in aliases}
+    return [
+        replace(entry, name=alias, alias_of=entry.name, options={**entry.options, **preset})
+        for alias, preset in presets.items()
+    ]
+
+
+def _check_type(value: Any, default: Any, where: str) -> None:
+    if default is None or default is REQUIRED or value is None:
+        return
+    fits = isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and not isinstance(default, bool)):
+        raise ConfigError(
+            f"{where}={value!r} is a {type(value).__name__}; expected {type(default).__name__} like {default!r}"
+        )
+
+
+@cache
+def _read_shipped(kind: str, folder: str, decorator: str) -> Mapping[str, Entry]:
+    """Entries of the functions under `folder` that carry `decorator`, read from source."""
+    found: dict[str, Entry] = {}
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            for use in node.decorator_list:
+                if not isinstance(use, ast.Call) or ast.unparse(use.func).rsplit(".", 1)[-1] != decorator:
+                    continue
+                entry, aliases = _entry_from_source(node, use, kind, module)
+                for each in (entry, *_alias_entries(entry, aliases)):
+                    found[each.name] = each
+    return found
+
+
+def _entry_from_source(
+    node: ast.FunctionDef | ast.ClassDef, use: ast.Call, kind: str, module: str
+) -> tuple[Entry, Any]:
+    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
+    aliases = keywords.pop("aliases", ())
+    arguments = node.args if isinstance(node, ast.FunctionDef) else _init_arguments(node)
+    positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args) if arg.arg != "self"]
+    with_default = positional[len(positional) - len(arguments.defaults) :] if not arguments.kwonlyargs else []
+    options: dict[str, Any] = {
+        arg.arg: _default(value) for arg, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    }
+    options |= {name: _default(value) for name, value in zip(with_default, arguments.defaults, strict=False)}
+    entry = Entry(
+        kind=kind,
+        name=ast.literal_eval(use.args[0]),
+        target=f"{module}:{node.name}",
+        parameters=tuple(name for name in positional if name not in with_default),
+        options=options,
+        doc=ast.get_docstring(node) or "",
+        marks=keywords,
+        accepts_any_option=arguments.kwarg is not None,
+    )
+    return entry, aliases
+
+
+def _init_arguments(node: ast.ClassDef) -> ast.arguments:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return item.args
+    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[], vararg=None, kwarg=None)
+
+
+def _default(node: ast.expr | None) -> Any:
+    return REQUIRED if node is None else ast.literal_eval(node)
+
+
+ADV_ESTIMATORS = Registry("advantage estimator", "algorithms", "register_adv_est")
+POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
+VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
+AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
+KL_FORMS = Registry("KL form", "algorithms", "register_kl")
+FILTERS = Registry("filter", "algorithms", "register_filter")
+SHAPINGS = Registry("reward shaping", "algorithms", "register_shaping")
+REWARDS = Registry("reward", "rewards", "register_reward")
+ENVIRONMENTS = Registry("environment", "environments", "register_environment")
+
+register_adv_est = ADV_ESTIMATORS.register
+register_policy_loss = POLICY_LOSSES.register
+register_value_loss = VALUE_LOSSES.register
+register_aggregation = AGGREGATIONS.register
+register_kl = KL_FORMS.register
+register_filter = FILTERS.register
+register_shaping = SHAPINGS.register
+register_reward = REWARDS.register
+register_environment = ENVIRONMENTS.register
+
+KINDS: tuple[Registry, ...] = (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
+    VALUE_LOSSES,
+    AGGREGATIONS,
+    KL_FORMS,
+    FILTERS,
+    SHAPINGS,
+    REWARDS,
+    ENVIRONMENTS,
+)

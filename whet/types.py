@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that travel between data, rollout, reward and loop. Frozen, without tensors, cheap to pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message. `content` is text, or the list of parts that multimodal chat templates take."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+    fields: Mapping[str, Any] = field(default_factory=dict)  # name, tool_calls, tool_call_id, ... as templates know them
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict that `tokenizer.apply_chat_template` takes."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Message:
+        """A message from a dict with `role` and `content`; other keys are kept. Raises: KeyError."""
+        rest = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
+        return cls(role=raw["role"], content=raw["content"], fields=rest)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set as the run sees it: what is asked, and what the reward needs to judge an answer."""
+
+    uid: str  # names the row in this run: "<epoch>:<index in the data set>"
+    index: int  # row number in the data set, over all files
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]  # after the chat template: exactly what the model is fed
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the rollout engine: the tokens that it was fed and those that it sampled."""
+
+    context_ids: tuple[int, ...]  # everything before the first sampled token
+    token_ids: tuple[int, ...]  # sampled, the stop token included where one was sampled
+    log_probs: tuple[float, ...]  # log_softmax(logits / temperature) of each sampled token
+    finish_reason: FinishReason
+    policy_version: int
+    reward: float = 0.0  # what the environment paid for this turn
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trajectory is not to be trained on, and where that arose."""
+
+    source: FailureSource
+    message: str
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One answer to one prompt: its turns, and what the reward said of it.
+
+    `reward` is what trains (None until scored), `accuracy` the 0/1 metric, `parts` all other numbers of the reward.
+    A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and counted nowhere.
+    """
+
+    uid: str  # "<prompt uid>:<sample>"
+    prompt: Prompt
+    turns: tuple[Turn, ...]
+    sample: int
+    reward: float | None = None
+    accuracy: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: tuple[float, ...] | None = None  # one a response token, where the reward gave them; `reward` is their sum
+    failure: Failure | None = None
+    messages: tuple[Message, ...] = ()  # what was said after the prompt: answers, tool results
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what an environment reports: columns by name
+
+
+@dataclass(frozen=True)
+class Group:
+    """All answers to one prompt: what estimators compare."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
