@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a batch demands of its columns: kinds, numbers of rows, names, equality. Errors name the column and its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from whet.errors import DataError
+
+ObjectArray = npt.NDArray[np.object_]
+Names = str | Iterable[str]
+Rows = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
+Column = TypeVar("Column")
+
+
+def check_columns(
+    tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
+) -> int:
+    """How many rows all columns have (0 without columns). Raises DataError if one is not a column or they disagree.
+
+    `batch_size` is what they must agree with where it is known.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+            found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise DataError(f"tensor column {name!r} is {found}, expected a tensor [B, ...]; objects go to non_tensors")
+    for name, array in objects.items():
+        if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim == 0:
+            found = f"a {type(array).__name__}" + (f" of {array.dtype}" if isinstance(array, np.ndarray) else "")
+            raise DataError(f"column {name!r} is {found}, expected an object array [B]; DataProto.from_dict makes one")
+    if both := sorted(tensors.keys() & objects.keys()):
+        raise DataError(f"columns {both} are both a tensor and an object column; rename one of each")
+    columns: dict[str, Any] = {**tensors, **objects}
+    sizes = {name: len(column) for name, column in columns.items()}
+    if batch_size is not None:
+        sizes["the batch"] = batch_size
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise DataError(f"columns differ in their number of rows: {found}; every column needs one entry for each row")
+    return next(iter(sizes.values()), 0)
+
+
+def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: str, number: int) -> None:
+    """Raises DataError unless part `number` of a concat has the columns of part 0, alike in all but their rows."""
+    if first.keys() != part.keys():
+        raise DataError(
+            f"concat needs the same {kind}s in every part: part {number} lacks {sorted(first.keys() - part.keys())} "
+            f"and adds {sorted(part.keys() - first.keys())} against part 0"
+        )
+    for name, one in first.items():
+        other = part[name]
+        if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
+            raise DataError(
+                f"{kind} {name!r} is {one.dtype} {list(one.shape)} in part 0 of concat and {other.dtype} "
+                f"{list(other.shape)} in part {number}: only the number of rows may differ; pad or convert it first"
+            )
+
+
+def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
+    """An object array with one entry for each of `values`, whatever these are; an object array comes back as it is."""
+    if isinstance(values, np.ndarray):
+        return values.astype(object, copy=False)
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise DataError(
+            f"object column {name!r} is a {type(values).__name__}, expected a list or array, one entry a row"
+        )
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):  # array[:] = values would take a list of lists apart
+        array[row] = value
+    return array
+
+
+def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
+    """`index` as a slice that tensors take too (step > 0), or as row numbers, all of them within the rows.
+
+    Raises: DataError for what is neither; IndexError for a row that is not there.
+    """
+    if isinstance(index, slice):
+        return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
+    array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "biu"):
+        raise DataError(
+            f"rows are chosen by int, slice, a list of row numbers or a mask [B]; found {type(index).__name__} of "
+            f"{array.dtype} with shape {list(array.shape)}"
+        )
+    if array.dtype == bool:
+        if len(array) != rows:
+            raise DataError(f"mask has {len(array)} entries for {rows} rows; a mask needs one for each row")
+        return np.flatnonzero(array)
+    outside = array[(array < -rows) | (array >= rows)]
+    if outside.size:
+        raise IndexError(f"rows {outside[:8].tolist()} of a batch with {rows} rows")
+    return array.astype(np.int64)
+
+
+def listed(keys: Names) -> list[str]:
+    """One name or several, as a list."""
+    return [keys] if isinstance(keys, str) else list(keys)
+
+
+def pick(columns: Mapping[str, Column], keys: Names | None, kind: str) -> dict[str, Column]:
+    """The named ones, all for None, in a new dict. Raises: DataError."""
+    if keys is None:
+        return dict(columns)
+    names = listed(keys)
+    if missing := [name for name in names if name not in columns]:
+        raise DataError(f"there is no {kind} {missing}; there are {list(columns)}")
+    return {name: columns[name] for name in names}
+
+
+def merged(one: Mapping[str, Column], other: Mapping[str, Column], kind: str) -> dict[str, Column]:
+    """Both in a new dict. Raises DataError if a name in both does not hold equal values."""
+    for name in other:
+        if name in one and not equal(one[name], other[name]):
+            raise DataError(
+                f"{kind} {name!r} is in both and differs: {_shown(one[name])} against {_shown(other[name])}; "
+                "pop or rename one of them"
+            )
+    return {**one, **other}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """The same dtypes, shapes and values all the way down; NaN equals NaN."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        other = other.to(one.device)
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if one.dtype == object:
+            return all(map(equal, one.flat, other.flat))
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if type(one) is not type(other):
+        return False
+    return bool(one == other) or bool(one != one and other != other)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

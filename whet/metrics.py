@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: numbers on their way from where they are made to the run's files, with their reduction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Scalar = float | torch.Tensor
+Reduction = Literal["mean", "sum", "max", "min", "seconds"]
+
+
+class Metrics:
+    """Collects numbers by name (`area/what`), each with the reduction that was chosen where it was made.
+
+    Whatever the numbers are split over (micro-batches, workers) and in whichever order they are merged, `reduce` gives
+    the same bits: every number is kept until then, and sums are exactly rounded. A value may be a 0-d tensor on any
+    device: it is copied there, and read by the host only in `reduce`, all of them at once. NaN is never hidden: it
+    makes the metric NaN, unless its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
+
+    Raises: ValueError for a name with two reductions, for a value that is not one number, for a negative weight.
+    """
+
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = {}
+
+    def mean(self, name: str, value: Scalar, weight: Scalar = 1.0) -> None:
+        """sum(weight * value) / sum(weight). Weight 0 is as if not recorded: a mean over no tokens may be NaN here.
+
+        A mean of means is the mean over all only if each weighs what it was taken over (tokens, rows).
+        """
+        self._record("mean", name, value, weight)
+
+    def sum(self, name: str, value: Scalar) -> None:
+        """The sum of all values."""
+        self._record("sum", name, value)
+
+    def max(self, name: str, value: Scalar) -> None:
+        """The largest value."""
+        self._record("max", name, value)
+
+    def min(self, name: str, value: Scalar) -> None:
+        """The smallest value."""
+        self._record("min", name, value)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds the seconds that the block takes on the host's clock, also when it raises; read with `timings`.
+
+        Blocks under one name add up, those of merged collectors too: what ran at the same time counts twice.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._record("seconds", name, time.perf_counter() - start)
+
+    def merge(self, other: Metrics, prefix: str = "") -> None:
+        """Adds all that `other` has recorded, under its names with `prefix` before them; `other` stays as it is."""
+        for name, theirs in list(other._series.items()):
+            self._named(prefix + name, theirs.reduction).numbers += theirs.numbers
+
+    def reduce(self) -> dict[str, float]:
+        """The metrics by name, sorted, without timings. A mean whose weights are all 0 is left out."""
+        return self._reduced(timings=False)
+
+    def timings(self) -> dict[str, float]:
+        """The seconds by name, sorted: apart from `reduce`, whose numbers are the same in every repeat of a run."""
+        return self._reduced(timings=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        numbers = _on_host(self._series)
+        return {"_series": {name: _Series(s.reduction, list(numbers[name])) for name, s in self._series.items()}}
+
+    def _record(self, reduction: Reduction, name: str, value: Scalar, weight: Scalar = 1.0) -> None:
+        self._named(name, reduction).numbers.append((_number(name, value), _number(name, weight)))
+
+    def _named(self, name: str, reduction: Reduction) -> _Series:
+        series = self._series.setdefault(name, _Series(reduction))
+        if series.reduction != reduction:
+            raise ValueError(
+                f"metric {name!r} is recorded as {series.reduction} and now as {reduction}: one name has one "
+                "reduction; give one of them another name"
+            )
+        return series
+
+    def _reduced(self, timings: bool) -> dict[str, float]:
+        chosen = {name: series for name, series in self._series.items() if (series.reduction == "seconds") == timings}
+        numbers = _on_host(chosen)
+        results = {name: _reduce(name, chosen[name].reduction, numbers[name]) for name in sorted(chosen)}
+        return {name: result for name, result in results.items() if result is not None}
+
+
+@dataclass
+class _Series:
+    """All that was recorded under one name, as (value, weight)."""
+
+    reduction: Reduction
+    numbers: list[tuple[Scalar, Scalar]] = field(default_factory=list)
+
+
+def _number(name: str, value: Scalar) -> Scalar:
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            raise ValueError(
+                f"metric {name!r} got a tensor of shape {list(value.shape)}, expected one number: reduce it"
+            )
+        return value.detach().clone()  # neither a graph nor a larger storage is kept, nor seen what is written later
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {name!r} got {value!r}, expected a number or a 0-d tensor") from error
+
+
+def _on_host(series: dict[str, _Series]) -> dict[str, list[tuple[float, float]]]:
+    """The numbers of each series as floats, with one transfer for all tensors of the same device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for one in series.values():
+        for number in itertools.chain.from_iterable(one.numbers):
+            if isinstance(number, torch.Tensor):
+                alike.setdefault((number.device, number.dtype), []).append(number)
+    floats: dict[int, float] = {}
+    for tensors in alike.values():
+        floats.update(zip(map(id, tensors), map(float, torch.stack(tensors).tolist()), strict=True))
+
+    def read(number: Scalar) -> float:
+        return floats[id(number)] if isinstance(number, torch.Tensor) else number
+
+    return {name: [(read(value), read(weight)) for value, weight in one.numbers] for name, one in series.items()}
+
+
+def _reduce(name: str, reduction: Reduction, numbers: list[tuple[float, float]]) -> float | None:
+    values = [value for value, _ in numbers]
+    if reduction == "mean":
+        return _mean(name, numbers)
+    if reduction in ("sum", "seconds"):
+        return _sum(values)
+    if any(map(math.isnan, values)):  # max and min would depend on where it stands
+        return math.nan
+    return max(values) if reduction == "max" else min(values)
+
+
+def _mean(name: str, numbers: list[tuple[float, float]]) -> float | None:
+    if negative := [weight for _, weight in numbers if weight < 0]:
+        raise ValueError(f"metric {name!r} got the weight {negative[0]}, expected a count or share, never below 0")
+    weighed = [(value, weight) for value, weight in numbers if weight]
+    if not weighed:
+        return None
+    mean = _sum([value * weight for value, weight in weighed]) / _sum([weight for _, weight in weighed])
+    values = [value for value, _ in weighed]
+    return min(max(mean, min(values)), max(values))  # rounding takes no mean of equal numbers away from them
+
+
+def _sum(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # beyond the largest float, or inf - inf
+        return sum(values)

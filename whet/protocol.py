@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DataProto: the one batch that travels between components."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex, cast, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from whet import keyed, serialization
+from whet.column_rules import (
+    Names,
+    ObjectArray,
+    Rows,
+    check_columns,
+    check_same_columns,
+    listed,
+    merged,
+    object_array,
+    pick,
+    row_numbers,
+)
+from whet.errors import DataError
+
+
+@dataclass(frozen=True)
+class DataProtoItem:
+    """One row: columns without their batch dimension, objects as they are."""
+
+    batch: TensorDict | None
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DataProto:
+    """B rows as named columns: tensors [B, ...] in `batch`, object arrays [B] in `non_tensor_batch`; `meta_info` is
+    about the batch as a whole.
+
+    Every operation returns a new DataProto with containers of its own, whose columns share storage with the old ones
+    wherever a view can (a slice does, a list of rows cannot). So a new column in the one is not seen in the other, and
+    a column is never written in place: one that came through Ray may lie in read-only memory. verl's names hold, but
+    `union`, `rename`, `reorder` and `pop` do not change the batch they are called on: use what they return.
+
+    `batch` is None where there is no tensor and the object columns say how many rows there are. A DataProto without any
+    column has no rows, and union with one is always possible. Raises DataError, naming columns and their sizes.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch.batch_dims != 1:
+            raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
+        check_columns(self._tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, ObjectArray | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Columns from tensors [B, ...] and from arrays or lists of B objects; a list in a list stays one object."""
+        objects = {name: object_array(name, values) for name, values in (non_tensors or {}).items()}
+        return _assemble(tensors or {}, objects, meta_info or {})
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, torch.Tensor | ObjectArray | Sequence[Any]], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """`from_dict` for columns of both kinds in one dict."""
+        tensors = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
+        objects = {name: column for name, column in data.items() if not isinstance(column, torch.Tensor)}
+        return cls.from_dict(tensors, objects, meta_info)
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts in order. Columns, dtypes and trailing sizes must agree.
+
+        `meta_info` is the union: a key may be missing in some parts, and must be equal in all that have it.
+        """
+        if not parts:
+            raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
+        first, meta_info = parts[0], dict(parts[0].meta_info)
+        for number, part in enumerate(parts[1:], start=1):
+            check_same_columns(first._tensors(), part._tensors(), "tensor column", number)
+            check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
+            meta_info = merged(meta_info, part.meta_info, "meta_info")
+        if len(parts) == 1:
+            return first.select()
+        tensors = {name: torch.cat([part._tensors()[name] for part in parts]) for name in first._tensors()}
+        objects = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
+        }
+        return _assemble(tensors, objects, meta_info, sum(map(len, parts)))
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(column) for column in self.non_tensor_batch.values()), 0)
+
+    def keys(self) -> list[str]:
+        """The names of all columns, tensors first."""
+        return [*self._tensors(), *self.non_tensor_batch]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors() or name in self.non_tensor_batch
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: str) -> Any: ...
+    @overload
+    def __getitem__(self, index: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, index: Rows) -> DataProto: ...
+    def __getitem__(self, index: str | int | Rows) -> Any:
+        """A column by name; one row (DataProtoItem) by int; a DataProto by slice, row numbers or a mask [B].
+
+        A one-row DataProto is `data[i : i + 1]`. Raises: IndexError for a row that is not there.
+        """
+        if isinstance(index, str):
+            if index not in self:
+                raise DataError(f"there is no column {index!r}; the columns are {self.keys()}")
+            return self._tensors()[index] if index in self._tensors() else self.non_tensor_batch[index]
+        if isinstance(index, int | np.integer):
+            return self._row(int(index))
+        rows = row_numbers(index, len(self))
+        tensor_rows = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        return self._map(
+            lambda tensor: tensor[tensor_rows],
+            lambda array: array[rows],
+            len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows),
+        )
+
+    def __repr__(self) -> str:
+        tensors = [
+            f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for name, tensor in self._tensors().items()
+        ]
+        objects = [f"{name}: object{list(array.shape)}" for name, array in self.non_tensor_batch.items()]
+        return (
+            f"DataProto(rows={len(self)}, columns=[{', '.join(tensors + objects)}], meta_info={list(self.meta_info)})"
+        )
+
+    def select(
+        self,
+        batch_keys: Names | None = None,
+        non_tensor_batch_keys: Names | None = None,
+        meta_info_keys: Names | None = None,
+    ) -> DataProto:
+        """Only the named columns and keys; None keeps all of that kind."""
+        return _assemble(
+            pick(self._tensors(), batch_keys, "tensor column"),
+            pick(self.non_tensor_batch, non_tensor_batch_keys, "object column"),
+            pick(self.meta_info, meta_info_keys, "meta_info key"),
+            len(self),
+        )
+
+    def pop(
+        self,
+        batch_keys: Names | None = None,
+        non_tensor_batch_keys: Names | None = None,
+        meta_info_keys: Names | None = None,
+    ) -> tuple[DataProto, DataProto]:
+        """(the named columns and keys, everything else); None takes none of that kind."""
+        taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        popped = self.select(*(() if keys is None else keys for keys in taken))
+        rest = self.select(
+            [name for name in self._tensors() if name not in popped],
+            [name for name in self.non_tensor_batch if name not in popped],
+            [name for name in self.meta_info if name not in popped.meta_info],
+        )
+        return popped, rest
+
+    def rename(self, old_keys: Names, new_keys: Names) -> DataProto:
+        """The same columns, the i-th of `old_keys` under the i-th of `new_keys`; the order stays."""
+        old, new = listed(old_keys), listed(new_keys)
+        if len(old) != len(new):
+            raise DataError(
+                f"rename got {len(old)} old names {old} and {len(new)} new names {new}: one new for each old"
+            )
+        if missing := [name for name in old if name not in self]:
+            raise DataError(f"there is no column {missing} to rename; the columns are {self.keys()}")
+        new_name = dict(zip(old, new, strict=True))
+        result = [new_name.get(name, name) for name in self.keys()]
+        if twice := sorted({name for name in result if result.count(name) > 1}):
+            raise DataError(
+                f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
+            )
+        return _assemble(
+            {new_name.get(name, name): tensor for name, tensor in self._tensors().items()},
+            {new_name.get(name, name): array for name, array in self.non_tensor_batch.items()},
+            self.meta_info,
+            len(self),
+        )
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
+        blank = [data for data in (self, other) if data.batch is None and not data.non_tensor_batch]
+        if len(self) != len(other) and not blank:
+            raise DataError(
+                f"union of {len(self)} rows (columns {self.keys()}) with {len(other)} rows (columns {other.keys()}): "
+                "both need the same rows in the same order"
+            )
+        return _assemble(
+            merged(self._tensors(), other._tensors(), "tensor column"),
+            merged(self.non_tensor_batch, other.non_tensor_batch, "object column"),
+            merged(self.meta_info, other.meta_info, "meta_info"),
+            max(len(self), len(other)),
+        )
+
+    def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
+        """These columns added, in place of any that have their names."""
+        kept = self.select(
+            [name for name in self._tensors() if name not in columns],
+            [name for name in self.non_tensor_batch if name not in columns],
+        )
+        return kept.union(DataProto.from_single_dict(columns))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` consecutive parts of equal size; DataError if the rows do not divide."""
+        if chunks < 1 or len(self) % chunks:
+            raise DataError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks; use pad_to_divisor first, or split(sizes)"
+            )
+        return self.split([len(self) // chunks] * chunks)
+
+    def split(self, split_size: int | Sequence[int]) -> list[DataProto]:
+        """Consecutive parts of `split_size` rows, the last one smaller; or parts of exactly these sizes.
+
+        Parts are views. No rows give one part without rows, so that `concat` of the parts is always the whole.
+        """
+        rows = len(self)
+        if isinstance(split_size, int):
+            if split_size < 1:
+                raise DataError(f"split_size={split_size}, expected at least 1 row")
+            return [self[start : start + split_size] for start in range(0, max(rows, 1), split_size)]
+        if sum(split_size) != rows or min(split_size, default=0) < 0:
+            raise DataError(f"split sizes {list(split_size)} sum to {sum(split_size)}, expected the {rows} rows")
+        ends = np.cumsum(split_size, dtype=np.int64).tolist()
+        return [self[end - size : end] for size, end in zip(split_size, ends, strict=True)]
+
+    def repeat(self, repeat_times: int, interleave: bool = True) -> DataProto:
+        """Every row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
+        order = np.arange(len(self))
+        return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]
+
+    def reorder(self, indices: Rows) -> DataProto:
+        """Row i of the result is row `indices[i]`: a permutation, no row lost and none twice."""
+        rows = np.arange(len(self))
+        order = rows[row_numbers(indices, len(self))]
+        if not np.array_equal(np.sort(order), rows):
+            raise DataError(
+                f"reorder got {len(order)} indices, {len(np.unique(order))} of them different, for {len(self)} rows; "
+                "it needs a permutation (to choose rows, index)"
+            )
+        return self[order]
+
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+        """Mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
+
+        With a seed every epoch has an order of its own, a function of (seed, epoch); without, rows stay in order.
+        """
+        if mini_batch_size < 1:
+            raise DataError(f"mini_batch_size={mini_batch_size}, expected at least 1 row")
+        for epoch in range(epochs):
+            if seed is None:
+                yield from self.split(mini_batch_size)
+                continue
+            generator = torch.Generator().manual_seed(keyed.key(seed, "mini_batches", epoch))
+            order = torch.randperm(len(self), generator=generator)
+            for start in range(0, max(len(self), 1), mini_batch_size):
+                yield self[order[start : start + mini_batch_size]]
+
+    def pad_to_divisor(self, size_divisor: int) -> tuple[DataProto, int]:
+        """(rows up to the next multiple of `size_divisor`, how many were added); `unpad` takes them off again.
+
+        Added rows are the first rows again, so that a model can run on them. They would count in a loss: pad what is
+        generated or scored, not what is trained on. No rows stay no rows.
+        """
+        if size_divisor < 1:
+            raise DataError(f"size_divisor={size_divisor}, expected at least 1")
+        pad_size = -len(self) % size_divisor
+        return (self[np.arange(len(self) + pad_size) % len(self)] if pad_size else self.select()), pad_size
+
+    def unpad(self, pad_size: int) -> DataProto:
+        """The rows without the last `pad_size`."""
+        if not 0 <= pad_size <= len(self):
+            raise DataError(f"pad_size={pad_size}, expected 0 to {len(self)}, the number of rows")
+        return self[: len(self) - pad_size]
+
+    def fold_batch_dim(self, new_batch_size: int) -> DataProto:
+        """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column: consecutive rows become one."""
+        if new_batch_size < 1 or len(self) % new_batch_size:
+            raise DataError(f"{len(self)} rows do not fold into {new_batch_size} rows of equal size")
+        lead = (new_batch_size, len(self) // new_batch_size)
+        return self._map(
+            lambda tensor: tensor.reshape(*lead, *tensor.shape[1:]),
+            lambda array: array.reshape(*lead, *array.shape[1:]),
+            new_batch_size,
+        )
+
+    def unfold_batch_dim(self) -> DataProto:
+        """[B, K, ...] -> [B * K, ...] in every column: undoes `fold_batch_dim`."""
+        leads = {name: tuple(self[name].shape[:2]) for name in self.keys()}
+        if len(set(leads.values())) != 1 or len(next(iter(leads.values()))) != 2:
+            raise DataError(f"unfold needs the same first two sizes [B, K] in every column, found {leads}")
+        rows, width = next(iter(leads.values()))
+        return self._map(
+            lambda tensor: tensor.flatten(0, 1),
+            lambda array: array.reshape(rows * width, *array.shape[2:]),
+            rows * width,
+        )
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Tensor columns on `device`; tensors inside object columns stay where they are."""
+        return self._map(lambda tensor: tensor.to(device), lambda array: array, len(self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one file that holds everything but gradients; `whet.serialization` says which objects it can hold."""
+        serialization.save(path, self._parts())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DataProto:
+        """What `save` wrote, tensors on the CPU. Runs no code of the file's.
+
+        Raises: FileNotFoundError; DataError for a file that is damaged or holds anything else.
+        """
+        parts = serialization.load(path)
+        if not isinstance(parts, dict) or parts.keys() != {"batch", "non_tensor_batch", "meta_info", "rows"}:
+            raise DataError(f"{path} does not hold a DataProto; load reads what DataProto.save wrote")
+        return _assemble(*parts.values())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Values arrive on the CPU, without gradients. With pickle protocol 5 and a buffer callback, as Ray has them,
+        the bytes of tensors stay out of the pickle and loading does not copy them."""
+        return _assemble, tuple(serialization.out_of_band(self._parts()).values())
+
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        objects, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        tensors = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        return _assemble(tensors, objects, meta_info, len(self))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else cast("dict[str, torch.Tensor]", dict(self.batch.items()))
+
+    def _parts(self) -> dict[str, Any]:
+        """The arguments of `_assemble`, in its order."""
+        return {
+            "batch": self._tensors(),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+            "rows": len(self),
+        }
+
+    def _row(self, row: int) -> DataProtoItem:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a DataProto with {len(self)} rows")
+        return DataProtoItem(
+            batch=None if self.batch is None else self.batch[row],
+            non_tensor_batch={name: array[row] for name, array in self.non_tensor_batch.items()},
+            meta_info=dict(self.meta_info),
+        )
+
+    def _map(
+        self,
+        on_tensor: Callable[[torch.Tensor], torch.Tensor],
+        on_array: Callable[[ObjectArray], ObjectArray],
+        rows: int,
+    ) -> DataProto:
+        tensors = {name: on_tensor(tensor) for name, tensor in self._tensors().items()}
+        objects = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
+        return _assemble(tensors, objects, self.meta_info, rows)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """`data.pad_to_divisor(size_divisor)`."""
+    return data.pad_to_divisor(size_divisor)
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """`data.unpad(pad_size)`."""
+    return data.unpad(pad_size)
+
+
+def _assemble(
+    tensors: Mapping[str, torch.Tensor],
+    objects: Mapping[str, ObjectArray],
+    meta_info: Mapping[str, Any],
+    rows: int = 0,
+) -> DataProto:
+    """A DataProto with new containers around these columns. `rows` counts where no column says how many there are."""
+    if tensors or objects:
+        rows = check_columns(tensors, objects)
+    batch = TensorDict(dict(tensors), batch_size=[rows]) if tensors or (rows and not objects) else None
+    return DataProto(batch, dict(objects), dict(meta_info))

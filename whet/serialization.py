@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors among plain objects, as bytes: through pickle without a copy, and in a file that loads without running code.
+
+A file holds any nesting of None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays (of numbers or of
+such objects) and the types of `whet.types`. Subclasses of plain types and numpy numbers come back as the plain type. It
+is one safetensors file: every tensor as it is, and under "json" the objects, in which a tensor stands by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from whet.errors import DataError
+from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
+
+_VERSION = 1
+_TYPES = {cls.__name__: cls for cls in (Message, Prompt, Turn, Failure, Trajectory, Group)}
+_TAG = "$type"
+
+
+def out_of_band(value: Any) -> Any:
+    """`value` for pickling: tensors in dicts, lists, tuples and object arrays give their bytes as protocol 5 buffers.
+
+    Unpickling gives the tensors back, on the CPU and without gradients, on the memory of the buffers (read-only memory
+    too: then writing into such a tensor is undefined). Of a view only its own elements travel, and an object that
+    stands in several places travels once.
+    """
+    return _pack(value, {})
+
+
+def save(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes `value` to one file, beside and renamed: `path` is the old file or the new one, never half of one.
+
+    Raises: DataError, naming where in `value` it stands, for an object that a file cannot hold.
+    """
+    path, encoder = Path(path), _Encoder()
+    document = {"version": _VERSION, "value": encoder.encode(value, "")}
+    # safetensors refuses tensors that share storage, as the columns of a batch may: each is copied
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in encoder.tensors.items()
+    }
+    tensors["json"] = _bytes_as_tensor(json.dumps(document).encode())
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(safetensors.torch.save(tensors))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What `save` wrote, tensors on the CPU. Raises: FileNotFoundError; DataError for a damaged or foreign file."""
+    try:
+        tensors = safetensors.torch.load_file(path)
+        document = json.loads(tensors["json"].numpy().tobytes())
+        version = document["version"]
+        if version == _VERSION:
+            return _decode(document["value"], tensors)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged, or was not written by whet: {error!r}") from error
+    raise DataError(f"{path} has file version {version}, this whet reads version {_VERSION}")
+
+
+class _Buffered:
+    """Stands for a tensor in a pickle; what is loaded is the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach().cpu().contiguous()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        octets = self._tensor.reshape(-1).view(torch.uint8).numpy()
+        buffer = pickle.PickleBuffer(octets.data) if protocol.__index__() >= 5 else bytearray(octets)
+        return _tensor_on, (buffer, self._tensor.dtype, tuple(self._tensor.shape))
+
+
+def _tensor_on(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose bytes `buffer` holds, on its memory."""
+    if 0 in shape:  # torch refuses an empty buffer
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():  # read-only memory is what Ray gives: `out_of_band` says what follows from it
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+
+
+def _pack(value: Any, packed: dict[int, Any]) -> Any:
+    """`value` with a _Buffered for each tensor. `packed` is by id: one object in many rows stays one in the pickle."""
+    if id(value) in packed:
+        return packed[id(value)]
+    result = value
+    if isinstance(value, torch.Tensor):
+        result = _Buffered(value)
+    elif type(value) is dict:
+        result = {key: _pack(item, packed) for key, item in value.items()}
+    elif type(value) is list or type(value) is tuple:
+        result = type(value)(_pack(item, packed) for item in value)
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        result = np.empty(value.shape, dtype=object)
+        for index in np.ndindex(value.shape):
+            result[index] = _pack(value[index], packed)
+    packed[id(value)] = result
+    return result
+
+
+class _Encoder:
+    """Turns objects into JSON values and collects their tensors by name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        """`value` as JSON; `where` is its place in the whole, as in `objects.uid[3]`."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return self._items(value, where)
+        if isinstance(value, dict) and _TAG not in value and all(isinstance(key, str) for key in value):
+            return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            return self.encode(value.item(), where)
+        return self._tagged(value, where)
+
+    def _tagged(self, value: Any, where: str) -> dict[str, Any]:
+        match value:
+            case tuple():
+                return {_TAG: "tuple", "items": self._items(value, where)}
+            case dict():
+                return {_TAG: "dict", "items": [self._items(pair, f"{where}.{pair[0]}") for pair in value.items()]}
+            case torch.Tensor():
+                return {_TAG: "tensor", "name": self._name(value, value, where)}
+            case bytes():
+                return {_TAG: "bytes", "name": self._name(value, _bytes_as_tensor(value), where)}
+            case np.ndarray() if value.dtype == object:
+                return {_TAG: "objects", "shape": value.shape, "items": self._items(value.flat, where)}
+            case np.ndarray() if value.dtype.kind in "biuf":
+                return {_TAG: "array", "name": self._name(value, torch.from_numpy(value.copy()), where)}
+            case _ if type(value) in _TYPES.values():
+                return {_TAG: type(value).__name__, "fields": self.encode(dict(vars(value)), where)}
+        raise DataError(
+            f"{where.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which a file cannot hold; "
+            "make it of plain objects (str, numbers, list, dict, ...), tensors and arrays, or leave it out"
+        )
+
+    def _items(self, values: Any, where: str) -> list[Any]:
+        return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]
+
+    def _name(self, value: Any, tensor: torch.Tensor, where: str) -> str:
+        """The name under which `tensor`, the content of `value`, is stored: the same for the same object."""
+        name = self._names.setdefault(id(value), f"{len(self._names)}:{where.lstrip('.')}")
+        self.tensors.setdefault(name, tensor)
+        return name
+
+
+def _bytes_as_tensor(octets: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(octets, dtype=np.uint8).copy())
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case None:
+            return {key: _decode(item, tensors) for key, item in value.items()}
+        case "tuple":
+            return tuple(_decode(value["items"], tensors))
+        case "dict":
+            return dict(_decode(value["items"], tensors))
+        case "tensor":
+            return tensors[value["name"]]
+        case "bytes":
+            return tensors[value["name"]].numpy().tobytes()
+        case "array":
+            return tensors[value["name"]].numpy()
+        case "objects":
+            array = np.empty(len(value["items"]), dtype=object)
+            for number, item in enumerate(value["items"]):
+                array[number] = _decode(item, tensors)
+            return array.reshape(value["shape"])
+        case name:
+            return _TYPES[name](**_decode(value["fields"], tensors))
