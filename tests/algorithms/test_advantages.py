@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from whet.algorithms.adapters import estimate
+from whet.registry import ADV_ESTIMATORS
+
+Batch = dict[str, Tensor]
+MakeBatch = Callable[..., Batch]
+
+
+def advantages(name: str, batch: Batch, **options: Any) -> Tensor:
+    return estimate(ADV_ESTIMATORS[name], batch, options).advantages
+
+
+def scored(scores: list[float], uid: list[int]) -> Batch:
+    """Rows of two sampled tokens with one of a tool between them; the score is paid half on each."""
+    halves = torch.tensor(scores, dtype=torch.float64)[:, None] / 2
+    rewards = torch.cat([halves, torch.full_like(halves, torch.nan), halves], dim=1)
+    mask = torch.tensor([[1, 0, 1]]).repeat(len(scores), 1)
+    return {"token_level_rewards": rewards, "response_mask": mask, "uid": torch.tensor(uid)}
+
+
+# ---- gae
+
+
+def slow_gae(batch: Batch, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    rewards, values, mask = batch["token_level_rewards"], batch["values"], batch["response_mask"]
+    unwhitened, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for row in range(len(rewards)):
+        next_value = next_advantage = 0.0
+        for t in reversed(range(rewards.shape[1])):
+            if not mask[row, t]:
+                continue
+            delta = float(rewards[row, t]) + gamma * next_value - float(values[row, t])
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = float(values[row, t])
+            unwhitened[row, t], returns[row, t] = next_advantage, next_advantage + next_value
+    tokens = unwhitened[mask == 1]
+    whitened = (unwhitened - tokens.mean()) / (tokens.var() + 1e-8).sqrt() * mask
+    return whitened, returns
+
+
+def test_gae_by_hand() -> None:
+    # gamma = lam = .5. The last token: d = 2 - .25 = 1.75 = L, return 2. The first, whose next state is the last one's
+    # since a tool wrote between them: d = 1 + .5 * .25 - .5 = .625, L = .625 + .25 * 1.75 = 1.0625, return 1.5625.
+    # Whitened: (1.0625 - 1.40625) / (sqrt 2 * .34375) = -.70711
+    batch = {
+        "token_level_rewards": torch.tensor([[1.0, torch.nan, 2.0, torch.nan]]),
+        "values": torch.tensor([[0.5, torch.nan, 0.25, torch.nan]]),
+        "response_mask": torch.tensor([[1, 0, 1, 0]]),
+    }
+    result = estimate(ADV_ESTIMATORS["gae"], batch, {"gamma": 0.5, "lam": 0.5})
+    assert result.returns is not None
+    assert result.returns.tolist() == [[1.5625, 0.0, 2.0, 0.0]]
+    torch.testing.assert_close(result.advantages, torch.tensor([[-0.70711, 0.0, 0.70711, 0.0]]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_slow_loop_on_many_rows(make_batch: MakeBatch, gamma: float, lam: float) -> None:
+    batch = make_batch(1, rows=20, poison=True)
+    result = estimate(ADV_ESTIMATORS["gae"], batch, {"gamma": gamma, "lam": lam})
+    expected, returns = slow_gae(batch, gamma, lam)
+    assert result.returns is not None
+    torch.testing.assert_close(result.advantages, expected)
+    torch.testing.assert_close(result.returns, returns)
+
+
+def test_gae_never_bootstraps_from_what_follows_the_last_token() -> None:
+    batch = {
+        "token_level_rewards": torch.tensor([[3.0, 0.0]]),
+        "values": torch.tensor([[1.0, 500.0]]),
+        "response_mask": torch.tensor([[1, 0]]),
+    }
+    result = estimate(ADV_ESTIMATORS["gae"], batch, {})
+    assert result.returns is not None
+    assert result.returns.tolist() == [[3.0, 0.0]]
+
+
+# ---- group estimators
+
+
+def slow_grpo(scores: list[float], others: list[float], score: float, std_norm: bool) -> float:
+    if len(scores) == 1:
+        return 0.0
+    deviation = score - statistics.fmean(scores)
+    return deviation / (statistics.stdev(scores) + 1e-6) if std_norm else deviation
+
+
+def slow_rloo(scores: list[float], others: list[float], score: float) -> float:
+    return score - statistics.fmean(others) if others else 0.0
+
+
+def slow_group(batch: Batch, one: Callable[[list[float], list[float], float], float]) -> Tensor:
+    mask, uid = batch["response_mask"], batch["uid"].tolist()
+    scores = [float(row[m == 1].sum()) for row, m in zip(batch["token_level_rewards"], mask, strict=True)]
+    alive = [bool(m.any()) for m in mask]
+    result = torch.zeros_like(batch["token_level_rewards"])
+    for row in range(len(uid)):
+        if alive[row]:
+            others = [scores[k] for k in range(len(uid)) if uid[k] == uid[row] and alive[k] and k != row]
+            result[row] = one([*others, scores[row]], others, scores[row]) * mask[row]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # 1, 2, 3: mean 2, deviation 1
+        ("grpo", [-1 / 1.000001, 0.0, 1 / 1.000001]),
+        ("dr_grpo", [-1.0, 0.0, 1.0]),
+        # 1 - (2 + 3) / 2, 2 - (1 + 3) / 2, 3 - (1 + 2) / 2
+        ("rloo", [-1.5, 0.0, 1.5]),
+    ],
+)
+def test_group_estimators_by_hand(name: str, expected: list[float]) -> None:
+    # the fourth row is alone in its group and carries no signal
+    result = advantages(name, scored([1.0, 2.0, 3.0, 5.0], [4, 4, 4, 9]))
+    rows = torch.tensor([*expected, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(result, torch.stack([rows, torch.zeros(4, dtype=torch.float64), rows], dim=1))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(6, 20))
+def test_group_estimators_equal_the_slow_loops(make_batch: MakeBatch, seed: int, rows: int) -> None:
+    batch = make_batch(seed, rows=rows, poison=True)
+    for name, one in {
+        "grpo": lambda scores, others, score: slow_grpo(scores, others, score, std_norm=True),
+        "dr_grpo": lambda scores, others, score: slow_grpo(scores, others, score, std_norm=False),
+        "rloo": slow_rloo,
+    }.items():
+        torch.testing.assert_close(advantages(name, batch), slow_group(batch, one), rtol=1e-6, atol=1e-8)
+
+
+def test_the_std_switch_is_what_tells_grpo_from_dr_grpo(make_batch: MakeBatch) -> None:
+    batch = make_batch(5)
+    assert torch.equal(advantages("grpo", batch, std_norm=False), advantages("dr_grpo", batch))
+    assert not torch.allclose(advantages("grpo", batch), advantages("dr_grpo", batch))
+    assert ADV_ESTIMATORS["dr_grpo"].marks == {"aggregation": "seq-mean-token-sum-norm"}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_groups_with_equal_scores_have_no_advantage_at_all(name: str) -> None:
+    batch = scored([1000.1] * 7, [3] * 7)
+    assert not advantages(name, {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_a_failed_row_changes_nobody(name: str) -> None:
+    whole = scored([1.0, 2.0, 4.0, 100.0], [4, 4, 4, 4])
+    whole["response_mask"][3] = 0
+    result = advantages(name, whole)
+    torch.testing.assert_close(result[:3], advantages(name, scored([1.0, 2.0, 4.0], [4, 4, 4])))
+    assert not result[3].any()
+
+
+def test_mean_and_deviation_are_of_the_same_group() -> None:
+    # with the deviation of the batch instead, the second group would be a hundred times the first
+    result = advantages("grpo", scored([1.0, 3.0, 100.0, 300.0], [1, 1, 2, 2]))
+    torch.testing.assert_close(result[:2], result[2:], rtol=1e-5, atol=0)
+
+
+# ---- reinforce_plus_plus
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # gamma .5, one step over the tool's text: R = 0 + .5 * 1, 1 and, in the second row, 2. Mean 7/6, deviations
+    # -2/3, -1/6, 5/6, variance (16 + 1 + 25) / 36 / 2 = 7/12: -.87287, -.21822, 1.09109
+    batch = {
+        "token_level_rewards": torch.tensor([[0.0, torch.nan, 1.0], [2.0, torch.nan, torch.nan]]),
+        "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0]]),
+    }
+    result = estimate(ADV_ESTIMATORS["reinforce_plus_plus"], batch, {"gamma": 0.5})
+    assert result.returns is not None
+    assert result.returns.tolist() == [[0.5, 0.0, 1.0], [2.0, 0.0, 0.0]]
+    expected = torch.tensor([[-0.87287, 0.0, -0.21822], [1.09109, 0.0, 0.0]])
+    torch.testing.assert_close(result.advantages, expected, rtol=0, atol=1e-5)
+
+
+def test_reinforce_plus_plus_equals_the_slow_loop(make_batch: MakeBatch) -> None:
+    batch = make_batch(2, rows=20)
+    # without values and with lam 1, L of generalised advantage estimation is the return
+    expected, _ = slow_gae({**batch, "values": torch.zeros_like(batch["values"])}, gamma=0.9, lam=1.0)
+    torch.testing.assert_close(advantages("reinforce_plus_plus", batch, gamma=0.9), expected)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from whet.registry import FILTERS, call
+
+
+@pytest.mark.parametrize("name", ["dynamic_sampling", "dapo"])
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([0.0, 1.0, 0.0], True),
+        ([1.0, 1.0, 1.0], False),
+        ([0.0, 0.0], False),
+        ([0.5], False),  # an answer alone has nothing to be compared with
+        ([], False),  # all answers failed
+    ],
+)
+def test_dynamic_sampling_keeps_groups_that_differ(name: str, values: list[float], kept: bool) -> None:
+    assert call(FILTERS[name], {"values": values}, {}) is kept
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([0.0, 1.0, 0.0, 0.0], True),  # .25
+        ([0.0, 0.0, 1.0, 1.0], False),  # .5 is not below .5
+        ([0.2, 0.2], False),  # .2 is not above .2
+        ([0.3], True),
+        ([], False),
+    ],
+)
+def test_mean_window_is_open_on_both_sides(values: list[float], kept: bool) -> None:
+    assert call(FILTERS["mean_window"], {"values": values}, {"low": 0.2, "high": 0.5}) is kept
+
+
+def test_mean_window_drops_all_right_and_all_wrong_by_default() -> None:
+    assert not call(FILTERS["mean_window"], {"values": [0.0] * 8}, {})
+    assert not call(FILTERS["mean_window"], {"values": [1.0] * 8}, {})
+    assert call(FILTERS["mean_window"], {"values": [1.0] * 7 + [0.0]}, {})

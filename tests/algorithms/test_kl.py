@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward, kl_penalty
+from whet.errors import RegistryError
+from whet.registry import KL_FORMS
+
+LN2 = math.log(2.0)
+FORMS = ["k1", "k2", "k3", "abs"]
+
+
+def value_and_gradient(form: str, d: float) -> tuple[float, float]:
+    log_probs = torch.tensor([[d - 1.0]], dtype=torch.float64, requires_grad=True)
+    value = kl_penalty(form, log_probs, torch.full_like(log_probs, -1.0))
+    value.backward()
+    assert log_probs.grad is not None
+    return value.tolist()[0][0], log_probs.grad.tolist()[0][0]
+
+
+def test_all_forms_are_there() -> None:
+    assert KL_FORMS.names() == sorted([*FORMS, *(form + "+" for form in FORMS)])
+    with pytest.raises(RegistryError, match="did you mean 'k1"):
+        kl_penalty("k11", torch.zeros(1, 1), torch.zeros(1, 1))
+
+
+# d = -ln 2, so exp(-d) = 2; the gradient of k2 is d
+@pytest.mark.parametrize(
+    ("form", "value", "gradient"),
+    [("k1", -LN2, 1.0), ("k2", LN2**2 / 2, -LN2), ("k3", 1 - LN2, 1.0 - 2.0), ("abs", LN2, -1.0)],
+)
+def test_by_hand(form: str, value: float, gradient: float) -> None:
+    assert value_and_gradient(form, -LN2) == pytest.approx((value, gradient))
+    assert value_and_gradient(form + "+", -LN2) == pytest.approx((value, -LN2))
+
+
+def test_k3_is_clamped_and_its_plus_form_still_pulls_back() -> None:
+    assert value_and_gradient("k3", -100.0) == (10.0, 0.0)
+    assert value_and_gradient("k3+", -100.0) == (10.0, -100.0)
+    # exp(-20) + 20 - 1 is more than 10 too
+    assert value_and_gradient("k3", 100.0) == (10.0, 0.0)
+    assert value_and_gradient("k3", 5.0)[0] == pytest.approx(math.exp(-5) + 4)
+
+
+def test_k3_of_a_small_difference_keeps_its_digits() -> None:
+    d = torch.tensor([[1e-3, -1e-3, 1e-4]])
+    torch.testing.assert_close(kl_penalty("k3", d, torch.zeros_like(d)), d.square() / 2, rtol=2e-3, atol=0)
+    many = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert (kl_penalty("k3", many, torch.zeros_like(many)) >= 0).all()
+
+
+@pytest.mark.parametrize("form", [entry.name for entry in KL_FORMS])
+def test_what_is_masked_reaches_neither_value_nor_gradient(form: str) -> None:
+    log_probs = torch.tensor([[-1.0, torch.nan, torch.inf]], requires_grad=True)
+    mask = torch.tensor([[1, 0, 0]])
+    value = kl_penalty(form, log_probs, torch.tensor([[-1.5, torch.nan, -1.0]]), mask)
+    value.sum().backward()
+    assert log_probs.grad is not None
+    assert value.tolist()[0][1:] == [0.0, 0.0]
+    assert log_probs.grad.tolist()[0][1:] == [0.0, 0.0]
+
+
+def expected_gradient(form: str, logits: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Of the form as a loss, over all actions weighted with the policy's own probabilities, one decision long."""
+    logits = logits.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    (log_probs.exp().detach() * kl_penalty(form, log_probs, ref_log_probs)).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def test_which_forms_follow_the_gradient_of_the_kl_as_a_loss() -> None:
+    draw = torch.Generator().manual_seed(1)
+    logits, ref = torch.randn(2, 1, 6, generator=draw, dtype=torch.float64).unbind()
+    ref = ref.log_softmax(-1)
+    exact = logits.clone().requires_grad_()
+    (exact.softmax(-1) * (exact.log_softmax(-1) - ref)).sum().backward()
+
+    torch.testing.assert_close(expected_gradient("k1", logits, ref), torch.zeros_like(logits))
+    for form in ("k2", "k1+", "k2+", "k3+", "abs+"):
+        torch.testing.assert_close(expected_gradient(form, logits, ref), exact.grad)
+    assert not torch.allclose(expected_gradient("k3", logits, ref), exact.grad, rtol=0.01)
+
+
+def test_kl_in_the_reward_by_hand() -> None:
+    # o - b = .5, (tool), -1; coef .2: 1 - .1, 0 + .2
+    rewards, penalty = apply_kl_to_reward(
+        torch.tensor([[1.0, torch.nan, 0.0]]),
+        torch.tensor([[-0.5, torch.nan, -2.0]], requires_grad=True),
+        torch.tensor([[-1.0, torch.nan, -1.0]]),
+        torch.tensor([[1, 0, 1]]),
+        form="k1",
+        coef=0.2,
+    )
+    torch.testing.assert_close(rewards, torch.tensor([[0.9, 0.0, 0.2]]))
+    torch.testing.assert_close(penalty, torch.tensor([[0.5, 0.0, -1.0]]))
+    assert not rewards.requires_grad
+
+
+def test_the_adaptive_controller_by_hand() -> None:
+    # kl / target - 1 = 2, cut to .2: .1 * (1 + .2 * 100 / 1000); then -.1: * (1 - .1 * 50 / 1000); then cut to -.2
+    controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    controller.update(0.15, 100)
+    assert controller.coef == pytest.approx(0.102)
+    controller.update(0.045, 50)
+    assert controller.coef == pytest.approx(0.102 * 0.995)
+    controller.update(0.0, 1000)
+    assert controller.coef == pytest.approx(0.102 * 0.995 * 0.8)
+
+
+def test_the_adaptive_controller_goes_on_from_its_state() -> None:
+    first = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    first.update(0.15, 100)
+    resumed = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    for controller in (first, resumed):
+        controller.update(0.01, 64)
+    assert resumed.coef == first.coef
+
+
+def test_the_fixed_controller_follows_its_config() -> None:
+    controller = FixedKL(0.3)
+    controller.update(99.0, 64)
+    resumed = FixedKL(0.2)
+    resumed.load_state(controller.state())
+    assert (controller.coef, resumed.coef) == (0.3, 0.2)

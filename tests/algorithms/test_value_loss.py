@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from whet.registry import VALUE_LOSSES, call
+
+
+def one_row(values: list[float], old_values: list[float], returns: list[float]) -> dict[str, Tensor]:
+    return {
+        "values": torch.tensor([values], requires_grad=True),
+        "old_values": torch.tensor([old_values]),
+        "returns": torch.tensor([returns]),
+        "response_mask": torch.ones(1, len(values)),
+    }
+
+
+def test_clipped_by_hand() -> None:
+    # v = 2, v_old = 1, so the clipped one is 1.5. R = 0: max(4, 2.25) / 2; R = 3: max(1, 2.25) / 2, and no gradient
+    # since the clip is what counts; v = 1.2 is not clipped: 1.44 / 2
+    batch = one_row([2.0, 2.0, 1.2], [1.0, 1.0, 1.0], [0.0, 3.0, 0.0])
+    loss, diagnostics = call(VALUE_LOSSES["clipped"], batch, {})
+    torch.testing.assert_close(loss.detach(), torch.tensor([[2.0, 1.125, 0.72]]))
+    assert diagnostics["vf_clipfrac"].tolist() == [[0.0, 1.0, 0.0]]
+    torch.testing.assert_close(diagnostics["vpred_mean"], torch.tensor([[2.0, 2.0, 1.2]]))
+    loss.sum().backward()
+    torch.testing.assert_close(batch["values"].grad, torch.tensor([[2.0, 0.0, 1.2]]))
+
+
+def test_mse_is_the_loss_without_a_clip() -> None:
+    batch = one_row([2.0, -1.0], [1.0, 9.0], [3.0, 0.0])
+    mse = VALUE_LOSSES["mse"]
+    loss, diagnostics = call(mse, batch, mse.resolve_options({}, "critic.loss_options"))
+    expected = torch.nn.functional.mse_loss(batch["values"], batch["returns"], reduction="none") / 2
+    torch.testing.assert_close(loss, expected)
+    assert set(diagnostics) == {"vpred_mean"}
+
+
+@pytest.mark.parametrize("c", [0.1, 0.5])
+def test_clipped_equals_the_slow_loop(make_batch: Callable[..., dict[str, Tensor]], c: float) -> None:
+    batch = make_batch(3, poison=True)
+    loss, _ = call(VALUE_LOSSES["clipped"], batch, {"cliprange_value": c})
+    for row, t in batch["response_mask"].nonzero().tolist():
+        value, old, target = (float(batch[name][row, t]) for name in ("values", "old_values", "returns"))
+        near = min(max(value, old - c), old + c)
+        assert float(loss[row, t]) == pytest.approx(max((value - target) ** 2, (near - target) ** 2) / 2)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the loop and the objectives call a registered estimator or loss: whatever form it has, one form comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.algorithms.scan import reward_to_go
+from whet.algorithms.trajectories import TrajectoryLayout
+from whet.errors import RegistryError
+from whet.registry import Entry, call
+
+BATCH = frozenset({"batch", "non_tensor_batch"})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator gave: columns [B, R], finite, without gradient, 0 where the mask is 0; metrics are scalars."""
+
+    advantages: Tensor
+    returns: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What a loss gave: either per token [B, R], or a scalar that it has aggregated itself (verl's form).
+
+    `diagnostics` are per token and meant to be averaged over sampled tokens; `metrics` are scalars already.
+    """
+
+    per_token: Tensor | None
+    aggregated: Tensor | None
+    diagnostics: dict[str, Tensor]
+    metrics: dict[str, Tensor]
+
+
+def estimate(
+    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+) -> Estimate:
+    """Advantages of all rows of a batch.
+
+    Rows that share a `trajectory_uid` are laid end to end first, so that an estimator sees one row per trajectory: its
+    reward counts once in the group, and reaches back over all its rows. `returns`, where an estimator reads it and the
+    batch has none, is the undiscounted reward-to-go.
+    Raises: RegistryError where a column is not there or the result is not finite advantages of the batch's shape;
+    DataError where the rows of a trajectory contradict each other.
+    """
+    mask = columns["response_mask"]
+    layout = _trajectory_layout(columns)
+    if layout is None:
+        seen = dict(columns)
+    else:
+        _refuse_batch(entry)
+        wanted = {*entry.columns, "response_mask", "token_level_rewards"}
+        seen = {name: layout.join(name, column) for name, column in columns.items() if name in wanted}
+    if "returns" in entry.columns and "returns" not in seen:
+        seen["returns"] = reward_to_go(seen["token_level_rewards"], seen["response_mask"])
+
+    advantages, returns, metrics = _parts(entry, call(entry, seen, options, supplied))
+    shape = seen["response_mask"].shape
+
+    def finish(name: str, value: Any) -> Tensor:
+        checked = _column(entry, name, value, shape)
+        return _finite(entry, name, _spread(checked if layout is None else layout.cut(checked), mask))
+
+    return Estimate(
+        advantages=finish("advantages", advantages),
+        returns=None if returns is None else finish("returns", returns),
+        metrics=_scalars(entry, metrics),
+    )
+
+
+def policy_loss(
+    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+) -> PolicyLoss:
+    """The loss of a policy (or of a value function, which has the same form), with what it reports sorted by shape.
+    Raises: RegistryError where a column is not there, or the result is neither per token nor a scalar."""
+    shape = columns["response_mask"].shape
+    result = call(entry, columns, options, supplied)
+    loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.shape not in (shape, ()) or not isinstance(reported, Mapping):
+        raise RegistryError(
+            f"{entry.kind} {entry.name!r} returned {_describe(result)}; "
+            f"expected a loss of shape {list(shape)} (per token) or a scalar (aggregated), alone or with a metrics dict"
+        )
+    diagnostics = {
+        name: value.detach() for name, value in reported.items() if isinstance(value, Tensor) and value.shape == shape
+    }
+    metrics = {name: value for name, value in reported.items() if name not in diagnostics}
+    per_token = loss.shape == shape
+    return PolicyLoss(
+        per_token=loss.masked_fill(columns["response_mask"] == 0, 0.0) if per_token else None,
+        aggregated=None if per_token else loss,
+        diagnostics=diagnostics,
+        metrics=_scalars(entry, metrics),
+    )
+
+
+def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
+    """None where every row is a trajectory of its own."""
+    if "trajectory_uid" not in columns:
+        return None
+    trajectory_uid = columns["trajectory_uid"]
+    if len(torch.unique(trajectory_uid)) == len(trajectory_uid):
+        return None
+    return TrajectoryLayout(trajectory_uid, columns["response_mask"])
+
+
+def _refuse_batch(entry: Entry) -> None:
+    asked = BATCH & {*entry.parameters, *entry.options}
+    if asked:
+        raise RegistryError(
+            f"{entry.kind} {entry.name!r} takes {min(asked)!r}, but in this batch a trajectory has several rows, "
+            "and an estimator sees one row per trajectory; let it take the columns that it reads instead"
+        )
+
+
+def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
+    """(advantages, returns, metrics) of: advantages alone, or a tuple of them with returns, with metrics, or both."""
+    advantages, *rest = result if isinstance(result, tuple) else (result,)
+    returns, metrics = None, None
+    for part in rest:
+        if isinstance(part, Tensor) and returns is None and metrics is None:
+            returns = part
+        elif isinstance(part, Mapping) and metrics is None:
+            metrics = part
+        else:
+            raise RegistryError(
+                f"{entry.kind} {entry.name!r} returned {_describe(result)}; "
+                "expected advantages, (advantages, returns) or (advantages, dict of metrics)"
+            )
+    return advantages, returns, metrics or {}
+
+
+def _column(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
+        raise RegistryError(
+            f"{entry.kind} {entry.name!r} returned {_describe(value)} as {name}; "
+            f"expected a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
+        )
+    return value.detach() if value.is_floating_point() else value.detach().float()
+
+
+def _spread(value: Tensor, mask: Tensor) -> Tensor:
+    """[B] or [B, R] -> [B, R], 0 where the mask is 0."""
+    columns = value[:, None].expand(mask.shape) if value.ndim == 1 else value
+    return columns.masked_fill(mask == 0, 0.0)
+
+
+def _finite(entry: Entry, name: str, column: Tensor) -> Tensor:
+    bad = (~column.isfinite()).nonzero()
+    if len(bad):
+        row, position = bad[0].tolist()
+        raise RegistryError(
+            f"{entry.kind} {entry.name!r} gave {name} that are not finite at {len(bad)} sampled tokens, "
+            f"the first in row {row}, position {position}; expected finite numbers: "
+            f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}"
+        )
+    return column
+
+
+def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    scalars = {}
+    for name, value in metrics.items():
+        number = value.detach() if isinstance(value, Tensor) else value
+        if isinstance(number, Tensor) and number.numel() == 1:
+            scalars[name] = number.reshape(())
+        elif isinstance(number, Real):
+            scalars[name] = torch.tensor(float(number))
+        else:
+            raise RegistryError(
+                f"{entry.kind} {entry.name!r} reports {name!r} as {_describe(value)}; expected one number"
+            )
+    return scalars
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(_describe(part) for part in value)})"
+    return f"a {type(value).__name__}"

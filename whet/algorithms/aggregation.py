@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a loss per token to one number.
+
+N (`num_tokens`) and S (`num_sequences`) are what `counts` gives, summed over the global mini-batch, and never those of
+the rows at hand, so that the results of any split (micro-batches, packing, processes) add up to the same loss and the
+same gradient. F is `fixed_length`. Where a count is 0 the result is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algorithms.statistics import row_sums
+from whet.registry import AGGREGATIONS, call, register_aggregation
+
+Count = Tensor | int | float
+
+
+def counts(response_mask: Tensor) -> dict[str, Tensor]:
+    """`num_tokens` and `num_sequences` of these rows; a row without sampled tokens counts in neither."""
+    sampled = response_mask != 0
+    return {"num_tokens": sampled.sum(), "num_sequences": sampled.any(-1).sum()}
+
+
+def aggregate(
+    mode: str, values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters.
+    Raises: RegistryError."""
+    options = {"num_tokens": num_tokens, "num_sequences": num_sequences, "fixed_length": fixed_length}
+    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, options)
+    return total
+
+
+@register_aggregation("token-mean")
+def token_mean(
+    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
+    return _divide(row_sums(values, response_mask).sum(), num_tokens)
+
+
+@register_aggregation("token-sum")
+def token_sum(
+    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """sum(x m): grows with the mini-batch."""
+    return row_sums(values, response_mask).sum()
+
+
+@register_aggregation("seq-mean-token-sum")
+def seq_mean_token_sum(
+    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences."""
+    return _divide(row_sums(values, response_mask).sum(), num_sequences)
+
+
+@register_aggregation("seq-mean-token-sum-norm")
+def seq_mean_token_sum_norm(
+    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783)."""
+    return _divide(row_sums(values, response_mask).sum(), num_sequences) / fixed_length
+
+
+@register_aggregation("seq-mean-token-mean")
+def seq_mean_token_mean(
+    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+) -> Tensor:
+    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300)."""
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    return _divide((row_sums(values, response_mask) / lengths).sum(), num_sequences)
+
+
+def _divide(total: Tensor, count: Count) -> Tensor:
+    """total / count, where a count is 0 or at least 1 and a total over nothing is 0."""
+    return total / torch.as_tensor(count).clamp(min=1)

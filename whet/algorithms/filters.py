@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: is one group worth training on? Each takes the metric of the group's answers (without the failed ones), and
+is True where the group is kept. What to do about those that are dropped (refill, within a bound) is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whet.registry import register_filter
+
+
+@register_filter("dynamic_sampling", aliases=("dapo",))
+def dynamic_sampling(values: Sequence[float]) -> bool:
+    """Keep a group whose answers differ: where all are right, or all wrong, the advantage is 0 and nothing is learned.
+
+    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
+    """
+    return len(set(values)) > 1
+
+
+@register_filter("mean_window")
+def mean_window(values: Sequence[float], *, low: float = 0.01, high: float = 0.99) -> bool:
+    """Keep a group with low < mean < high: neither too hard nor too easy.
+
+    The difficulty window of Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312) and EasyR1.
+    """
+    return len(values) > 0 and low < sum(values) / len(values) < high

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrences that run backwards over the sampled tokens of a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Positions that are transposed at a time: a block of [1024, 256] floats stays in a CPU's cache while the loop walks it.
+BLOCK = 256
+
+
+def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """y_t = terms_t + decay y_{t+1} where `mask` is 1 and y_t = y_{t+1} where it is 0, from y_R = 0.   [B, R] -> [B, R]
+
+    Text that the policy did not sample costs no discount, and what stands in `terms` there never matters. With `decay`
+    0 this is the value at the next sampled position, t included. The result carries no gradient.
+    """
+    rows, positions = terms.shape
+    result = torch.empty_like(terms, memory_format=torch.contiguous_format)
+    carried = terms.new_zeros(rows)
+    with torch.no_grad():
+        for end in range(positions, 0, -BLOCK):
+            block = slice(max(0, end - BLOCK), end)
+            sampled = mask[:, block] != 0
+            # One position of all rows has to be contiguous: walking columns of [B, R] costs a cache miss per number.
+            sums = terms[:, block].masked_fill(~sampled, 0.0).T.contiguous()  # [block, B]
+            factors = torch.ones_like(terms[:, block]).masked_fill(sampled, decay).T.contiguous()  # [block, B]
+            for total, factor in zip(reversed(sums.unbind(0)), reversed(factors.unbind(0)), strict=True):
+                carried = total.addcmul_(factor, carried)
+            result[:, block] = sums.T
+    return result
+
+
+def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over sampled tokens, 0 elsewhere.   [B, R] -> [B, R]"""
+    return reverse_scan(token_level_rewards, response_mask, gamma).masked_fill(response_mask == 0, 0.0)

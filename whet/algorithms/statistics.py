@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums, means and deviations over sampled tokens and over groups of rows.
+
+Totals are accumulated in float64, so that equal float32 numbers have exactly their own value as mean and exactly 0 as
+deviation: divided by a deviation of 1e-8 instead, they would look like a signal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each row over the positions where `mask` is not 0.   [B, R] -> [B]"""
+    return x.masked_fill(mask == 0, 0.0).sum(-1)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
+    total = x.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64)
+    return (total / (mask != 0).sum().clamp(min=1)).to(x.dtype)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the N positions where `mask` is not 0, var with N - 1; 0 elsewhere, and
+    everywhere if N < 2.   [B, R] -> [B, R]"""
+    outside = mask == 0
+    deviation = (x - masked_mean(x, mask)).masked_fill(outside, 0.0)
+    degrees_of_freedom = ((~outside).sum() - 1).clamp(min=1)
+    variance = deviation.square().sum(dtype=torch.float64) / degrees_of_freedom
+    return deviation / (variance + 1e-8).sqrt().to(x.dtype)
+
+
+class Groups:
+    """The rows with the same `uid`: sums, means and deviations over each group, laid out per row.
+
+    A row without sampled tokens (failed, dropped) is a member of no group: it counts in no sum or size, and its own
+    deviation is 0.
+    """
+
+    def __init__(self, uid: Tensor, response_mask: Tensor) -> None:
+        self.member = (response_mask != 0).any(-1)  # [B]
+        names, self._group = torch.unique(uid, return_inverse=True)  # [G], [B]
+        self._num_groups = len(names)
+        self.size = self.sum(torch.ones_like(uid))  # [B]: members of the row's group
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the members of each row's group, in float64.   [B, ...] -> [B, ...]"""
+        totals = x.new_zeros((self._num_groups, *x.shape[1:]), dtype=torch.float64)
+        totals.index_add_(0, self._group[self.member], x[self.member].double())
+        return totals[self._group]
+
+    def deviation(self, x: Tensor) -> Tensor:
+        """x - mean of its group; 0 in a group of one.   [B] -> [B]"""
+        mean = self.sum(x) / self.size.clamp(min=1)
+        return (x - mean).masked_fill(~self.member, 0.0).to(x.dtype)
+
+    def std(self, x: Tensor) -> Tensor:
+        """The sample (n - 1) standard deviation of each row's group; 0 in a group of one.   [B] -> [B]"""
+        squares = self.sum(self.deviation(x).square())
+        return (squares / (self.size - 1).clamp(min=1)).sqrt().to(x.dtype)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Value losses: per token [B, R], with per-token diagnostics (reported as `critic/<name>`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.registry import register_value_loss
+
+
+@register_value_loss("clipped", aliases={"mse": {"cliprange_value": None}})
+def clipped(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """1/2 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2), or 1/2 (v - R)^2 where c is None.   -> [B, R]
+
+    v is `values` under the critic being updated, v_old `old_values` before it, R `returns`, c `cliprange_value`.
+    Schulman et al. 2015, https://arxiv.org/abs/1506.02438; the clip is that of the PPO implementations
+    (Engstrom et al. 2020, https://arxiv.org/abs/2005.12729).
+    """
+    losses = (values - returns).square()
+    diagnostics = {"vpred_mean": values.detach()}
+    if cliprange_value is not None:
+        near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+        clipped_losses = (near - returns).square()
+        diagnostics["vf_clipfrac"] = (clipped_losses > losses).to(losses.dtype)
+        losses = torch.maximum(losses, clipped_losses)
+    return 0.5 * losses, diagnostics
