@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+from collections.abc import Callable
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from whet.models.init import init_model
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """Byte-level BPE of 512 tokens with a ChatML template that only appends."""
+    return AutoTokenizer.from_pretrained(init_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3", "nano"))
+
+
+@pytest.fixture
+def with_template(tokenizer: PreTrainedTokenizerBase) -> Callable[[str | None], PreTrainedTokenizerBase]:
+    """The same tokenizer with another chat template, or with none."""
+
+    def make(template: str | None) -> PreTrainedTokenizerBase:
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template = template
+        return changed
+
+    return make

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from whet.data.prompts import PromptFormat, PromptSet, build_prompts
+from whet.data.sources import read_rows
+from whet.errors import ConfigError, DataError
+from whet.types import Message
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 7},
+}
+GSM8K_ROW = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"}
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, built: PromptSet) -> list[str]:
+    return [tokenizer.decode(list(prompt.token_ids)) for prompt in built.prompts]
+
+
+def test_verl_rows(tokenizer: PreTrainedTokenizerBase) -> None:
+    [prompt] = build_prompts([VERL_ROW], PromptFormat(tokenizer)).prompts
+    assert prompt.messages == (Message("system", "Be brief."), Message("user", "1 + 1?"))
+    assert prompt.ground_truth == "2"
+    assert prompt.data_source == "openai/gsm8k"
+    assert prompt.extra_info == {"ability": "math", "split": "train", "index": 7}
+    assert (prompt.index, prompt.uid) == (0, "0:0")
+    assert tokenizer.decode(list(prompt.token_ids)) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_gsm8k_rows_keep_the_published_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    built = build_prompts(
+        [GSM8K_ROW], PromptFormat(tokenizer), prompt_key="question", answer_key="answer", data_source="gsm8k"
+    )
+    [prompt] = built.prompts
+    assert prompt.ground_truth == "1 + 1 = 2\n#### 2"
+    assert (prompt.data_source, prompt.extra_info) == ("gsm8k", {})
+    assert texts(tokenizer, built) == ["<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"]
+
+
+def test_the_other_fields_of_a_plain_row_are_extra_info(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "2 + 2?", "answer": 4, "level": 3, "tests": ["a"], "data_source": "mine"}
+    [prompt] = build_prompts([row], PromptFormat(tokenizer), data_source="config").prompts
+    assert (prompt.ground_truth, prompt.data_source) == (4, "mine")
+    assert prompt.extra_info == {"answer": 4, "level": 3, "tests": ["a"]}
+
+
+def test_ids_are_those_of_apply_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "word " * (n % 50) + f"{n}?"} for n in range(1500)]
+    tool = {"name": "add"}
+    built = build_prompts(rows, PromptFormat(tokenizer, chat_template_kwargs={"tools": [tool]}))
+    for index in (0, 1023, 1024, 1499):
+        messages = [{"role": "user", "content": rows[index]["prompt"]}]
+        expected = tokenizer.apply_chat_template(
+            messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert list(built.prompts[index].token_ids) == expected
+        assert built.prompts[index].index == index
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected_roles"),
+    [
+        ("hi", ["system", "user"]),
+        ([{"role": "user", "content": "hi"}], ["system", "user"]),
+        ([{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}], ["system", "user"]),
+    ],
+)
+def test_the_system_prompt_comes_before_prompts_without_one(
+    tokenizer: PreTrainedTokenizerBase, prompt: object, expected_roles: list[str]
+) -> None:
+    built = build_prompts([{"prompt": prompt}], PromptFormat(tokenizer, system_prompt="default"))
+    messages = built.prompts[0].messages
+    assert [message.role for message in messages] == expected_roles
+    assert messages[0].content == ("own" if isinstance(prompt, list) and len(prompt) == 2 else "default")
+
+
+def test_format_prompt_sees_the_content_and_the_fields(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    template = "{{ content | trim }} ({{ level }}{% if hints %}, {{ hints[0] }}{% endif %})\nThink first."
+    row = {"prompt": " 1 + 1? ", "level": 2, "hints": ["add"]}
+    expected = "1 + 1? (2, add)\nThink first."
+    inline = build_prompts([row], PromptFormat(tokenizer, format_prompt=template)).prompts
+    assert inline[0].messages == (Message("user", expected),)
+    (tmp_path / "math.jinja").write_text(template + "\n")
+    from_file = build_prompts([row], PromptFormat(tokenizer, format_prompt=str(tmp_path / "math.jinja"))).prompts
+    assert from_file == inline
+    spoken = {**row, "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": " 1 + 1? "}]}
+    [prompt] = build_prompts([spoken], PromptFormat(tokenizer, format_prompt=template)).prompts
+    assert prompt.messages == (Message("system", "S"), Message("user", expected))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ contents }}", r"format_prompt: 'contents' is undefined; row 0 has content, prompt, level"),
+        ("{{ level.name }}", r"format_prompt: 'int object' has no attribute 'name'; row 0 has"),
+        ("{{ 1 / 0 if false else level + content }}", r"format_prompt cannot render row 0: unsupported operand"),
+        ("{% if %}", r"format_prompt: line 1: Expected an expression"),
+        ("no/such.jinja", r"format_prompt: no such file: no/such\.jinja"),
+    ],
+)
+def test_a_wrong_format_prompt_says_what_is_wrong(
+    tokenizer: PreTrainedTokenizerBase, template: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build_prompts([{"prompt": "hi", "level": 1}], PromptFormat(tokenizer, format_prompt=template))
+
+
+def test_over_long_prompts_are_dropped_with_a_count(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "1" * n, "answer": "x"} for n in (5, 50, 6, 60)]
+    whole = build_prompts(rows, PromptFormat(tokenizer))
+    limit = len(whole.prompts[2].token_ids)
+    assert [len(prompt.token_ids) - limit for prompt in whole.prompts] == [-1, 44, 0, 54]  # a token a digit
+    built = build_prompts(rows, PromptFormat(tokenizer), max_prompt_length=limit)
+    assert (built.num_dropped, built.prompts) == (2, (whole.prompts[0], whole.prompts[2]))
+    assert [prompt.uid for prompt in built.prompts] == ["0:0", "0:2"]
+    assert f"dropped 2 of 4 prompts over max_prompt_length={limit} tokens (the longest has {limit + 54})" in caplog.text
+
+
+def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt_format = PromptFormat(tokenizer)
+    rows = [{"prompt": "1"}, {"prompt": "1" * 50}]
+    with pytest.raises(DataError, match=r"row 1: the prompt has \d+ tokens, over max_prompt_length=40"):
+        build_prompts(rows, prompt_format, max_prompt_length=40, overlong_prompts="error")
+    with pytest.raises(DataError, match=r"no prompt is left of 2 \(max_prompt_length=3\): the shortest has \d+ tokens"):
+        build_prompts(rows, prompt_format, max_prompt_length=3)
+    with pytest.raises(DataError, match="the data has no rows"):
+        build_prompts([], prompt_format)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (GSM8K_ROW, {}, r"row 1: field 'prompt' is missing; the row has question, answer; "
+                        r"set data\.prompt_key \(perhaps data\.prompt_key=question\)"),
+        ({"prompt": None, "x": 1}, {}, r"row 1: field 'prompt' is null; the row has prompt, x; set data\.prompt_key$"),
+        ({"prompt": "hi"}, {"answer_key": "solution"}, r"row 1: field 'solution' is missing; the row has prompt; "),
+        ({"prompt": 3}, {}, r"row 1: expected text, or a list of messages .*, found int"),
+        ({"prompt": []}, {}, r"row 1: expected text, or a list of messages .*, found an empty list"),
+        ({"prompt": [{"from": "human"}]}, {}, r"row 1: expected text, .* found \[\{'from': 'human'\}\]"),
+        ({"prompt": "hi", "extra_info": "x"}, {}, "row 1: expected extra_info to be an object with fields, found str"),
+        ({"prompt": ["hi"]}, {}, r"row 1: expected text, .* found \['hi'\]"),
+    ],
+)  # fmt: skip
+def test_a_row_that_lacks_something_is_named(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    first = {"prompt": "fine", "solution": "1"}
+    with pytest.raises(DataError, match=message):
+        build_prompts([first, row], PromptFormat(tokenizer), **options)
+
+
+def test_prompts_without_ground_truth_are_announced(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "label": "2"}]
+    built = build_prompts(rows, PromptFormat(tokenizer))
+    assert [prompt.ground_truth for prompt in built.prompts] == ["1", None]
+    assert "1 of 2 prompts have no ground truth" in caplog.text
+
+
+def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrainedTokenizerBase]) -> None:
+    base = with_template(None)
+    with pytest.raises(DataError, match=r"no chat template.*data\.apply_chat_template=false"):
+        build_prompts([{"prompt": "12+34="}], PromptFormat(base))
+    raw = PromptFormat(base, apply_chat_template=False, format_prompt="Q: {{ content }}")
+    built = build_prompts([{"prompt": "12+34="}, {"prompt": [{"role": "user", "content": "5"}]}], raw)
+    assert texts(base, built) == ["Q: 12+34=", "Q: 5"]
+    with pytest.raises(DataError, match=r"row 0: without a chat template .* \(system, user\)"):
+        build_prompts([VERL_ROW], raw)
+    with pytest.raises(ConfigError, match="a system prompt needs a chat template"):
+        PromptFormat(base, apply_chat_template=False, system_prompt="Be brief.")
+
+
+def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerBase) -> None:
+    path = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
+    if not path.exists():
+        pytest.skip("the public data sets are not beside the repository")
+    rows = read_rows(path)
+    built = build_prompts(
+        rows, PromptFormat(tokenizer), prompt_key="question", answer_key="answer", max_prompt_length=300
+    )
+    lengths = [
+        len(tokenizer.encode(f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n")) for row in rows
+    ]
+    assert built.num_dropped == sum(length > 300 for length in lengths) > 0
+    assert len(built.prompts) + built.num_dropped == 1319
+    assert all(rows[prompt.index]["answer"] == prompt.ground_truth for prompt in built.prompts)

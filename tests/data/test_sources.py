@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from whet.data.sources import read_rows
+from whet.errors import DataError
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}, "level": 3},
+    {"prompt": [{"role": "user", "content": "zwei\u2028Zeilen"}], "reward_model": {"ground_truth": "é"}, "level": None},
+]
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES.encode()),
+        ("rows.jsonl", (LINES.replace("\n", "\r\n\r\n") + "\r\n").encode("utf-8-sig")),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode())),
+        ("my.rows.json", json.dumps(ROWS).encode()),
+        ("rows.json", json.dumps({"data": ROWS, "version": 1}).encode()),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+    ],
+)
+def test_every_json_form_gives_the_same_rows(tmp_path: Path, name: str, content: bytes) -> None:
+    assert read_rows(write(tmp_path / name, content)) == ROWS
+
+
+def test_parquet_keeps_nested_fields(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    assert read_rows(str(tmp_path / "rows.parquet")) == ROWS
+
+
+def test_several_files_follow_one_another(tmp_path: Path) -> None:
+    first = write(tmp_path / "b.jsonl", '{"n": 1}\n{"n": 2}')
+    second = write(tmp_path / "a.json", '[{"n": 3}]')
+    assert read_rows([str(first), second, first]) == [{"n": n} for n in (1, 2, 3, 1, 2)]
+
+
+def test_rows_from_python_are_copied() -> None:
+    given = [{"n": 1}]
+    rows = read_rows(given)
+    rows[0]["n"] = 2
+    assert given == [{"n": 1}]
+    with pytest.raises(DataError, match="row 1: expected an object with fields, found str"):
+        read_rows([{"n": 1}, "rows.jsonl"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"n": 1}\n\n{"n": }', r"a\.jsonl:3: not JSON: Expecting value at column 7"),
+        ("a.jsonl", '{"n": 1}\n[2]', r"a\.jsonl:2: expected an object with fields, found list"),
+        ("a.jsonl", b'{"n": 1}\n\xff\xfe', r"a\.jsonl: cannot be read after line \d: 'utf-8' codec"),
+        ("a.jsonl.gz", gzip.compress(b'{"n": 1}' * 99)[:20], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", '{"n": 1}', r"a\.jsonl\.gz: cannot be read.*gzip"),
+        ("a.json", '{"n": 1}\n{"n": 2}', r"a\.json:2: not JSON: Extra data at column 1; one object a line is \.jsonl"),
+        ("a.json", '{"rows": []}', r'expected a list of objects or \{"data": \[...\]\}, found an object with rows'),
+        ("a.json", '[{"n": 1}, 7]', r"a\.json: row 1: expected an object with fields, found int"),
+        ("a.parquet", "PAR?", r"a\.parquet: not a parquet file that can be read"),
+        ("a.csv", "n\n1", r"a\.csv: cannot tell the format from the name; expected one of \.jsonl, \.jsonl\.gz, "),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_rows(write(tmp_path / name, content))
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
+        read_rows(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"folder\.jsonl: is a folder, not a file"):
+        read_rows(tmp_path / "folder.jsonl")
+
+
+def test_published_files_are_read_whole() -> None:
+    data = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
+    if not data.is_dir():
+        pytest.skip("the public data sets are not beside the repository")
+    assert len(read_rows([data / "gsm8k" / "train.jsonl", data / "gsm8k" / "test.jsonl"])) == 7473 + 1319
+    problems = read_rows(data / "humaneval" / "HumanEval.jsonl.gz")
+    assert [problems[0]["task_id"], problems[-1]["task_id"]] == ["HumanEval/0", "HumanEval/163"]

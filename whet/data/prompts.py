@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to prompts: which field is what, the prompt template, the chat template, and the length limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import jinja2
+
+from whet.data.chat import encode_texts, render_chat, roles
+from whet.errors import ConfigError, DataError
+from whet.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_ROWS_A_CHUNK = 1024  # tokenised together: enough for the tokenizer's threads, little memory
+_COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
+_OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; every other field is handed to the reward
+
+
+class PromptFormat:
+    """How the content of a row becomes the token ids that the model is fed.
+
+    `format_prompt` is a jinja template, or the path of a `.jinja` file. It sees the row's fields and `content`: the
+    prompt's text, or the text of its last message. With `apply_chat_template=False` text is fed as it is.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        format_prompt: str | None = None,
+        apply_chat_template: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if system_prompt is not None and not apply_chat_template:
+            raise ConfigError("a system prompt needs a chat template; unset it, or set apply_chat_template=true")
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.apply_chat_template = apply_chat_template
+        self.chat_template_kwargs = chat_template_kwargs
+        self._template = None if format_prompt is None else _compile(format_prompt)
+
+    def messages(self, content: object, row: Mapping[str, Any], index: int) -> tuple[Message, ...]:
+        """The messages of one row, from its text or its list of messages. Raises: DataError, with the row number."""
+        messages = [Message("user", content)] if isinstance(content, str) else read_messages(content, index)
+        if self._template is not None:
+            last = messages[-1]
+            messages[-1] = Message(last.role, self._formatted(self._template, last.content, row, index), last.fields)
+        if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
+            raise DataError(
+                f"row {index}: without a chat template a prompt is one text, found messages of roles "
+                f"({roles(messages)}); set apply_chat_template=true"
+            )
+        return self.with_system_prompt(messages)
+
+    def with_system_prompt(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages, behind the system prompt if there is one and they have none of their own."""
+        if self.system_prompt is None or messages[0].role == "system":
+            return tuple(messages)
+        return (Message("system", self.system_prompt), *messages)
+
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """The prompt ids of each conversation, up to where the answer begins."""
+        if self.apply_chat_template:
+            kwargs = self.chat_template_kwargs
+            texts = [
+                render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
+                for messages in conversations
+            ]
+        else:
+            texts = [cast(str, messages[0].content) for messages in conversations]
+        return encode_texts(self.tokenizer, texts, add_special_tokens=not self.apply_chat_template)
+
+    @staticmethod
+    def _formatted(template: jinja2.Template, content: object, row: Mapping[str, Any], index: int) -> str:
+        if not isinstance(content, str):
+            raise DataError(f"row {index}: format_prompt needs a prompt of text, found {type(content).__name__}")
+        try:
+            return template.render({**row, "content": content})
+        except jinja2.UndefinedError as error:
+            fields = ", ".join(["content", *row])
+            raise DataError(f"format_prompt: {error.message}; row {index} has {fields}") from error
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"format_prompt cannot render row {index}: {error}") from error
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of a data set, and how many of its rows were dropped because they are too long."""
+
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+
+
+def build_prompts(
+    rows: Sequence[Mapping[str, Any]],
+    prompt_format: PromptFormat,
+    *,
+    prompt_key: str = "prompt",
+    answer_key: str | None = None,
+    data_source: str | None = None,
+    max_prompt_length: int | None = None,
+    overlong_prompts: Literal["drop", "error"] = "drop",
+) -> PromptSet:
+    """The rows as prompts, in order, with `index` the row number.
+
+    The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
+    `extra_info` of a prompt holds the row's `extra_info` over its other fields. `data_source` is for rows that do not
+    say their own. Raises: DataError for a missing field, and for a prompt over `max_prompt_length` tokens if so asked.
+    """
+    prompts: list[Prompt] = []
+    dropped_lengths: list[int] = []
+    for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key):
+        if max_prompt_length is not None and len(token_ids) > max_prompt_length:
+            if overlong_prompts == "error":
+                raise DataError(
+                    f"row {index}: the prompt has {len(token_ids)} tokens, over max_prompt_length={max_prompt_length}; "
+                    "raise it, or set data.overlong_prompts=drop"
+                )
+            dropped_lengths.append(len(token_ids))
+            continue
+        prompts.append(
+            Prompt(
+                uid=f"0:{index}",
+                index=index,
+                messages=messages,
+                token_ids=tuple(token_ids),
+                data_source=str(row.get("data_source") or data_source or "unknown"),
+                ground_truth=_ground_truth(row, index, answer_key),
+                extra_info=_extra_info(row, index, {prompt_key, answer_key}),
+            )
+        )
+    _report(prompts, dropped_lengths, max_prompt_length)
+    return PromptSet(tuple(prompts), len(dropped_lengths))
+
+
+def read_messages(content: object, index: int) -> list[Message]:
+    """The messages of a row's field. Raises: DataError, with the row number, where they are not messages."""
+    expected = 'text, or a list of messages {"role": ..., "content": ...}'
+    if not isinstance(content, list) or not content:
+        found = "an empty list" if content == [] else type(content).__name__
+        raise DataError(f"row {index}: expected {expected}, found {found}")
+    try:
+        return [Message.from_dict(raw) for raw in content]
+    except (KeyError, AttributeError) as error:  # a message without role or content, or not a dict
+        raise DataError(f"row {index}: expected {expected}, found {str(content)[:200]}") from error
+
+
+def read_field(row: Mapping[str, Any], name: str, index: int, option: str, common: Sequence[str] = ()) -> Any:
+    """`row[name]`. Raises: DataError that names the row, the keys it has, and the `option` that chose `name`."""
+    if row.get(name) is not None:
+        return row[name]
+    nearest = next((f" (perhaps {option}={key})" for key in common if row.get(key) is not None), "")
+    state = "is null" if name in row else "is missing"
+    raise DataError(f"row {index}: field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
+
+
+def _encoded(
+    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: str
+) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int]]]:
+    for start in range(0, len(rows), _ROWS_A_CHUNK):
+        chunk = rows[start : start + _ROWS_A_CHUNK]
+        conversations = [
+            prompt_format.messages(
+                read_field(row, prompt_key, index, "data.prompt_key", _COMMON_PROMPT_KEYS), row, index
+            )
+            for index, row in enumerate(chunk, start)
+        ]
+        encoded = prompt_format.encode(conversations)
+        yield from zip(range(start, start + len(chunk)), chunk, conversations, encoded, strict=True)
+
+
+def _ground_truth(row: Mapping[str, Any], index: int, answer_key: str | None) -> Any:
+    if answer_key is not None:
+        return read_field(row, answer_key, index, "data.answer_key")
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    return row.get("answer")
+
+
+def _extra_info(row: Mapping[str, Any], index: int, used: set[str | None]) -> dict[str, Any]:
+    own = row.get("extra_info") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"row {index}: expected extra_info to be an object with fields, found {type(own).__name__}")
+    rest = {key: value for key, value in row.items() if key not in used and key not in _OWN_FIELDS}
+    return {**rest, **own}
+
+
+def _report(prompts: Sequence[Prompt], dropped_lengths: Sequence[int], max_prompt_length: int | None) -> None:
+    total = len(prompts) + len(dropped_lengths)
+    if not prompts:
+        limits = f"the shortest has {min(dropped_lengths)} tokens" if dropped_lengths else "the data has no rows"
+        raise DataError(f"no prompt is left of {total} (max_prompt_length={max_prompt_length}): {limits}")
+    if dropped_lengths:
+        logger.warning(
+            "dropped %d of %d prompts over max_prompt_length=%s tokens (the longest has %d)",
+            len(dropped_lengths),
+            total,
+            max_prompt_length,
+            max(dropped_lengths),
+        )
+    unanswered = sum(prompt.ground_truth is None for prompt in prompts)
+    if unanswered:
+        logger.warning(
+            "%d of %d prompts have no ground truth (neither reward_model.ground_truth nor answer); "
+            "set data.answer_key if another field holds it",
+            unanswered,
+            len(prompts),
+        )
+
+
+def _compile(format_prompt: str) -> jinja2.Template:
+    if format_prompt.endswith(".jinja"):
+        path = Path(format_prompt)
+        if not path.is_file():
+            raise DataError(f"format_prompt: no such file: {path}")
+        format_prompt = path.read_text(encoding="utf-8")
+    try:
+        return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(format_prompt)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"format_prompt: line {error.lineno}: {error.message}") from error

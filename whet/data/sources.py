@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows from files: JSON lines, JSON and parquet, told apart by the file's name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+from whet.errors import DataError
+
+Row = dict[str, Any]
+
+
+def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows of one file, of several files one after the other, or rows that Python already has.
+
+    Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
+    `.parquet`. Row numbers in later errors count from 0 over all files. Raises: DataError, with file and line.
+    """
+    if isinstance(source, str | Path):
+        return _read_file(Path(source))
+    if any(isinstance(item, Mapping) for item in source):
+        return [_checked(row, f"row {index}") for index, row in enumerate(source)]
+    return [row for file in cast(Sequence[str | Path], source) for row in _read_file(Path(file))]
+
+
+def _read_file(path: Path) -> list[Row]:
+    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if suffix not in _READERS:
+        raise DataError(f"{path}: cannot tell the format from the name; expected one of {', '.join(_READERS)}")
+    if not path.is_file():
+        raise DataError(f"{path}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
+    return _READERS[suffix](path)
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows, number = [], 0
+    try:
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_checked(json.loads(line), f"{path}:{number}"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: cannot be read after line {number}: {error}") from error
+    return rows
+
+
+def _read_json(path: Path) -> list[Row]:
+    try:
+        with _open_text(path) as file:
+            content = json.load(file)
+    except json.JSONDecodeError as error:
+        hint = "; one object a line is .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    rows = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        found = f"an object with {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
+        raise DataError(f'{path}: expected a list of objects or {{"data": [...]}}, found {found}')
+    return [_checked(row, f"{path}: row {index}") for index, row in enumerate(rows)]
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet  # heavy, and most runs read JSON
+
+    try:
+        return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+
+
+def _open_text(path: Path) -> IO[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    return cast(IO[str], opener(path, "rt", encoding="utf-8-sig"))
+
+
+def _checked(row: object, place: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place}: expected an object with fields, found {type(row).__name__}")
+    return dict(row)
+
+
+_READERS = {
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".json": _read_json,
+    ".json.gz": _read_json,
+    ".parquet": _read_parquet,
+}
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)

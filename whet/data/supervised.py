@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to supervised examples: token ids, and a mask of exactly the tokens that a policy would have sampled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.data.chat import encode_marked_chat, encode_rendered, render_chat, roles
+from whet.data.prompts import PromptFormat, read_field, read_messages
+from whet.errors import DataError
+from whet.types import Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SupervisedExample:
+    """One sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SupervisedSet:
+    """The examples of a data set, and how many of its rows were cut or dropped because they are too long."""
+
+    examples: tuple[SupervisedExample, ...]
+    num_truncated: int
+    num_dropped: int
+
+
+def build_examples(
+    rows: Sequence[Mapping[str, Any]],
+    prompt_format: PromptFormat,
+    *,
+    messages_key: str = "messages",
+    prompt_key: str = "prompt",
+    response_key: str = "response",
+    max_length: int | None = None,
+    overlong: Literal["truncate", "drop", "error"] = "truncate",
+) -> SupervisedSet:
+    """The rows as examples, in order: whole conversations where a row has `messages_key`, else prompt and response.
+
+    `truncate` cuts from the right; an example of which nothing to learn is left is dropped, and counted as such.
+    Raises: DataError for a missing field, a template that does not append, a row over `max_length` if so asked.
+    """
+    examples: list[SupervisedExample] = []
+    num_truncated = 0
+    for index, row in enumerate(rows):
+        if row.get(messages_key) is not None:
+            example = encode_conversation(read_messages(row[messages_key], index), prompt_format, index)
+        else:
+            prompt = read_field(row, prompt_key, index, "data.prompt_key or data.messages_key")
+            response = read_field(row, response_key, index, "data.response_key")
+            example = encode_response(prompt_format.messages(prompt, row, index), response, prompt_format, index)
+        length = len(example.input_ids)
+        if max_length is None or length <= max_length:
+            examples.append(example)
+        elif overlong == "error":
+            raise DataError(
+                f"row {index} has {length} tokens, over max_length={max_length}; "
+                "raise it, or set data.overlong to truncate or drop"
+            )
+        elif overlong == "truncate" and any(example.loss_mask[:max_length]):
+            examples.append(SupervisedExample(example.input_ids[:max_length], example.loss_mask[:max_length]))
+            num_truncated += 1
+    num_dropped = len(rows) - len(examples)
+    if not examples:
+        raise DataError(f"no example is left of {len(rows)} rows (max_length={max_length}, overlong={overlong})")
+    if num_truncated or num_dropped:
+        logger.warning(
+            "cut %d and dropped %d of %d examples over max_length=%s tokens",
+            *(num_truncated, num_dropped, len(rows), max_length),
+        )
+    return SupervisedSet(tuple(examples), num_truncated, num_dropped)
+
+
+def encode_response(
+    messages: Sequence[Message], response: object, prompt_format: PromptFormat, index: int
+) -> SupervisedExample:
+    """The prompt as the policy is fed it, then the response and the end-of-sequence token, which are learned."""
+    tokenizer = prompt_format.tokenizer
+    if not isinstance(response, str):
+        raise DataError(f"row {index}: expected a response of text, found {type(response).__name__}")
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
+    [prompt_ids] = prompt_format.encode([messages])
+    response_ids = [*encode_rendered(tokenizer, response), tokenizer.eos_token_id]
+    return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
+
+
+def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat, index: int) -> SupervisedExample:
+    """A conversation of which every assistant turn is learned, with the token that ends it.
+
+    The mask is the template's own where it has `{% generation %}` marks. Otherwise a turn begins where the messages
+    before it, rendered with the generation prompt, end; and it ends with the first eos token after that. Raises:
+    DataError if the template rewrites earlier turns, or there is nothing to learn.
+    """
+    if not prompt_format.apply_chat_template:
+        raise DataError(f"row {index}: a list of messages needs a chat template; set data.apply_chat_template=true")
+    messages = prompt_format.with_system_prompt(messages)
+    kwargs = prompt_format.chat_template_kwargs
+    marked = encode_marked_chat(prompt_format.tokenizer, messages, chat_template_kwargs=kwargs)
+    input_ids, loss_mask = marked or _encode_by_prefix(messages, prompt_format, index)
+    if not any(loss_mask):
+        raise DataError(f"row {index}: no assistant text to learn in messages of roles ({roles(messages)})")
+    return SupervisedExample(tuple(input_ids), tuple(loss_mask))
+
+
+def _encode_by_prefix(
+    messages: Sequence[Message], prompt_format: PromptFormat, index: int
+) -> tuple[list[int], list[int]]:
+    tokenizer = prompt_format.tokenizer
+
+    def render(part: Sequence[Message], add_generation_prompt: bool) -> str:
+        kwargs = prompt_format.chat_template_kwargs
+        return render_chat(tokenizer, part, add_generation_prompt=add_generation_prompt, chat_template_kwargs=kwargs)
+
+    text = render(messages, False)
+    input_ids = encode_rendered(tokenizer, text)
+
+    def position_after(prefix: str) -> int:
+        if not text.startswith(prefix):
+            raise DataError(
+                f"row {index}: the chat template rewrites earlier turns, so what each assistant turn learned cannot be "
+                "told; use a template with {% generation %} marks, or make each assistant turn the last of its own row"
+            )
+        return _common_prefix(encode_rendered(tokenizer, prefix), input_ids)
+
+    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    starts = [position_after(render(messages[:number], True)) for number in turns]
+    loss_mask = [0] * len(input_ids)
+    for number, start, limit in zip(turns, starts, [*starts, len(input_ids)][1:], strict=True):
+        if tokenizer.eos_token_id in input_ids[start:limit]:
+            end = input_ids.index(tokenizer.eos_token_id, start) + 1
+        else:  # the template closes a turn with something else
+            end = position_after(render(messages[: number + 1], False))
+        loss_mask[start:end] = [1] * (end - start)
+    return input_ids, loss_mask
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading ids agree: fewer than a prefix has where the tokenizer merges across its end."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders from nothing: random weights, a tokenizer trained on the spot, a chat template.
+
+For quickstarts, tests and benchmarks on machines that reach no model hub. What is written loads with plain
+`AutoModelForCausalLM` and `AutoTokenizer`; equal arguments write equal bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from whet.errors import ConfigError
+from whet.keyed import key
+
+logger = logging.getLogger(__name__)
+
+Arch = Literal["qwen2.5", "qwen3"]
+
+END_OF_TEXT, END_OF_TURN, START_OF_TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+_TEMPLATE_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_ROWS_MULTIPLE = 8  # embedding rows a matrix multiplication likes
+_MIN_BYTE_VOCABULARY = 256 + 3  # every byte, and the special tokens
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Everything else of a shape follows: intermediate 3 x hidden, hidden / head_dim heads, half as many KV heads."""
+
+    num_layers: int
+    hidden_size: int
+    head_dim: int
+    vocab_size: int
+
+
+SIZES = {
+    "nano": ModelSize(num_layers=4, hidden_size=128, head_dim=32, vocab_size=512),  # 0.8 M parameters
+    "tiny": ModelSize(num_layers=4, hidden_size=256, head_dim=64, vocab_size=512),  # 3.3 M
+    "small": ModelSize(num_layers=8, hidden_size=512, head_dim=64, vocab_size=4096),  # 27 M
+    "base": ModelSize(num_layers=28, hidden_size=1024, head_dim=64, vocab_size=32768),  # 390 M
+}
+
+
+def init_model(
+    out: Path | str,
+    arch: Arch = "qwen3",
+    size: str = "tiny",
+    *,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    texts: Iterable[str] | None = None,
+    alphabet: str | None = None,
+    hidden_size: int | None = None,
+    num_layers: int | None = None,
+    max_position_embeddings: int = 32768,
+) -> Path:
+    """Writes a model folder with random weights to `out` and returns its path.
+
+    The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample), or, with `alphabet`, has one
+    token for each of its characters and for each word of the chat template, and refuses any other character.
+    `vocab_size` is the number of embedding rows, of which the tokenizer fills what the texts yield; without it the
+    rows are those of the tokenizer, which the size bounds, rounded up to a multiple of 8. Raises: ConfigError.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; choose another path, or remove it first")
+    shape = _shape(arch, size, hidden_size, num_layers)
+    if alphabet is not None:
+        tokenizer = _alphabet_tokenizer(alphabet, arch, texts)
+    else:
+        texts = [SAMPLE_TEXT] if texts is None else texts
+        tokenizer = _byte_level_tokenizer(texts, shape.vocab_size if vocab_size is None else vocab_size)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    num_rows = _num_rows(len(tokenizer), vocab_size)
+    end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(seed, "init-model"))
+        model = _random_model(arch, shape, num_rows, {"max_position_embeddings": max_position_embeddings, **end_ids})
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        eos_token_id=list(end_ids.values()), pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    logger.info(
+        "%s: %s with %.1f M parameters, %d embedding rows, %d tokens in the tokenizer",
+        *(out, arch, model.num_parameters() / 1e6, num_rows, len(tokenizer)),
+    )
+    return out
+
+
+def _shape(arch: str, size: str, hidden_size: int | None, num_layers: int | None) -> ModelSize:
+    if arch not in ("qwen2.5", "qwen3"):
+        raise ConfigError(f"arch={arch!r} is not known; expected qwen2.5 or qwen3")
+    if size not in SIZES:
+        raise ConfigError(f"size={size!r} is not known; expected one of {', '.join(SIZES)}")
+    shape = SIZES[size]
+    shape = replace(
+        shape,
+        hidden_size=shape.hidden_size if hidden_size is None else hidden_size,
+        num_layers=shape.num_layers if num_layers is None else num_layers,
+    )
+    if shape.num_layers < 1 or shape.hidden_size < 1 or shape.hidden_size % (2 * shape.head_dim):
+        raise ConfigError(
+            f"num_layers={shape.num_layers} must be at least 1, and hidden_size={shape.hidden_size} a multiple of "
+            f"{2 * shape.head_dim} (two heads of {shape.head_dim} share one KV head)"
+        )
+    return shape
+
+
+def _num_rows(num_tokens: int, vocab_size: int | None) -> int:
+    if vocab_size is None:
+        return -(-num_tokens // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+    if vocab_size < num_tokens:
+        raise ConfigError(f"vocab_size={vocab_size} cannot hold the {num_tokens} tokens of the tokenizer; raise it")
+    if vocab_size > num_tokens:
+        logger.warning(
+            "the tokenizer has %d tokens: %d embedding rows stay unused", num_tokens, vocab_size - num_tokens
+        )
+    return vocab_size
+
+
+def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str, Any]) -> PreTrainedModel:
+    num_heads = shape.hidden_size // shape.head_dim
+    options = {
+        "vocab_size": num_rows,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 3 * shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        **options,
+    }
+    if arch == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=shape.head_dim, **options))
+    return Qwen2ForCausalLM(Qwen2Config(**options))
+
+
+def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A BPE that splits as Qwen's does (digits one by one), with Qwen's class: transformers rebuilds it by that."""
+    if vocab_size < _MIN_BYTE_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer: 256 bytes and 3 special tokens need "
+            f"{_MIN_BYTE_VOCABULARY}; raise it, or give an alphabet"
+        )
+    untrained = Qwen2Tokenizer(
+        eos_token=END_OF_TURN, pad_token=END_OF_TEXT, unk_token=END_OF_TEXT, extra_special_tokens=[START_OF_TURN]
+    )
+    trained = untrained.train_new_from_iterator(texts, vocab_size, show_progress=False)  # type: ignore[no-untyped-call]
+    return cast(PreTrainedTokenizerBase, trained)
+
+
+def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
+    if arch != "qwen3":
+        raise ConfigError(
+            f"an alphabet needs arch=qwen3, not {arch}: transformers rebuilds any tokenizer of that architecture as a "
+            "byte-level BPE, which drops unknown characters without a word"
+        )
+    if texts is not None:
+        raise ConfigError("an alphabet is the whole vocabulary, so there is nothing to train on texts; give only one")
+    special = [END_OF_TEXT, END_OF_TURN, START_OF_TURN]
+    tokens = [*special, *_TEMPLATE_WORDS, *sorted({*alphabet, "\n"})]  # the template writes newlines too
+    # The unknown token is not in the vocabulary: that makes an unknown character an error instead of a guess.
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unknown|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(word, normalized=False) for word in _TEMPLATE_WORDS])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[START_OF_TURN],
+    )
+
+
+# ChatML. It only ever appends: no turn is rendered differently because of what follows it, so that sampled tokens can
+# stay as they are over many turns. Tool results are given in a user turn, as Qwen's templates do.
+CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+    {%- if content is string %}{{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type != 'text' %}{{- raise_exception('this model reads text only') }}{%- endif %}
+            {{- part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro -%}
+{%- set has_system = messages and messages[0].role == 'system' -%}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if has_system %}{{- text(messages[0].content) + '\\n\\n' }}{%- endif %}
+    {{- 'You can call these functions:\\n<tools>\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- '</tools>\\nA call looks like this:\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call>' }}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + text(message.content) + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- elif message.role in ['system', 'user', 'assistant'] %}
+        {%- if not (tools and has_system and loop.first) %}
+            {{- '<|im_start|>' + message.role + '\\n' + text(message.content or '') }}
+            {%- for call in message.tool_calls or [] %}
+                {%- set function = call.function or call %}
+                {{- '\\n' if message.content or not loop.first }}
+                {{- '<tool_call>\\n{"name": ' + function.name | tojson }}
+                {%- set arguments = function.arguments %}
+                {{- ', "arguments": ' + (arguments if arguments is string else arguments | tojson) }}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+SAMPLE_TEXT = """\
+You are a helpful assistant. Think step by step, then give the final answer after ####.
+A farmer has 12 hens and each hen lays 5 eggs in a week. How many eggs does he collect in 3 weeks?
+Every week there are 12 * 5 = 60 eggs. In 3 weeks he collects 60 * 3 = 180 eggs.
+#### 180
+Maria buys 4 pencils for $0.75 each and a notebook for $2.50. How much does she spend altogether?
+The pencils cost 4 * 0.75 = $3.00. With the notebook, she spends 3.00 + 2.50 = $5.50 altogether.
+#### 5.5
+A train leaves the station at 9:15 and travels 180 miles at 60 miles per hour. When does it arrive?
+The trip takes 180 / 60 = 3 hours, so it arrives at 12:15.
+There were 96 students in the school. Half of them walk, a third take the bus, and the rest ride their bikes.
+Walking: 96 / 2 = 48. Bus: 96 / 3 = 32. Bikes: 96 - 48 - 32 = 16. The answer is 16.
+If John is twice as old as his sister and together they are 27 years old, then she is 27 / 3 = 9 and he is 18.
+What is the value of x if 3x + 7 = 22? First subtract 7 from both sides: 3x = 15. Then divide by 3: x = 5.
+Let f(x) = x^2 - 4x + 4 = (x - 2)^2. It is zero only at x = 2, and f(0) = 4, so the smallest value is 0.
+The area of a rectangle with sides 8 and 6 is 8 * 6 = 48; its perimeter is 2 * (8 + 6) = 28.
+The sum of the first 10 numbers is 10 * 11 / 2 = 55, which means that their average is 5.5.
+A shop sold 25% of its 340 apples on Monday and 20 more on Tuesday: 340 * 0.25 + 20 = 105 apples were sold.
+Therefore, the final answer is \\boxed{105}. Let us check: 340 - 105 = 235 apples are left.
+Solve for y: \\frac{y}{4} = 9, so y = 9 \\times 4 = 36. We know that \\sqrt{36} = 6 and 6 \\cdot 6 = 36.
+12 + 34 = 46, 99 - 57 = 42, 23 * 3 = 69, 84 / 7 = 12, 1,000 + 250 = 1,250, -8 + 3 = -5, 0.5 + 0.25 = 0.75.
+Because there are 60 minutes in an hour and 24 hours in a day, one day has 24 * 60 = 1440 minutes.
+Which of the following is correct? (A) 7 (B) 11 (C) 13 (D) 17. The correct choice is (B), since 5 + 6 = 11.
+"I don't think that's right," said Anna. "We'll need at least two more; they're too small, aren't they?"
+The quick brown fox jumps over the lazy dog while the children watch from behind the old wooden fence.
+def add(a, b):
+    return a + b
+
+for i in range(10):
+    if i % 2 == 0:
+        print(i, add(i, 1))
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}
+</tool_call>
+<tool_response>
+84
+</tool_response>
+<think>
+First, find how many there were before. Next, add what was given and take away what was lost.
+</think>
+So the total number of books that remain on the shelf is 31. Thank you for your question!
+"""

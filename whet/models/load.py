@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and tokenizers from Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from whet.errors import ModelError
+from whet.models import attention
+from whet.models.value_head import ValueModel
+
+# Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities than they do.
+CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def load_policy(path: str | Path) -> PreTrainedModel:
+    """The causal language model at `path` in float32, with whet's attention.  Raises: ModelError."""
+    config = load_config(path)
+    changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
+    if changed:
+        raise ModelError(f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
+    return model
+
+
+def load_value_model(path: str | Path) -> ValueModel:
+    """A value model whose body is the language model at `path`.  Raises: ModelError."""
+    return ValueModel(load_policy(path).base_model)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`; one without a padding token pads with its end token.  Raises: ModelError."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no tokenizer could be loaded from {path}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer at {path} has no end token, so no answer would end; set eos_token in its config")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(path: str | Path) -> Any:
+    """The transformers config at `path`, without weights.  Raises: ModelError."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
+        raise ModelError(f"{path} has no readable model config{hint}: {error}") from error
+
+
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's, and those of the model's generation config where it has one."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    if (Path(path) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+        found.update(eos if isinstance(eos, list) else [eos])
+    return tuple(sorted(token for token in found if token is not None))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities and entropy of sampled tokens, from hidden states, without ever holding all logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class TokenStatistics(NamedTuple):
+    """One number for each of N tokens. What was not asked for is None."""
+
+    log_probs: torch.Tensor  # [N] log_softmax(logits / temperature) at the target
+    entropy: torch.Tensor | None  # [N] of softmax(logits / temperature)
+    sum_pi_squared: torch.Tensor | None  # [N] sum_v pi_v^2, without gradient
+
+
+def token_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenStatistics:
+    """Statistics of `targets` [N] under softmax((hidden weight^T + bias) / temperature).
+
+    hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once, in forward and in
+    backward, which computes them again. Matrix products run in hidden's dtype, everything after them in float32 at least.
+    With temperature 0 (greedy) the distribution is that of temperature 1.
+    """
+    log_probs, entropies, squares = _TokenStatistics.apply(
+        hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared
+    )
+    return TokenStatistics(log_probs, entropies if entropy else None, squares if sum_pi_squared else None)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _TokenStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, hidden, weight, bias, targets, temperature: float, chunk_tokens: int, entropy: bool, sum_pi_squared: bool
+    ):
+        typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        results: list[torch.Tensor] = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, target in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+                logits = _logits(part, typed_weight, typed_bias, temperature)
+                log_sum = logits.logsumexp(-1)
+                chosen = logits.gather(-1, target[:, None]).squeeze(-1) - log_sum
+                none = torch.zeros_like(chosen)
+                pi = (logits - log_sum[:, None]).exp() if entropy or sum_pi_squared else logits
+                disorder = log_sum - (pi * logits).sum(-1) if entropy else none
+                squares = pi.square().sum(-1) if sum_pi_squared else none
+                results.append(torch.stack([chosen, disorder, squares, log_sum]))
+        log_probs, entropies, squared, log_sums = (
+            torch.cat(results, dim=1) if results else hidden.new_zeros(4, 0, dtype=torch.float32)
+        ).unbind(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
+        ctx.temperature, ctx.chunk_tokens, ctx.entropy = temperature, chunk_tokens, entropy
+        ctx.mark_non_differentiable(squared)
+        return log_probs, entropies, squared
+
+    @staticmethod
+    def backward(ctx, grad_log_probs, grad_entropy, _):  # type: ignore[no-untyped-def]
+        """d log pi_y / d z = onehot(y) - pi;   d H / d z = -pi (log pi + H);   z = logits / temperature."""
+        hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
+        typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), ctx.chunk_tokens):
+                at = slice(start, start + ctx.chunk_tokens)
+                log_pi = _logits(hidden[at], typed_weight, typed_bias, ctx.temperature) - log_sums[at, None]
+                pi = log_pi.exp()
+                grad = pi * -grad_log_probs[at, None]
+                grad.scatter_add_(1, targets[at, None], grad_log_probs[at, None].to(grad.dtype))
+                if ctx.entropy:
+                    grad -= pi * (log_pi + entropies[at, None]) * grad_entropy[at, None]
+                grad = (grad if ctx.temperature == 1.0 else grad / ctx.temperature).to(hidden.dtype)
+                grad_hidden[at] = grad @ typed_weight
+                grad_weight += grad.T @ hidden[at]
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
