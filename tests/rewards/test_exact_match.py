@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from whet.rewards.exact_match import compute_score
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "options", "score"),
+    [
+        ("Paris", "Paris", {}, 1.0),
+        ("  New\n York ", "New York", {}, 1.0),
+        ("NewYork", "New York", {}, 0.0),
+        ("paris", "Paris", {}, 0.0),
+        ("paris", "Paris", {"ignore_case": True}, 1.0),
+        ("STRASSE", "Straße", {"ignore_case": True}, 1.0),
+        ("Paris.", "Paris", {}, 0.0),
+        ("\u201cParis\u201d.", "Paris", {"ignore_punctuation": True}, 1.0),
+        ("the Paris", "Paris", {}, 0.0),
+        ("the Paris", "Paris", {"ignore_articles": True}, 1.0),
+        ("An apple", "apple", {"ignore_articles": True}, 1.0),
+        ("thesis", "sis", {"ignore_articles": True}, 0.0),
+        ("\uff17\uff12", "72", {}, 1.0),  # full-width digits
+        ("cafe\u0301", "caf\u00e9", {}, 1.0),  # an accent of its own
+        ("72", 72, {}, 1.0),
+        ("72.0", 72, {}, 0.0),
+        ("7 + 8 = 15", "15", {"after": "="}, 1.0),
+        ("a = 1, b = 2", "2", {"after": "="}, 1.0),
+        ("15", "15", {"after": "</think>"}, 0.0),
+        ("<think>15</think>16", "15", {"after": "</think>"}, 0.0),
+        ("Rome", ["Paris", "Rome"], {}, 1.0),
+        ("Bonn", ("Paris", "Rome"), {}, 0.0),
+        ("", "", {}, 1.0),
+    ],
+)
+def test_strings_are_equal_or_not(answer, truth, options, score):
+    assert compute_score(answer, truth, **options) == score
+
+
+@pytest.mark.parametrize("truth", [None, [], [None]])
+def test_no_ground_truth_is_an_error(truth):
+    with pytest.raises(ValueError, match="the ground truth is"):
+        compute_score("", truth)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.rewards.gsm8k import compute_score
+
+PUBLISHED = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+def flexible(answer, truth):
+    return compute_score(answer, truth)["reward"]
+
+
+def strict(answer, truth):
+    return compute_score(answer, truth, method="strict")["reward"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("She has 5 + 67 = 72", "72"),
+        ("That makes 72.0 eggs.", "72"),
+        ("That makes 72 eggs.", "72.00"),
+        ("He pays $1,234.50.", "1234.5"),
+        ("He pays $1,234,567!", "1234567"),
+        ("It is -5", "-5"),
+        ("He lost -$5.", "-5"),
+        ("It is \u22125 degrees", "-5"),  # a typographic minus
+        ("16-3", "3"),
+        ("(4)-3", "3"),
+        ("x = .5", "0.5"),
+        ("\\boxed{18}", "18"),
+        ("between 1,2,3", "3"),
+        ("50%", 50),
+        ("so 7.", 7.0),
+        ("<<16-3-4=9>>9 eggs", "9"),
+    ],
+)
+def test_the_last_number_is_the_answer(answer, truth):
+    assert compute_score(answer, truth) == {"reward": 1.0, "accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("72, no, 73", "72"), ("-72", "72"), ("seventy-two", "72"), ("", "72"), ("7.2", "72"), ("1,2", "12")],
+)
+def test_another_last_number_is_wrong(answer, truth):
+    assert compute_score(answer, truth) == {"reward": 0.0, "accuracy": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("5 + 67\n#### 72", 1.0),
+        ("#### 72. That took 3 steps", 1.0),
+        ("####72", 1.0),
+        ("#### $72.00", 1.0),
+        ("#### 71\nNo:\n#### 72", 1.0),
+        ("#### 72\nNo:\n#### 71", 0.0),
+        ("the answer is 72", 0.0),
+        ("#### the answer is 72", 0.0),
+        ("### 72", 0.0),
+        ("####", 0.0),
+    ],
+)
+def test_strict_reads_the_number_behind_the_last_mark(answer, reward):
+    assert strict(answer, "72") == reward
+
+
+def test_a_ground_truth_as_published():
+    truth = "Natalia sold 48/2 = <<48/2=24>>24 clips.\nAltogether 48+24 = <<48+24=72>>72 clips.\n#### 72"
+    assert flexible("72", truth) == 1.0 and flexible("24", truth) == 0.0
+    assert flexible("1070", "...\n#### 1,070") == 1.0
+
+
+def test_the_format_score_is_for_a_wrong_number_and_is_no_accuracy():
+    assert compute_score("71", "72", format_score=0.1) == {"reward": 0.1, "accuracy": 0.0}
+    assert compute_score("72", "72", format_score=0.1) == {"reward": 1.0, "accuracy": 1.0}
+    assert compute_score("many", "72", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
+    assert compute_score("71", "72", method="strict", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
+
+
+def test_a_ground_truth_without_a_number_and_an_unknown_method_are_errors():
+    with pytest.raises(ValueError, match="'none' has no number"):
+        compute_score("72", "none")
+    with pytest.raises(ValueError, match="method='loose'"):
+        compute_score("72", "72", method="loose")
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason=f"{PUBLISHED} is not there")
+def test_every_published_answer_scores_itself_and_not_the_next():
+    answers = [json.loads(line)["answer"] for line in PUBLISHED.read_text().splitlines()]
+    numbers = [float(answer.split("####")[1].replace(",", "")) for answer in answers]
+    assert len(answers) == 1319
+    for answer, number, other, other_number in zip(
+        answers, numbers, answers[1:] + answers[:1], numbers[1:] + numbers[:1], strict=True
+    ):
+        assert flexible(answer, answer) == strict(answer, answer) == flexible(f"${number:,.2f}.", answer) == 1.0
+        assert flexible(other, answer) == strict(other, answer) == float(number == other_number)

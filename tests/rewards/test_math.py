@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from whet.rewards.math import compute_score, extract_answer, is_equal
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "math" / "benchmarks.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1}, no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed{1} then \boxed{\frac{2", "1"),
+        (r"\boxed{3}. The answer is 4", "3"),
+        ("The answer is 3.5.", "3.5"),
+        ("The answer is: $x$. It took 7 steps.", "$x$"),
+        ("The answer is 1. No, the Answer\nis 2", "2"),
+        ("The answer is\n12", "12"),
+        ("2 + 2 = 4", "4"),
+        ("about 1,234.5 of 10", "10"),
+        ("about 1,234.5", "1,234.5"),
+        ("from 3 to -5", "-5"),
+        (r"<think>\boxed{3}</think> It is 4", "4"),
+        (r"<think>\boxed{3}</think> Hmm", None),
+        ("</think>1</think> 2", "2"),
+        ("I do not know", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_taken_from_the_text(text, answer):
+    assert extract_answer(text) == answer
+
+
+EQUAL = [
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac12", "1/2"),
+    (r"\dfrac{2}{4}", r"\frac{1}{2}"),
+    (r"3\frac{1}{2}", "3.5"),
+    ("1,000", "1000"),
+    ("72.0", "72"),
+    ("2x + 1", "1 + 2x"),
+    ("(x - 1)(x + 1)", "x^2 - 1"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    ("x = 3", "3"),
+    (r"50\%", "50"),
+    (r"90^\circ", "90"),
+    (r"10 \text{ cm}", "10"),
+    (r"\$5", "5"),
+    (r"\text{east}", "east"),
+    (r"\text{(C)}", "C"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\\begin{pmatrix}1.0\\\\\n2\\end{pmatrix}"),
+    ("**$42$**", "42"),
+    (r"\[ 3 \]", "3"),
+    ("0.333333", r"\frac{1}{3}"),
+]
+DIFFERENT = [
+    ("0.33", r"\frac{1}{3}"),
+    ("3", "-3"),
+    ("x + 1", "x - 1"),
+    ("[1, 2)", "[1, 2]"),
+    ("(1, 2)", "(2, 1)"),
+    (r"-\infty", r"\infty"),
+    ("5", "five"),
+    ("", "5"),
+    ("", ""),
+    ("}{", "5"),
+    (r"\frac{1}{", "1"),
+    ("$", "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), EQUAL)
+def test_the_same_value_is_equal_however_it_is_written(answer, truth):
+    assert is_equal(answer, truth)
+    assert compute_score(f"so \\boxed{{{answer}}}", truth) == 1.0
+    assert compute_score(f"so \\boxed{{{answer}}}", f"\\boxed{{{truth}}}") == 1.0
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_another_value_is_not_equal(answer, truth):
+    assert not is_equal(answer, truth)
+
+
+def test_numbers_as_ground_truth_and_no_answer():
+    assert compute_score("it is 4", 4) == 1.0
+    assert compute_score("it is 4.0", 4.0) == 1.0
+    assert compute_score("it is unknown", 4) == 0.0
+
+
+def test_it_works_outside_the_main_thread_and_says_nothing(caplog):
+    results = []
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=lambda: results.append(compute_score(r"\boxed{0.5}", r"\frac{1}{2}")))
+        thread.start()
+        thread.join()
+    assert results == [1.0]
+    assert caplog.records == []
+
+
+@pytest.mark.skipif(not BENCHMARKS.exists(), reason=f"{BENCHMARKS} is not there")
+def test_published_answers_parse_and_differ_from_each_other():
+    answers = [str(json.loads(line)["answer"]) for line in BENCHMARKS.read_text().splitlines()]
+    assert len(answers) == 560
+    some = answers[::4]
+    for answer, other in zip(some, some[1:] + some[:1], strict=True):
+        # Another text of the same value, so that math-verify has to say that they are equal.
+        assert compute_score(f"\\boxed{{\\displaystyle {answer}}}", answer) == 1.0, answer
+        if answer.isdecimal() and other.isdecimal():
+            assert compute_score(f"\\boxed{{{other}}}", answer) == float(int(answer) == int(other))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forms of a score function, told apart by signature, behind one method: `score(items)`.
+
+The annotation of the first parameter decides first (DataProto, list of dicts, dict), then the names of the parameters.
+What cannot be told apart is an error that shows the forms; so is an option that the function does not take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from whet.errors import RewardError
+from whet.rewards.result import Outcome, failure, read_result, split_rows
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+FORMS = """\
+  one answer:   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
+                compute_score(predict, ground_truth) -> float | dict
+                compute_score(reward_input: dict[str, Any]) -> float | dict
+  all answers:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
+                compute_score(reward_inputs: list[dict[str, Any]]) -> list
+                compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
+Where several names are shown, any of them may be left out but the answer.
+Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
+Further parameters are options, given in reward.kwargs."""
+
+MAX_MESSAGE_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    prompt_str: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
+
+
+class RewardFunction:
+    """A score function of any form, as `adapt` makes it."""
+
+    def __init__(
+        self, function: Callable[..., Any], form: _Form, kwargs: Mapping[str, Any], correct_threshold: float
+    ) -> None:
+        self._function, self._form, self._kwargs = function, form, dict(kwargs)
+        self._correct_threshold = correct_threshold
+        self._runner: asyncio.Runner | None = None
+        self._logged: set[tuple[str, int]] = set()
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether one call judges all items, so that they also fail together."""
+        return self._form.takes_batch
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome for each item, in order. What the function raises is a Failure, its traceback logged once for
+        each line that raises. Async functions are awaited call by call (one that takes all answers may gather them).
+        """
+        calls = split_calls(items, takes_batch=self.takes_batch)
+        return [outcome for call in calls for outcome in self._score_call(call)]
+
+    def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        try:
+            raw = self._function(**self._form.arguments(items), **self._kwargs)
+            if inspect.isawaitable(raw):
+                raw = self._await(raw)
+            rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
+        except KeyboardInterrupt:
+            raise
+        except RewardError as error:
+            return [failure(str(error))] * len(items)
+        except BaseException as error:  # a user's code may raise anything, SystemExit included
+            self._log_once(error)
+            return [failure(describe(error))] * len(items)
+        return [
+            read_result(row, correct_threshold=self._correct_threshold, num_response_tokens=len(item.response_ids))
+            for row, item in zip(rows, items, strict=True)
+        ]
+
+    def _await(self, awaitable: Any) -> Any:
+        """Its result. The event loop lives as long as the function, whose HTTP client may be bound to it."""
+        import asyncio
+
+        async def wait() -> Any:
+            return await awaitable
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(wait())
+
+    def _log_once(self, error: BaseException) -> None:
+        place = _last_line(error)
+        if place not in self._logged:
+            self._logged.add(place)
+            logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
+
+
+def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_threshold: float) -> RewardFunction:
+    """`function`, whatever its form, as a RewardFunction. `kwargs` are passed to it on every call.
+
+    Raises: RewardError when the form cannot be told, a parameter has no value, or an option is not taken.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{function!r} has no signature; expected a function of one of these forms:\n{FORMS}"
+        ) from error
+    form = _recognise(parameters)
+    if form is None:
+        raise RewardError(
+            f"cannot tell what {_show(function)} takes, from its names and annotations; "
+            f"expected one of these forms:\n{FORMS}"
+        )
+    _check_options(function, parameters, form, kwargs)
+    return RewardFunction(function, form, kwargs, correct_threshold)
+
+
+def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
+    """The items that each call of a function judges: all of them, or one by one."""
+    return [items] if takes_batch and items else [[item] for item in items]
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an exception, on one line of bounded length."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    if len(text) > MAX_MESSAGE_CHARACTERS:
+        text = text[:MAX_MESSAGE_CHARACTERS] + " ..."
+    file, line = _last_line(error)
+    return f"{text} ({file}:{line})"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a function is called: the parameters that it is given, and their values for some items (for one item where it
+    does not take a batch)."""
+
+    names: frozenset[str]
+    arguments: Callable[[Sequence[RewardItem]], dict[str, Any]]
+    takes_batch: bool
+    split_rows: Callable[[object, int], list[object]] = split_rows
+
+
+_FIELDS: dict[str, Callable[[RewardItem], Any]] = {
+    "data_source": attrgetter("data_source"),
+    "solution_str": attrgetter("solution_str"),
+    "ground_truth": attrgetter("ground_truth"),
+    "extra_info": attrgetter("extra_info"),
+    "prompt_str": attrgetter("prompt_str"),
+    "predict": attrgetter("solution_str"),
+    "predict_str": attrgetter("solution_str"),
+}
+_COLUMNS = {f"{name}s": get for name, get in _FIELDS.items()}
+_ANSWER_FIELDS = {"solution_str", "predict", "predict_str"}  # a function that sees none of them judges nothing
+_ANSWER_COLUMNS = {f"{name}s" for name in _ANSWER_FIELDS}
+_COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # what **kwargs receives
+
+# Annotations are read as text: they may name what is imported for type checkers only.
+_DICT = re.compile(r"([\w.]+\.)?(dict|Dict|Mapping|MutableMapping)\b")
+_LIST_OF_DICTS = re.compile(r"([\w.]+\.)?(list|List|Sequence|Iterable)\[" + _DICT.pattern)
+_DATA_PROTO = re.compile(r"\bDataProto\b")
+
+
+def _recognise(parameters: Sequence[inspect.Parameter]) -> _Form | None:
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if named and named[0].name not in _FIELDS and named[0].name not in _COLUMNS:
+        whole = _recognise_whole(named[0].name, _annotation_text(named[0]))
+        if whole is not None:
+            return whole
+    names = {p.name for p in named}
+    if names & _ANSWER_COLUMNS:
+        columns = frozenset(
+            names & _COLUMNS.keys() | ({f"{name}s" for name in _COMMON_FIELDS} if takes_any_name else set())
+        )
+        return _Form(
+            columns,
+            lambda items: {name: [_COLUMNS[name](item) for item in items] for name in columns},
+            takes_batch=True,
+        )
+    if names & _ANSWER_FIELDS or takes_any_name:
+        fields = frozenset(names & _FIELDS.keys() | (_COMMON_FIELDS if takes_any_name else set()))
+        return _Form(fields, lambda items: {name: _FIELDS[name](items[0]) for name in fields}, takes_batch=False)
+    return None
+
+
+def _recognise_whole(name: str, annotation: str) -> _Form | None:
+    """The form of a function whose first parameter is everything: a dict, a list of them, or a DataProto."""
+    usual_name = name
+    if _DATA_PROTO.search(annotation):
+        usual_name = "data"
+    elif _LIST_OF_DICTS.match(annotation):
+        usual_name = "reward_inputs"
+    elif _DICT.match(annotation):
+        usual_name = "reward_input"
+    if usual_name == "data":
+        from whet.rewards.data_proto import make_batch, split_batch_rows
+
+        return _Form(frozenset({name}), lambda items: {name: make_batch(items)}, True, split_batch_rows)
+    if usual_name == "reward_inputs":
+        return _Form(frozenset({name}), lambda items: {name: [_as_dict(item) for item in items]}, takes_batch=True)
+    if usual_name == "reward_input":
+        return _Form(frozenset({name}), lambda items: {name: _as_dict(items[0])}, takes_batch=False)
+    return None
+
+
+def _as_dict(item: RewardItem) -> dict[str, Any]:
+    return {
+        "response": item.solution_str,
+        "response_length": len(item.response_ids),
+        "ground_truth": item.ground_truth,
+        "prompt": item.prompt_str,
+        "data_source": item.data_source,
+        "extra_info": item.extra_info,
+    }
+
+
+def _check_options(
+    function: Callable[..., Any], parameters: Sequence[inspect.Parameter], form: _Form, kwargs: Mapping[str, Any]
+) -> None:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = {p.name: p for p in parameters if p.kind not in variadic}
+    options = [name for name in own if name not in form.names]
+    for name in kwargs:
+        if name in form.names:
+            raise RewardError(
+                f"reward.kwargs.{name}: {_show(function)} is given {name!r} by the run; take it out of reward.kwargs"
+            )
+        if name not in own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise RewardError(
+                f"reward.kwargs.{name}: {_show(function)} has no such parameter; "
+                f"its options are {', '.join(options) or 'none'}"
+            )
+    for name in options:
+        if own[name].default is inspect.Parameter.empty and name not in kwargs:
+            raise RewardError(
+                f"{_show(function)} needs a value for {name!r}: give it a default, set reward.kwargs.{name}, "
+                f"or use the names of one of these forms:\n{FORMS}"
+            )
+
+
+def _annotation_text(parameter: inspect.Parameter) -> str:
+    if parameter.annotation is inspect.Parameter.empty:
+        return ""
+    text = (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else inspect.formatannotation(parameter.annotation)
+    )
+    return text.strip("'\" ")
+
+
+def _show(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__qualname__', type(function).__qualname__)}{inspect.signature(function)}"
+
+
+def _last_line(error: BaseException) -> tuple[str, int]:
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return lines[-1] if lines else ("?", 0)

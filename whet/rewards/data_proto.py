@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DataProto form of a score function: answers as a batch, its result as rows. No other file here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from whet.errors import RewardError
+from whet.protocol import DataProto
+from whet.rewards.adapter import RewardItem
+from whet.rewards.result import split_rows
+
+SCORE_COLUMNS = ("token_level_scores", "rm_scores")
+
+
+class RewardBatch(DataProto):
+    """What a function of `data: DataProto` is given.
+
+    Tensors: `prompts` [B, P] (left-padded with 0), `responses` [B, R] (right-padded with 0), `input_ids` and
+    `attention_mask` [B, P + R], `response_mask` [B, R] (1 on the response, 0 on its padding). Objects: `data_source`,
+    `ground_truth`, `extra_info`, `reward_model` (a dict with `ground_truth`), `prompt_str`, `solution_str`. The texts
+    are attributes of the whole batch too; its rows and slices have the columns only.
+    """
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts as text."""
+        return list(self.non_tensor_batch["prompt_str"])
+
+    @property
+    def responses(self) -> list[str]:
+        """The answers as text."""
+        return list(self.non_tensor_batch["solution_str"])
+
+    @property
+    def ground_truth(self) -> list[object]:
+        """What each answer is judged by."""
+        return list(self.non_tensor_batch["ground_truth"])
+
+
+def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
+    """The items as one batch, in order."""
+    prompt_length = max(len(item.prompt_ids) for item in items)
+    response_length = max(len(item.response_ids) for item in items)
+    input_ids = torch.zeros(len(items), prompt_length + response_length, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, item in enumerate(items):
+        ids = torch.tensor([*item.prompt_ids, *item.response_ids], dtype=torch.long)
+        start = prompt_length - len(item.prompt_ids)
+        input_ids[row, start : start + len(ids)] = ids
+        attention_mask[row, start : start + len(ids)] = 1
+    plain = DataProto.from_dict(
+        tensors={
+            "prompts": input_ids[:, :prompt_length],
+            "responses": input_ids[:, prompt_length:],
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "response_mask": attention_mask[:, prompt_length:],
+        },
+        non_tensors={
+            "data_source": [item.data_source for item in items],
+            "ground_truth": [item.ground_truth for item in items],
+            "extra_info": [item.extra_info for item in items],
+            "reward_model": [{"ground_truth": item.ground_truth} for item in items],
+            "prompt_str": [item.prompt_str for item in items],
+            "solution_str": [item.solution_str for item in items],
+        },
+    )
+    return RewardBatch(plain.batch, plain.non_tensor_batch, plain.meta_info)
+
+
+def split_batch_rows(raw: object, count: int) -> list[object]:
+    """`split_rows`, also of a DataProto, which says its scores in a column `token_level_scores`, else `rm_scores`.
+    Raises: RewardError."""
+    if not isinstance(raw, DataProto):
+        return split_rows(raw, count)
+    name = next((name for name in SCORE_COLUMNS if name in raw), None)
+    if name is None:
+        raise RewardError(
+            f"the DataProto has no column {' or '.join(SCORE_COLUMNS)}; it has {', '.join(raw.keys()) or 'none'}"
+        )
+    return split_rows(raw[name], count)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer as a string: the right one, or not."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from whet.registry import register_reward
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.IGNORECASE)
+
+
+@register_reward("exact_match")
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    after: str | None = None,
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
+    ignore_articles: bool = False,
+) -> float:
+    """1 where the answer equals the ground truth, or one of them where it is a list, else 0.
+
+    Both are compared with compatible characters unified (Unicode NFKC) and runs of white space as one space. Only the
+    text behind the last `after` (`</think>`, `Answer:`) is the answer; without that mark there is none.
+    `ignore_articles` is for English.
+    Raises: ValueError for an empty list of ground truths, and where one is None.
+    """
+    truths = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    if not truths or None in truths:
+        raise ValueError(
+            f"the ground truth is {ground_truth!r}; expected a text, or a list of texts of which one is enough"
+        )
+    if after is not None:
+        _, mark, solution_str = solution_str.rpartition(after)
+        if not mark:
+            return 0.0
+
+    def normalise(text: str) -> str:
+        text = unicodedata.normalize("NFKC", text)
+        if ignore_case:
+            text = text.casefold()
+        if ignore_punctuation:
+            text = "".join(each for each in text if not unicodedata.category(each).startswith("P"))
+        if ignore_articles:
+            text = _ARTICLES.sub(" ", text)
+        return " ".join(text.split())
+
+    answer = normalise(solution_str)
+    return float(any(normalise(str(truth)) == answer for truth in truths))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168): the answer is one number."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Literal
+
+from whet.registry import register_reward
+
+# A minus sign directly after a digit, letter or bracket subtracts: "16-3" ends in 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}.])[-\u2212])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_MARK = "####"
+
+
+@register_reward("gsm8k")
+def compute_score(
+    solution_str: str,
+    ground_truth: str | int | float,
+    *,
+    method: Literal["flexible", "strict"] = "flexible",
+    format_score: float = 0.0,
+) -> dict[str, float]:
+    """1 where the number given is the number asked for, `format_score` where another number is given, else 0.
+
+    `strict` reads the number after the last `####`, `flexible` the last number of the text. Commas, `$` and a trailing
+    dot do not matter, and 72.0 is 72. `ground_truth` is the number, or an answer as published, which ends in `#### n`.
+    Raises: ValueError for a ground truth without a number, and for an unknown method.
+    """
+    if method not in ("flexible", "strict"):
+        raise ValueError(f"method={method!r}; expected 'flexible' or 'strict'")
+    truth = _last_number(str(ground_truth).rpartition(_MARK)[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} has no number")
+    found = _number_after_mark(solution_str) if method == "strict" else _last_number(solution_str)
+    correct = float(found == truth)
+    return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct}
+
+
+def _number_after_mark(text: str) -> Decimal | None:
+    _, mark, rest = text.rpartition(_MARK)
+    match = _NUMBER.match(rest.lstrip()) if mark else None
+    return _value(match) if match else None
+
+
+def _last_number(text: str) -> Decimal | None:
+    matches = list(_NUMBER.finditer(text))
+    return _value(matches[-1]) if matches else None
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    value = Decimal(match["digits"].replace(",", ""))
+    return -value if match["sign"] else value

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score functions in processes of their own: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from whet.registry import REWARDS
+from whet.rewards.adapter import RewardItem, describe
+from whet.rewards.in_process import InlineScorer, ThreadScorer
+from whet.rewards.processes import ProcessScorer
+from whet.rewards.result import Outcome
+from whet.rewards.worker import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+class RewardPool:
+    """Scores answers with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
+
+    The processes import the function and are ready when the constructor returns; make the pool before a model is
+    loaded. They are new interpreters, never forks, and load no torch unless the function does.
+
+    An answer has `timeout_seconds`, by the wall's clock: leave room for a busy machine. A process that is late is
+    killed with all that it started, and replaced, as is one that dies. Its answer is a Failure with source "reward",
+    as for an exception, and no other answer is touched. A function that takes all answers at once judges one `score`
+    call in one process, with `timeout_seconds` times their number, and fails as a whole. What a function prints goes to
+    stderr.
+
+    `num_workers=0` scores in the calling thread, without any deadline. A function that cannot be pickled (it holds a
+    lock, a client, a model) scores in one thread of this process, where a late call is a Failure in time but cannot be
+    stopped; a warning says so.
+
+    Raises: RegistryError for an unknown name, RewardError where the function cannot be loaded, with the traceback.
+    """
+
+    def __init__(
+        self,
+        function: str | Callable[..., Any],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        correct_threshold: float,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        spec = _make_spec(function, kwargs or {}, correct_threshold, timeout_seconds)
+        self._scorer = _make_scorer(spec, num_workers)
+        self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
+        return self.submit_batch(items).result()
+
+    def submit(self, item: RewardItem) -> Future[Outcome]:
+        """The outcome of one item, to come. A function that takes all answers at once is given this one alone."""
+        outcomes = self._scorer.submit([item])
+        first: Future[Outcome] = Future()
+        first.set_running_or_notify_cancel()
+
+        def pass_on(done: Future[list[Outcome]]) -> None:
+            error = done.exception()
+            if error is None:
+                first.set_result(done.result()[0])
+            else:
+                first.set_exception(error)
+
+        outcomes.add_done_callback(pass_on)
+        return first
+
+    def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
+        """What `score` returns, to come."""
+        return self._scorer.submit(items)
+
+    def close(self) -> None:
+        """Ends the processes. What is still awaited raises RewardError."""
+        self._finalizer()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Scorer(Protocol):
+    def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]: ...
+    def close(self) -> None: ...
+
+
+def _make_scorer(spec: WorkerSpec, num_workers: int) -> _Scorer:
+    if num_workers == 0:
+        return InlineScorer(spec.load)
+    shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
+    try:
+        pickled = _pickle(spec)
+    except Exception as error:  # whatever an object that the function holds raises when it is pickled
+        logger.warning(
+            "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
+            "late call cannot be stopped. Name it as package.module:function to have it in processes",
+            shown_as,
+            describe(error),
+        )
+        return ThreadScorer(spec.load, spec.timeout_seconds)
+    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=spec.timeout_seconds)
+
+
+def _make_spec(
+    function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float, timeout_seconds: float
+) -> WorkerSpec:
+    """By reference where a process finds it under the same name, else itself. An alias brings its own options."""
+    if isinstance(function, str) and ":" not in function:
+        entry = REWARDS[function]
+        if entry.alias_of is not None:
+            defaults = REWARDS[entry.alias_of].options
+            presets = {name: value for name, value in entry.options.items() if value != defaults.get(name)}
+            kwargs = {**presets, **kwargs}
+        function = entry.function or function
+    return WorkerSpec(function, dict(kwargs), correct_threshold, timeout_seconds)
+
+
+def _pickle(spec: WorkerSpec) -> bytes:
+    """By value too where the function's module has no name to import it by (it was loaded from a file)."""
+    module = None if isinstance(spec.function, str) else sys.modules.get(spec.function.__module__)
+    if module is None or _is_importable(module):
+        return bytes(cloudpickle.dumps(spec))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(spec))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(module: ModuleType) -> bool:
+    top = module.__name__.partition(".")[0]
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)

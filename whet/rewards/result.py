@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a score function may return, and the one rule that reads it.
+
+A number, or a dict: what trains is `reward`, else `score`, else `overall`; the 0/1 metric is `accuracy`, else `acc`,
+else whether the reward reaches the threshold; all other numbers are parts. A list of numbers is one reward for each
+response token. Whatever cannot be read is a Failure: no row is ever trained on a 0 that nobody gave.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, SupportsFloat, TypeAlias, runtime_checkable
+
+from whet.errors import RewardError
+from whet.types import Failure
+
+REWARD_KEYS = ("reward", "score", "overall")
+ACCURACY_KEYS = ("accuracy", "acc")
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What was said of one answer. All numbers are finite.
+
+    `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
+    by token; it is None where it gave one number.
+    """
+
+    reward: float
+    accuracy: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: tuple[float, ...] | None = None
+
+
+Outcome: TypeAlias = RewardResult | Failure
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """A tensor of any library: its rows become lists here, so that reading a result needs none of them."""
+
+    def tolist(self) -> Any: ...
+
+
+def read_result(raw: object, *, correct_threshold: float, num_response_tokens: int) -> Outcome:
+    """The result that a score function's return value `raw` stands for, or the Failure that says why there is none."""
+    try:
+        if isinstance(raw, Mapping):
+            return _read_mapping(raw, correct_threshold, num_response_tokens)
+        reward, token_rewards = _read_reward("the result", raw, num_response_tokens)
+        return RewardResult(reward, float(reward >= correct_threshold), {}, token_rewards)
+    except RewardError as error:
+        return failure(str(error))
+
+
+def split_rows(raw: object, count: int) -> list[object]:
+    """What a function of all answers said of each: from a sequence or tensor by position, from a dict of columns by
+    row (a number that is no column is a part of every row).  Raises: RewardError where there are not `count` of them.
+    """
+    if isinstance(raw, Mapping):
+        columns = {name: _split_column(f"{name!r}", value, count) for name, value in raw.items() if _is_column(value)}
+        numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}
+        if uncolumned := [name for name in REWARD_KEYS if name in numbers]:
+            raise RewardError(f"{uncolumned[0]!r} is one number for {count} answers; expected one for each")
+        return [{**numbers, **{name: column[row] for name, column in columns.items()}} for row in range(count)]
+    if not _is_column(raw):
+        raise RewardError(
+            f"the function returned {_show(raw)} for {count} answers; expected a list with a result for each"
+        )
+    return _split_column("the result", raw, count)
+
+
+def as_number(value: object) -> float | None:
+    """`value` as a float where it is one number of any library (0-dimensional tensors too), else None."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def failure(message: str) -> Failure:
+    """A failure that arose in the reward."""
+    return Failure(source="reward", message=message)
+
+
+def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:
+    reward_key = next((key for key in REWARD_KEYS if key in raw), None)
+    if reward_key is None:
+        raise RewardError(
+            f"the dict has none of {', '.join(REWARD_KEYS)}; its keys are {', '.join(map(str, raw)) or 'none'}"
+        )
+    reward, token_rewards = _read_reward(f"{reward_key!r}", raw[reward_key], num_response_tokens)
+    accuracy_key = next((key for key in ACCURACY_KEYS if key in raw), None)
+    accuracy = (
+        float(reward >= correct_threshold) if accuracy_key is None else _finite(f"{accuracy_key!r}", raw[accuracy_key])
+    )
+    others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key)}
+    parts = {key: _finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
+    return RewardResult(reward, accuracy, parts, token_rewards)
+
+
+def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
+    """The reward, and the reward of each token where `value` is a row of them, which may go on over the padding."""
+    if as_number(value) is not None or not _is_column(value):
+        return _finite(what, value), None
+    row = [_finite(f"{what} at token {position}", each) for position, each in enumerate(_to_list(value))]
+    if len(row) < num_response_tokens or not num_response_tokens:
+        raise RewardError(
+            f"{what} has {len(row)} numbers; expected one number, or one for each of {num_response_tokens} tokens"
+        )
+    late = next((position for position in range(num_response_tokens, len(row)) if row[position] != 0), None)
+    if late is not None:
+        raise RewardError(
+            f"{what} pays {row[late]:g} at token {late}, in the padding; the response has {num_response_tokens} "
+            f"tokens, and what is paid for the whole of it belongs to token {num_response_tokens - 1}"
+        )
+    return math.fsum(row), tuple(row[:num_response_tokens])
+
+
+def _finite(what: str, value: object) -> float:
+    number = as_number(value)
+    if number is None:
+        raise RewardError(f"{what} is {_show(value)}; expected a number")
+    if not math.isfinite(number):
+        raise RewardError(
+            f"{what} is {number}; expected a finite number (leave out, or set to None, a part that does not apply)"
+        )
+    return number
+
+
+def _is_column(value: object) -> bool:
+    return (
+        isinstance(value, (Sequence, _Array))
+        and not isinstance(value, (str, bytes))
+        and isinstance(_to_list(value), list)
+    )
+
+
+def _to_list(value: object) -> Any:
+    return value.tolist() if isinstance(value, _Array) else list(value) if isinstance(value, Sequence) else value
+
+
+def _split_column(what: str, value: object, count: int) -> list[object]:
+    column: list[object] = _to_list(value)
+    if len(column) != count:
+        raise RewardError(
+            f"{what} has {len(column)} entries for {count} answers; expected one for each, in the same order"
+        )
+    return column
+
+
+def _show(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

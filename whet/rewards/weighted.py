@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several reward functions as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whet.rewards.adapter import RewardItem
+from whet.rewards.pool import RewardPool
+from whet.rewards.result import Outcome, RewardResult
+from whet.types import Failure
+
+
+class WeightedRewards:
+    """reward = sum of weight * reward; accuracy is that of the first function; parts are named `<function>/<part>`.
+
+    An answer that one function failed on has failed. The functions judge at the same time, each in its own processes.
+    """
+
+    def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
+        self._pools = pools
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome for each item, in order."""
+        pending = [pool.submit_batch(items) for _, pool, _ in self._pools]
+        by_function = [future.result() for future in pending]
+        return [self._combine(outcomes) for outcomes in zip(*by_function, strict=True)]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for _, pool, _ in self._pools:
+            pool.close()
+
+    def _combine(self, outcomes: Sequence[Outcome]) -> Outcome:
+        reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
+        for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                return Failure(outcome.source, f"{name}: {outcome.message}")
+            results.append(outcome)
+            reward += weight * outcome.reward
+            parts[name] = outcome.reward
+            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
+        return RewardResult(reward, results[0].accuracy, parts)
