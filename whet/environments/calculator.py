@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tool in its smallest form: what the model writes between <calc> and </calc> is computed and read back to it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+
+from whet.environments.protocol import Observation
+from whet.registry import register_environment
+from whet.types import Message, Prompt
+
+OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@register_environment("calculator")
+class Calculator:
+    """An answer with <calc>expression</calc> gets the value as the next message; one without ends the episode."""
+
+    def __init__(self, prompt: Prompt, *, role: str = "tool") -> None:
+        self.role = role
+
+    def step(self, answer: str) -> Observation:
+        """Computes the last expression of the answer."""
+        asked = re.findall(r"<calc>(.*?)</calc>", answer, re.DOTALL)
+        if not asked:
+            return Observation(done=True)
+        return Observation(done=False, messages=(Message(self.role, calculate(asked[-1])),))
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression of numbers, + - * / and brackets; an error's text where there is none."""
+    try:
+        return f"{_value(ast.parse(expression.strip(), mode='eval').body):g}"
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        return f"error: {error}"
+
+
+def _value(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")

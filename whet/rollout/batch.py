@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of scored trajectories as the one batch that the loop trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from whet.protocol import DataProto
+from whet.types import Group, Trajectory, Turn
+
+NOT_SAMPLED = -1  # turn id of text that the policy did not write
+
+
+@dataclass
+class Row:
+    """One append-only token sequence: a prompt, then sampled and read tokens in turn."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Appends text that the policy did not write."""
+        count = len(token_ids)
+        self._append(token_ids, [0] * count, [0.0] * count, [NOT_SAMPLED] * count, [0] * count)
+
+    def write(self, turn: Turn, turn_id: int) -> None:
+        """Appends what the policy sampled; the environment's reward is paid on its last token."""
+        count = len(turn.token_ids)
+        self._append(turn.token_ids, [1] * count, turn.log_probs, [turn_id] * count, [turn.policy_version] * count)
+        self.scores[-1] += turn.reward
+
+    def _append(
+        self,
+        token_ids: Sequence[int],
+        mask: Sequence[int],
+        log_probs: Sequence[float],
+        turn_ids: Sequence[int],
+        versions: Sequence[int],
+    ) -> None:
+        self.response_ids += token_ids
+        self.mask += mask
+        self.log_probs += log_probs
+        self.turn_ids += turn_ids
+        self.versions += versions
+        self.scores += [0.0] * len(token_ids)
+
+
+def rows_of(trajectory: Trajectory) -> list[Row]:
+    """A trajectory's rows: a turn whose context continues the row before it goes on in it, any other starts a row.
+
+    The trajectory's reward is on the last sampled token of its last row; rewards by token are where they were given.
+    """
+    rows: list[Row] = []
+    so_far: tuple[int, ...] = ()
+    for turn_id, turn in enumerate(trajectory.turns):
+        if rows and turn.context_ids[: len(so_far)] == so_far:
+            rows[-1].read(turn.context_ids[len(so_far) :])
+        else:
+            rows.append(Row(turn.context_ids))
+        rows[-1].write(turn, turn_id)
+        so_far = turn.context_ids + turn.token_ids
+    if trajectory.failure is not None:
+        for row in rows:
+            row.mask, row.scores = [0] * len(row.mask), [0.0] * len(row.mask)
+    elif trajectory.token_rewards is not None and len(rows) == 1:
+        rows[0].scores = [a + b for a, b in zip(rows[0].scores, trajectory.token_rewards, strict=True)]
+    elif trajectory.reward is not None and rows:
+        rows[-1].scores[-1] += trajectory.reward
+    return rows
+
+
+def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
+    """One row for each append-only token sequence of each trajectory, groups together, in order.
+
+    `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
+    A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rows, owners = [], []
+    for trajectory in trajectories:
+        own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids)]
+        for row in own:
+            if not row.response_ids:
+                row.read([pad_token_id])
+        rows += own
+        owners += [trajectory] * len(own)
+
+    prompts, prompt_mask = _pad_left([row.prompt_ids for row in rows], pad_token_id)
+    responses = _pad([row.response_ids for row in rows], pad_token_id, torch.int64)
+    real = _pad([[1] * len(row.response_ids) for row in rows], 0, torch.int64)
+    attention_mask = torch.cat([prompt_mask, real], 1)
+    group_ids = {name: index for index, name in enumerate(dict.fromkeys(group.prompt.uid for group in groups))}
+    trajectory_ids = {name: index for index, name in enumerate(dict.fromkeys(t.uid for t in trajectories))}
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": _pad([row.mask for row in rows], 0, torch.int64),
+        "turn_ids": _pad([row.turn_ids for row in rows], NOT_SAMPLED, torch.int64),
+        "policy_version": _pad([row.versions for row in rows], 0, torch.int32),
+        "rollout_log_probs": _pad([row.log_probs for row in rows], 0.0, torch.float32),
+        "token_level_scores": _pad([row.scores for row in rows], 0.0, torch.float32),
+        "uid": torch.tensor([group_ids[t.prompt.uid] for t in owners]),
+        "trajectory_uid": torch.tensor([trajectory_ids[t.uid] for t in owners]),
+        "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
+    }
+    part_names = sorted({name for t in trajectories for name in t.parts})
+    if part_names:
+        parts = [[t.parts.get(name, 0.0) for name in part_names] for t in owners]
+        tensors["reward_parts"] = torch.tensor(parts, dtype=torch.float32)
+    for name in columns:
+        values = [float(t.parts.get(name, t.fields.get(name, 0.0))) for t in owners]
+        tensors[name] = torch.tensor(values, dtype=torch.float32)
+    objects = {
+        "uid_name": [t.prompt.uid for t in owners],
+        "trajectory_uid_name": [t.uid for t in owners],
+        "data_source": [t.prompt.data_source for t in owners],
+        "error": [t.failure for t in owners],
+    }
+    return DataProto.from_dict(tensors, objects, {"reward_part_names": part_names})
+
+
+def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:
+    """[B, longest], filled up on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+def _pad_left(rows: Sequence[Sequence[int]], value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, longest], filled up on the left, and its mask."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[*[value] * (width - len(row)), *row] for row in rows])
+    mask = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows])
+    return ids, mask

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator `whet::paged_attention`: a C++ kernel on the CPU where there is a compiler, plain torch everywhere else.
+
+The kernel is compiled once for this machine's instruction set and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_suffix(".cpp")
+# No -ffast-math: it would switch the whole process to flush-to-zero when the library is loaded.
+FLAGS = "-O3 -march=native -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math".split()
+COMPILE_DEADLINE_SECONDS = 120
+BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
+
+_library = torch.library.Library("whet", "DEF")
+_library.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables, "
+    "Tensor rows, Tensor positions, float scale, int window) -> Tensor"
+)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Writes each token's key and value into its block, then attends it to positions 0..its own of its sequence.
+
+    query [T, H, D], key and value [T, KV, D]: a flat batch of tokens of any sequences.
+    keys [blocks, KV, D, 16], values [blocks, KV, 16, D]: one layer of the cache, blocks of 16 tokens, written in place.
+    tables [S, W] int32: the blocks of each sequence, in order.   rows [T] int32: each token's sequence, -1 on padding.
+    positions [T] int64.   window: attend to the last so many positions only; 0 is all.
+    Returns [T, H, D], zero on padding.
+    """
+    out: torch.Tensor = torch.ops.whet.paged_attention(
+        query, key, value, keys, values, tables, rows, positions, scale, window
+    )
+    return out
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """`paged_attention` in torch: gathers every token's keys and masks what it may not see."""
+    (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
+    real = rows >= 0
+    table = tables[rows.clamp(min=0).long()].long()
+    block = table.gather(1, (positions // BLOCK_SIZE)[:, None]).squeeze(1)[real]
+    slot = (positions % BLOCK_SIZE)[real]
+    keys[block, :, :, slot] = key[real]
+    values[block, :, slot] = value[real]
+
+    width = int(positions.max()) // BLOCK_SIZE + 1 if tokens else 0
+    seen = torch.arange(width * BLOCK_SIZE, device=query.device)
+    visible = seen[None, :] <= positions[:, None]
+    if window > 0:
+        visible &= seen[None, :] > positions[:, None] - window
+    gathered_keys = keys[table[:, :width]].permute(0, 2, 1, 4, 3).reshape(tokens, kv_heads, -1, dim)
+    gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, dim)
+    hidden = ~visible[:, None, None, :]
+    # What never was written may be anything, NaN included: keep it out of the products too.
+    gathered_keys = gathered_keys.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
+    gathered_values = gathered_values.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
+    grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).float()
+    scores = (grouped @ gathered_keys.float().mT * scale).masked_fill(hidden, float("-inf"))
+    out = (scores.softmax(-1) @ gathered_values.float()).to(query.dtype).view(tokens, heads, dim)
+    return out.masked_fill(~real[:, None, None], 0)
+
+
+def _cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    kernel = load_kernel()
+    tokens, heads, dim = query.shape
+    if kernel is None or query.dtype not in (torch.float32, torch.bfloat16) or dim % BLOCK_SIZE:
+        return reference(query, key, value, keys, values, tables, rows, positions, scale, window)
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(tokens, heads, dim)
+    sizes = (ctypes.c_int64 * 12)(
+        *(tokens, heads, key.shape[1], dim, tables.shape[1], window),
+        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+    )
+    kernel(
+        int(query.dtype == torch.bfloat16),
+        *(x.data_ptr() for x in (query, key, value, keys, values, tables, rows, positions, out)),
+        sizes,
+        scale,
+    )
+    return out
+
+
+def _shape_only(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+_library.impl("paged_attention", _cpu, "CPU")
+_library.impl("paged_attention", reference, "CUDA")
+torch.library.register_fake("whet::paged_attention", _shape_only, lib=_library)
+
+
+@lru_cache(maxsize=None)
+def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
+    """The compiled kernel, or None (said once in the log) where no C++ compiler works."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        log.warning("no C++ compiler found: attention over the KV cache runs in plain torch, several times slower")
+        return None
+    name = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()).hexdigest()[:16]
+    library = _cache_folder() / f"paged_attention_{name}.so"
+    try:
+        if not library.exists():
+            _compile(compiler, library)
+        function = ctypes.CDLL(str(library)).whet_paged_attention
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("the attention kernel did not compile, plain torch takes its place, several times slower: %s", said)
+        return None
+    function.restype = None
+    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, ctypes.POINTER(ctypes.c_int64), ctypes.c_float]
+    return function
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # two processes may compile at once: rename is atomic
+        built = Path(folder) / library.name
+        subprocess.run(
+            [compiler, *FLAGS, str(SOURCE), "-o", str(built)],
+            check=True,
+            capture_output=True,
+            timeout=COMPILE_DEADLINE_SECONDS,
+        )
+        os.replace(built, library)
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "whet"
+
+
+def _instruction_set() -> str:
+    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens from logits with random numbers that depend on the request and the position alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whet.rollout.protocol import Request
+
+NEVER = -1  # stands for "no such token" where rows have unequally many stop tokens
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """The sampling parameters of S requests as columns."""
+
+    keys: torch.Tensor  # [S] int64
+    temperature: torch.Tensor  # [S] float32, 1 where greedy
+    greedy: torch.Tensor  # [S] bool
+    top_p: torch.Tensor  # [S] float32
+    top_k: torch.Tensor  # [S] int64, the vocabulary's size where off
+    stop_ids: torch.Tensor  # [S, K] int64, NEVER where a request has fewer
+    limits: torch.Tensor  # [S] int64 tokens
+    plain: bool  # no row is greedy, cut or at another temperature than 1: the common case needs one softmax
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> SamplingState:
+        """The columns of `requests`."""
+        params = [request.params for request in requests]
+        most = max((len(p.stop_token_ids) for p in params), default=0)
+        stops = [[*p.stop_token_ids, *[NEVER] * (most - len(p.stop_token_ids))] for p in params]
+
+        def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            keys=column([request.key for request in requests], torch.int64),
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            greedy=column([p.temperature == 0 for p in params], torch.bool),
+            top_p=column([p.top_p for p in params], torch.float32),
+            top_k=column([p.top_k or 2**62 for p in params], torch.int64),
+            stop_ids=torch.tensor(stops, dtype=torch.int64, device=device).view(len(params), most),
+            limits=column([p.max_new_tokens for p in params], torch.int64),
+            plain=all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 for p in params),
+        )
+
+    def rows(self, index: torch.Tensor) -> SamplingState:
+        """The columns of some of the requests."""
+        return SamplingState(
+            *(x[index] for x in (self.keys, self.temperature, self.greedy, self.top_p, self.top_k, self.stop_ids, self.limits)),
+            plain=self.plain,
+        )
+
+
+def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[S] float32 in [0, 1): a hash of each row's key and position (the finaliser of splitmix64, Steele et al. 2014)."""
+    x = keys + (positions + 1) * -7046029254386353131  # the golden ratio's 64 bits, as a signed number
+    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
+    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 40).float() * 2.0**-24
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample(logits: torch.Tensor, state: SamplingState, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [S] and their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before.
+
+    A token is where the cumulated probability first exceeds the row's uniform number, so that a row's choice depends on
+    its own logits alone. Log-probs are of softmax(logits / temperature) before top-k and top-p.
+    """
+    logits = logits.float()
+    if not state.plain:
+        logits = logits / state.temperature[:, None]
+    log_probs = logits.log_softmax(-1)
+    choices = log_probs if state.plain else _cut(log_probs, state)
+    cumulated = choices.exp().cumsum(-1)
+    # Rounded sums may not end at 1: draw below what they do end at.
+    point = uniforms(state.keys, positions)[:, None] * cumulated[:, -1:]
+    tokens = torch.searchsorted(cumulated, point, right=True).squeeze(1)
+    # With the largest uniforms the point can round up to the end: take the last token that has any probability.
+    beyond = tokens >= logits.shape[1]
+    if bool(beyond.any()):
+        tokens[beyond] = (choices.exp() > 0).int().cumsum(-1).argmax(-1)[beyond]
+    if not state.plain:
+        tokens = torch.where(state.greedy, log_probs.argmax(-1), tokens)
+    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """-inf outside the top_k likeliest tokens and outside the smallest likeliest set of at least top_p."""
+    if bool((state.top_k >= log_probs.shape[1]).all() & (state.top_p >= 1).all()):
+        return log_probs
+    ordered, order = log_probs.sort(-1, descending=True, stable=True)
+    rank = torch.arange(log_probs.shape[1], device=log_probs.device)
+    outside = rank >= state.top_k[:, None]
+    ordered = ordered.masked_fill(outside, float("-inf"))
+    probs = ordered.softmax(-1)
+    outside |= (probs.cumsum(-1) - probs >= state.top_p[:, None]) & (rank > 0)
+    return log_probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), float("-inf"))
+
+
+def is_stop(tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """[S] bool: the token ends its answer."""
+    return (tokens[:, None] == state.stop_ids).any(1)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stream of scored groups that the loop takes from: sample, score, filter, refill within a bound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.errors import DataError
+from whet.metrics import Metrics
+from whet.rewards.adapter import RewardItem
+from whet.rewards.result import Outcome
+from whet.rollout.batch import rows_of
+from whet.rollout.collect import Collector
+from whet.rollout.protocol import SamplingParams
+from whet.types import Failure, Group, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Scorer(Protocol):
+    """What judges answers: a pool of reward processes."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """One outcome for each item, in order."""
+        ...
+
+    def close(self) -> None:
+        """Ends what judges."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Where prompts come from: the data loader."""
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts."""
+        ...
+
+    def state(self) -> Mapping[str, int]:
+        """Where the next `take` starts."""
+        ...
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Goes on from there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which groups are worth training on: `keeps` reads the `metric` of a group's answers that did not fail."""
+
+    keeps: Callable[..., bool]
+    options: Mapping[str, Any]
+    metric: str = "accuracy"
+    max_refills: int = 4
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What `take` hands out, and what it has to say about it."""
+
+    groups: list[Group]
+    metrics: Metrics
+
+
+class Rollouts:
+    """Complete, scored, filtered groups.
+
+    Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills.
+    Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource | None,
+        collector: Collector,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        n: int,
+        params: SamplingParams,
+        group_filter: Filter | None = None,
+    ) -> None:
+        self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
+        self.n, self.params, self.group_filter = n, params, group_filter
+
+    def take(self, n: int, *, step: int) -> Taken:
+        """n groups for training; `step` names their random draws."""
+        if self.prompts is None:
+            raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
+        metrics = Metrics()
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        refills = self.group_filter.max_refills if self.group_filter is not None else 0
+        for _ in range(1 + refills):
+            groups = self.sample(self.prompts.take(n - len(kept)), self.n, self.params, step=step, metrics=metrics)
+            for group in groups:
+                (kept if self._is_kept(group) else dropped).append(group)
+            if len(kept) == n:
+                break
+        if self.group_filter is not None:
+            metrics.sum("filter/dropped_groups", len(dropped))
+            metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+        if len(kept) < n:
+            log.warning("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+        return Taken(kept or dropped[:n], metrics)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        metrics: Metrics,
+        purpose: str = "rollout",
+    ) -> list[Group]:
+        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`."""
+        with metrics.time("time/rollout"):
+            answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        with metrics.time("time/reward"):
+            scored = self._score([trajectory for group in answers for trajectory in group])
+        for trajectory in scored:
+            if trajectory.failure is not None:
+                metrics.sum(f"failures/{trajectory.failure.source}", 1)
+        return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
+
+    def state(self) -> Mapping[str, int]:
+        """Where the next `take` starts."""
+        return {} if self.prompts is None else self.prompts.state()
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Goes on from there."""
+        if self.prompts is not None:
+            self.prompts.load_state(state)
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        alive = [index for index, trajectory in enumerate(trajectories) if trajectory.failure is None]
+        outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
+        scored = list(trajectories)
+        for index, outcome in zip(alive, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                scored[index] = replace(scored[index], failure=outcome)
+                continue
+            scored[index] = replace(
+                scored[index],
+                reward=outcome.reward,
+                accuracy=outcome.accuracy,
+                parts=outcome.parts,
+                token_rewards=outcome.token_rewards,
+            )
+        return scored
+
+    def _item(self, trajectory: Trajectory) -> RewardItem:
+        prompt = trajectory.prompt
+        response_ids = tuple(rows_of(trajectory)[-1].response_ids)
+        last = prompt.messages[-1].content if prompt.messages else ""
+        return RewardItem(
+            data_source=prompt.data_source,
+            solution_str=self.tokenizer.decode(list(response_ids), skip_special_tokens=True),
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            prompt_str=last if isinstance(last, str) else str(last),
+            prompt_ids=prompt.token_ids,
+            response_ids=response_ids,
+        )
+
+    def _is_kept(self, group: Group) -> bool:
+        if self.group_filter is None:
+            return True
+        name = self.group_filter.metric
+        values = [_metric(trajectory, name) for trajectory in group.trajectories if trajectory.failure is None]
+        return self.group_filter.keeps(values, **self.group_filter.options)
+
+
+def _metric(trajectory: Trajectory, name: str) -> float:
+    found = {"accuracy": trajectory.accuracy, "reward": trajectory.reward, **trajectory.parts}.get(name)
+    return found if found is not None else 0.0
