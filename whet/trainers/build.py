@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to a run: the one place that names concrete classes, in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.algorithms.kl import AdaptiveKL, FixedKL
+from whet.config.checks import aggregation, check_context
+from whet.config.render import to_yaml
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
+from whet.controller.local import launch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
+from whet.data.loader import PromptLoader
+from whet.data.prompts import PromptFormat, build_prompts
+from whet.data.sources import read_rows
+from whet.errors import ConfigError
+from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.registry import ADV_ESTIMATORS, FILTERS, POLICY_LOSSES, REWARDS, VALUE_LOSSES, load_target
+from whet.rewards.pool import RewardPool
+from whet.rewards.weighted import WeightedRewards
+from whet.rollout.collect import Collector
+from whet.rollout.protocol import SamplingParams
+from whet.rollout.stream import Filter, Rollouts, Scorer
+from whet.tracking.console import ConsoleTracker
+from whet.tracking.jsonl import JsonlTracker
+from whet.tracking.tracker import Trackers
+from whet.trainers import checkpoint
+from whet.trainers.columns import ColumnPlan, plan_columns
+from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.rl import fit
+from whet.trainers.run import Run
+from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
+from whet.types import Prompt
+
+log = logging.getLogger(__name__)
+Rows = Sequence[Mapping[str, Any]]
+UPDATE_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})  # what a loss gets from the update's own forward
+
+
+def train(
+    config: TrainConfig,
+    *,
+    dry_run: bool = False,
+    reward: Callable[..., Any] | None = None,
+    data: Rows | None = None,
+) -> Run:
+    """Builds the run, trains it to the end and returns it.
+
+    `reward` and `data` stand in for `reward.function` and `data.train_files`. With `dry_run` everything is built, one
+    batch of prompts is loaded and shown, and nothing is trained or written.
+    Raises: WhetError for everything that a user can mend.
+    """
+    scorer = build_scorer(config.reward, reward)  # its processes start before a model is in memory
+    try:
+        run = build(config, scorer, data, dry_run=dry_run)
+    except BaseException:
+        scorer.close()
+        raise
+    try:
+        if dry_run:
+            _show_batch(run)
+        else:
+            loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
+            loop(run)
+    finally:
+        run.close()
+    return run
+
+
+def build(config: TrainConfig, scorer: Scorer, data: Rows | None = None, *, dry_run: bool = False) -> Run:
+    """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
+    model_path = _required(config.model.path, "model.path")
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
+    prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
+    loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
+    val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
+    total_steps = config.trainer.total_steps or (
+        config.trainer.total_epochs * loader.steps_per_epoch(config.data.train_batch_size)
+    )
+    run_dir = Path(config.trainer.run_dir or Path("runs", config.trainer.project_name, config.trainer.experiment_name))
+    found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
+
+    columns = plan(config)
+    roles = launch(
+        worker_specs(config, columns, total_steps),
+        ResourcePool(processes=config.cluster.processes),
+        deadline_seconds=config.cluster.deadline_seconds,
+    )
+    roles["rollout"].sync(0)
+    stop_ids = stop_token_ids(model_path, tokenizer)
+    rollout = SamplingConfig(
+        temperature=config.rollout.temperature, top_p=config.rollout.top_p, top_k=config.rollout.top_k
+    )
+    start_step = 0 if found is None else int(found.name.removeprefix("global_step_"))
+    run = Run(
+        config=config,
+        run_dir=run_dir,
+        tokenizer=tokenizer,
+        roles=roles,
+        rollouts=Rollouts(
+            loader,
+            build_collector(config, tokenizer, roles["rollout"].generate, config.trainer.seed),
+            scorer,
+            tokenizer,
+            n=config.rollout.n,
+            params=sampling_params(rollout, config.data.max_response_length, stop_ids),
+            group_filter=_group_filter(config),
+        ),
+        columns=columns,
+        estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
+        estimator_options=ADV_ESTIMATORS[config.algorithm.adv_estimator].resolve_options(
+            config.algorithm.adv_options, "algorithm.adv_options"
+        ),
+        policy_objective=_policy_objective(config),
+        value_objective=_value_objective(config) if "critic" in roles else None,
+        kl_controller=_kl_controller(config),
+        val_prompts=val_prompts[: config.data.val_max_prompts],
+        val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+        total_steps=total_steps,
+        trackers=Trackers(
+            [ConsoleTracker(total_steps, first_step=start_step)] if "console" in config.trainer.logger and not dry_run else []
+        ),
+        metrics_file=_jsonl(run_dir / "metrics.jsonl", config, dry_run),
+        timings_file=_jsonl(run_dir / "timings.jsonl", config, dry_run),
+        callbacks=[load_target(path) for path in config.trainer.callbacks],
+    )
+    if found is not None:
+        run.restore(found)
+    return run
+
+
+def plan(config: TrainConfig) -> ColumnPlan:
+    """The columns that the functions in use read, and who gives them."""
+    algorithm = config.algorithm
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    readers = {
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": list(ADV_ESTIMATORS[algorithm.adv_estimator].columns),
+        f"algorithm.policy_loss={algorithm.policy_loss}": [c for c in loss.columns if c not in UPDATE_OUTPUTS | {"old_log_probs"}],
+    }
+    if "old_log_probs" in loss.columns and updates_per_step(config.actor, config.data.train_batch_size) > 1:
+        # With one update a step the samples are the current policy's, and its own log-probs, detached, are the old ones.
+        readers["several updates a step"] = ["old_log_probs"]
+    if algorithm.kl.where == "reward":
+        readers["algorithm.kl.where=reward"] = ["old_log_probs", "ref_log_probs"]
+    if algorithm.kl.where == "loss":
+        readers["algorithm.kl.where=loss"] = ["ref_log_probs"]
+    return plan_columns(readers, config.reward.columns, config.rollout.temperature or 1.0)
+
+
+def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
+    """Optimizer steps that a role takes in one step of the loop."""
+    return role.epochs * -(-train_batch_size // (role.mini_batch_size or train_batch_size))
+
+
+def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
+    """The workers of one process, those first that others look at."""
+    model_path = _required(config.model.path, "model.path")
+
+    def trained(role: ActorConfig, path: str, steps: int, is_value_model: bool = False) -> RoleSettings:
+        return RoleSettings(
+            model_path=path,
+            engine=role.engine,
+            dtype=config.model.dtype,
+            max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
+            optim=role.optim,
+            grad_clip=role.grad_clip,
+            total_steps=steps * updates_per_step(role, config.data.train_batch_size),
+            is_value_model=is_value_model,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+        )
+
+    actor_steps = max(1, total_steps - (config.critic.warmup_steps if "critic" in columns.roles else 0))
+    specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, model_path, actor_steps),))]
+    if "critic" in columns.roles:
+        path = config.critic.model_path or model_path
+        specs.append(WorkerSpec("critic", TrainWorker, (trained(config.critic, path, total_steps, is_value_model=True),)))
+    if "ref" in columns.roles:
+        read = RoleSettings(
+            model_path=config.ref.model_path or model_path,
+            engine=config.ref.engine,
+            dtype=config.model.dtype,
+            max_tokens_per_micro_batch=config.ref.max_tokens_per_micro_batch,
+        )
+        specs.append(WorkerSpec("ref", TrainWorker, (read,)))
+    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
+
+
+def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
+    """The reward processes of one function, or of several with weights.  Raises: RewardError, RegistryError."""
+    names = [config.function] if isinstance(config.function, str) else list(config.function or [])
+    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
+    if not functions:
+        raise ConfigError(f"reward.function is not set; registered: {', '.join(REWARDS.names())}; or name file.py:function")
+    pools = [
+        RewardPool(
+            each,
+            num_workers=config.num_workers,
+            timeout_seconds=config.timeout_seconds,
+            correct_threshold=config.correct_threshold,
+            kwargs=config.kwargs,
+        )
+        for each in functions
+    ]
+    if len(pools) == 1:
+        return pools[0]
+    weights = config.weights or [1.0] * len(pools)
+    labels = [name.rpartition(":")[2] for name in names]
+    return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
+
+
+def load_prompts(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> tuple[Prompt, ...]:
+    """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
+    data = config.data
+    prompt_format = PromptFormat(
+        tokenizer,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        system_prompt=data.system_prompt,
+        format_prompt=data.format_prompt,
+    )
+    return build_prompts(
+        rows,
+        prompt_format,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        data_source=data.data_source,
+        max_prompt_length=data.max_prompt_length,
+        overlong_prompts=data.overlong_prompts,
+    ).prompts
+
+
+def build_collector(
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
+) -> Collector:
+    """What runs the config's environment on an engine. The samples of a prompt stay on one rank: it is prefilled once."""
+    n = config.rollout.n
+
+    def by_group(requests: Sequence[Any]) -> Any:
+        return generate(list(requests), block=n if len(requests) % n == 0 else 1)
+
+    return Collector(
+        by_group,
+        tokenizer,
+        environment=config.environment.name,
+        environment_options=config.environment.options,
+        max_turns=config.environment.max_turns,
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        seed=seed,
+    )
+
+
+def sampling_params(config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """The sampling parameters of a config."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=stop_ids,
+    )
+
+
+def _policy_objective(config: TrainConfig) -> PolicyObjective:
+    algorithm = config.algorithm
+    entry = POLICY_LOSSES[algorithm.policy_loss]
+    return PolicyObjective(
+        loss_name=algorithm.policy_loss,
+        options=entry.resolve_options(algorithm.loss_options, "algorithm.loss_options"),
+        aggregation=aggregation(algorithm),
+        fixed_length=algorithm.loss_fixed_length or config.data.max_response_length,
+        temperature=config.rollout.temperature or 1.0,
+        entropy_coef=algorithm.entropy_coef,
+        kl_form=algorithm.kl.form if algorithm.kl.where == "loss" else None,
+        supplied=config,
+    )
+
+
+def _value_objective(config: TrainConfig) -> ValueObjective:
+    entry = VALUE_LOSSES[config.critic.value_loss]
+    options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
+    return ValueObjective(loss_name=config.critic.value_loss, options=options)
+
+
+def _kl_controller(config: TrainConfig) -> FixedKL | AdaptiveKL:
+    kl = config.algorithm.kl
+    return FixedKL(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+
+
+def _group_filter(config: TrainConfig) -> Filter | None:
+    chosen = config.algorithm.filter
+    if chosen.name is None:
+        return None
+    entry = FILTERS[chosen.name]
+    options = entry.resolve_options(chosen.options, "algorithm.filter.options")
+    return Filter(entry.load(), options, chosen.metric, chosen.max_refills)
+
+
+def _jsonl(path: Path, config: TrainConfig, dry_run: bool) -> JsonlTracker | Trackers:
+    return JsonlTracker(path) if "jsonl" in config.trainer.logger and not dry_run else Trackers([])
+
+
+def _show_batch(run: Run) -> None:
+    """What a dry run says: the size of everything, and the first prompt as the model would read it."""
+    prompts = run.rollouts.prompts.take(run.config.data.train_batch_size)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    log.info(
+        "dry run: %d steps of %d prompts x %d answers; roles %s; the first batch has %d to %d prompt tokens",
+        *(run.total_steps, len(prompts), run.config.rollout.n, ", ".join(run.roles), min(lengths), max(lengths)),
+    )
+    log.info("the first prompt:\n%s", run.tokenizer.decode(list(prompts[0].token_ids)))
+    log.info("its ground truth: %s", prompts[0].ground_truth)
+
+
+def _required(value: str | None, key: str) -> str:
+    if value is None:
+        raise ConfigError(f"{key} is not set; it names a Hugging Face model folder or hub name")
+    return value

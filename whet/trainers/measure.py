@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's batch looks like in numbers, under verl's names where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.types import Group, Trajectory
+
+
+def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
+    """Scores, accuracy and the reward's parts of the answers that did not fail, and how many groups can teach anything."""
+    answers = [answer for group in groups for answer in group.trajectories if answer.failure is None]
+    _spread(metrics, "critic/score", [score(answer) for answer in answers])
+    for answer in answers:
+        metrics.mean("reward/accuracy", answer.accuracy or 0.0)
+        for name, value in answer.parts.items():
+            metrics.mean(f"reward/{name}", value)
+        metrics.mean("episode/turns", len(answer.turns))
+    for group in groups:
+        scores = {score(answer) for answer in group.trajectories if answer.failure is None}
+        metrics.mean("reward/groups_all_equal", float(len(scores) <= 1))
+
+
+def score(answer: Trajectory) -> float:
+    """What an answer was paid in all: by the reward function and by its environment."""
+    return (answer.reward or 0.0) + sum(turn.reward for turn in answer.turns)
+
+
+def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:
+    """Lengths in tokens, rewards after the KL term, advantages and returns over sampled tokens."""
+    mask = batch["response_mask"].bool()
+    counted = mask.any(1)
+    width = batch["prompts"].shape[1]
+    lengths = batch["attention_mask"][:, width:].sum(1)[counted]
+    _spread(metrics, "response_length", lengths.tolist())
+    if len(lengths):
+        metrics.mean("response_length/clip_ratio", (lengths >= max_response_length).float().mean(), len(lengths))
+    _spread(metrics, "prompt_length", batch["attention_mask"][:, :width].sum(1)[counted].tolist())
+    _spread(metrics, "critic/rewards", (batch["token_level_rewards"] * mask).sum(1)[counted].tolist())
+    for name in ("advantages", "returns", "values"):
+        if name in batch:
+            _spread(metrics, f"critic/{name}", batch[name][mask])
+    metrics.sum("perf/total_num_tokens", int(batch["attention_mask"][counted].sum()))
+
+
+def _spread(metrics: Metrics, name: str, values: torch.Tensor | Iterable[float]) -> None:
+    column = torch.as_tensor(values, dtype=torch.float64)
+    if column.numel():
+        metrics.mean(f"{name}/mean", column.mean(), column.numel())
+        metrics.max(f"{name}/max", column.max())
+        metrics.min(f"{name}/min", column.min())

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines minimise: the policy's loss, the critic's, and imitation. Registered functions plus aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from whet.algorithms.adapters import PolicyLoss, policy_loss
+from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.kl import kl_penalty
+from whet.engines.protocol import Columns
+from whet.metrics import Metrics
+from whet.models.outputs import POLICY_OUTPUTS
+from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the objectives share: a registered loss, how tokens are summed up, one mini-batch's counts."""
+
+    loss_name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aggregation: str = "token-mean"
+    fixed_length: int = 1  # F of seq-mean-token-sum-norm
+    temperature: float = 1.0
+    block: int = 1
+
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Sampled tokens, and rows that have any."""
+        return counts(batch["response_mask"])
+
+    def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
+        """This micro-batch's share of the mini-batch's number."""
+        return aggregate(
+            self.aggregation,
+            values,
+            batch["response_mask"],
+            num_tokens=counts["num_tokens"],
+            num_sequences=counts["num_sequences"],
+            fixed_length=self.fixed_length,
+        )
+
+    def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
+        """A loss per token aggregated; one that was aggregated over the micro-batch, weighed by what it was taken over."""
+        if loss.per_token is not None:
+            return self.aggregate(loss.per_token, batch, counts)
+        assert loss.aggregated is not None
+        if self.aggregation == "token-sum":
+            return loss.aggregated
+        name = "num_tokens" if self.aggregation == "token-mean" else "num_sequences"
+        return loss.aggregated * self.counts(batch)[name] / counts[name].clamp(min=1)
+
+
+def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:
+    """Per-token diagnostics as means over sampled tokens; scalars as means over rows."""
+    sampled = batch["response_mask"].bool()
+    tokens, rows = sampled.sum(), sampled.any(1).sum()
+    for name, value in loss.diagnostics.items():
+        metrics.mean(prefix + name, value.masked_fill(~sampled, 0.0).sum() / tokens.clamp(min=1), tokens)
+    for name, value in loss.metrics.items():
+        metrics.mean(name if "/" in name else prefix + name, value, rows)
+
+
+def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:
+    """Records a micro-batch's share of a loss, so that the mean over a step is the mean of its mini-batches' losses."""
+    weight = batch["response_mask"].bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
+    metrics.mean(name, share.detach() / weight.clamp(min=1e-12), weight)
+
+
+@dataclass(frozen=True)
+class PolicyObjective(Objective):
+    """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
+
+    name = "actor"
+
+    entropy_coef: float = 0.0
+    kl_form: str | None = None  # unset: no KL in the loss
+    kl_coef: float = 0.0
+    supplied: Any = None  # what a foreign loss is given as `config`
+
+    @cached_property
+    def entry(self) -> Entry:
+        """The registered policy loss."""
+        return POLICY_LOSSES[self.loss_name]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Log-probs, entropy (to be shown even where it is not trained on), and what else the loss reads."""
+        return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & set(self.entry.columns))
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """Without a column of old log-probs the samples are the current policy's own: its log-probs, detached."""
+        columns = {"old_log_probs": outputs["log_probs"].detach(), **batch, **outputs}
+        supplied = {"config": self.supplied, "loss_agg_mode": self.aggregation, "batch": columns, "non_tensor_batch": {}}
+        result = policy_loss(self.entry, columns, self.options, supplied)
+        metrics = Metrics()
+        measure(metrics, "actor/", result, batch)
+        total = self.total(result, batch, counts)
+        measure_share(metrics, "actor/pg_loss", total, batch, counts)
+
+        entropy = self.aggregate(outputs["entropy"], batch, counts)
+        sampled = batch["response_mask"].bool()
+        metrics.mean("actor/entropy", outputs["entropy"].detach().sum() / sampled.sum().clamp(min=1), sampled.sum())
+        if self.entropy_coef:
+            total = total - self.entropy_coef * entropy
+        if self.kl_form is not None:
+            penalty = kl_penalty(self.kl_form, outputs["log_probs"], batch["ref_log_probs"], batch["response_mask"])
+            distance = self.aggregate(penalty, batch, counts)
+            measure_share(metrics, "actor/kl_loss", distance, batch, counts)
+            total = total + self.kl_coef * distance
+        return total, metrics
+
+
+@dataclass(frozen=True)
+class ValueObjective(Objective):
+    """The critic's regression to returns."""
+
+    loss_name: str = "clipped"
+    name = "critic"
+    needs = frozenset({"values"})
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """`values` of the batch are those before the update."""
+        columns = {**batch, "old_values": batch["values"], **outputs}
+        result = policy_loss(VALUE_LOSSES[self.loss_name], columns, self.options)
+        metrics = Metrics()
+        measure(metrics, "critic/", result, batch)
+        total = self.total(result, batch, counts)
+        measure_share(metrics, "critic/vf_loss", total, batch, counts)
+        return total, metrics
+
+
+@dataclass(frozen=True)
+class ImitationObjective(Objective):
+    """Supervised fine-tuning: -log pi of the tokens to imitate, each weighing the same."""
+
+    loss_name: str = "nll"
+    name = "sft"
+    needs = frozenset({"log_probs"})
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """Cross-entropy over tokens whose `response_mask` is 1."""
+        total = self.aggregate(-outputs["log_probs"], batch, counts)
+        metrics = Metrics()
+        tokens = batch["response_mask"].bool().sum()
+        metrics.mean("sft/loss", -outputs["log_probs"].detach().sum() / tokens.clamp(min=1), tokens)
+        metrics.sum("sft/tokens", tokens)
+        return total, metrics

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop. One step: take scored groups, add the columns that the algorithm reads, estimate advantages, update critic
+and actor, sync the rollout's weights, validate, save.
+
+Copy this file, change it, and name the copy: `trainer.loop=my_project/rl.py:fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from whet.algorithms.adapters import estimate
+from whet.algorithms.kl import apply_kl_to_reward
+from whet.algorithms.shaping import soft_overlong
+from whet.keyed import key
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.rollout.batch import to_batch
+from whet.trainers.measure import measure_batch, measure_groups
+from whet.trainers.run import Run
+from whet.types import Group
+
+
+def fit(run: Run) -> None:
+    """Trains until `run.total_steps`, from wherever `run.step` stands."""
+    trainer = run.config.trainer
+    if run.step == 0 and trainer.val_before_train and trainer.val_freq >= 0:
+        run.log(0, validate(run, step=0))
+    while run.step < run.total_steps:
+        step = run.step + 1
+        metrics = Metrics()
+        with metrics.time("time/step"):
+            groups = take(run, step, metrics)
+            train_step(run, groups, step, metrics)
+        run.step = step
+        is_last = step == run.total_steps
+        if trainer.val_freq >= 0 and (is_last or (trainer.val_freq > 0 and step % trainer.val_freq == 0)):
+            metrics.merge(validate(run, step))
+        run.log(step, metrics)
+        if is_last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+            run.save()
+
+
+def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
+    """The groups of one step, sampled with the weights of the step before, and written to rollouts/."""
+    taken = run.rollouts.take(run.config.data.train_batch_size, step=step)
+    metrics.merge(taken.metrics)
+    measure_groups(metrics, taken.groups)
+    run.write_rollouts(step, taken.groups)
+    return taken.groups
+
+
+def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> None:
+    """What one batch of groups teaches."""
+    batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=run.config.reward.columns)
+    batch = run.columns.add(batch, run.roles, metrics)
+    with metrics.time("time/advantage"):
+        batch = add_rewards(run, batch, metrics)
+        batch = add_advantages(run, batch, metrics)
+    measure_batch(metrics, batch, run.config.data.max_response_length)
+
+    with metrics.time("time/update"):
+        if run.value_objective is not None:
+            for mini_batch in mini_batches(run, batch, run.config.critic.mini_batch_size, run.config.critic.epochs, step):
+                metrics.merge(run.roles["critic"].update(mini_batch, run.value_objective))
+        if step > run.config.critic.warmup_steps or run.value_objective is None:
+            objective = replace(run.policy_objective, kl_coef=run.kl_controller.coef)
+            for mini_batch in mini_batches(run, batch, run.config.actor.mini_batch_size, run.config.actor.epochs, step):
+                metrics.merge(run.roles["actor"].update(mini_batch, objective))
+    with metrics.time("time/sync"):
+        run.roles["rollout"].sync(step)
+
+
+def add_rewards(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
+    """`token_level_rewards`: the scores, less the penalty for length and, where it belongs there, the KL term."""
+    algorithm, mask = run.config.algorithm, batch["response_mask"]
+    rewards = batch["token_level_scores"]
+    if algorithm.overlong.penalty > 0:
+        lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1)
+        penalty = soft_overlong(
+            lengths,
+            max_response_length=run.config.data.max_response_length,
+            buffer_length=algorithm.overlong.buffer_length,
+            penalty=algorithm.overlong.penalty,
+        )
+        last = mask * (mask.flip(1).cumsum(1).flip(1) == 1)  # 1 on a row's last sampled token
+        rewards = rewards + penalty[:, None] * last
+        metrics.mean("reward/overlong_penalty", penalty[mask.any(1)].mean(), int(mask.any(1).sum()))
+    if algorithm.kl.where == "reward":
+        rewards, distance = apply_kl_to_reward(
+            rewards,
+            batch["old_log_probs"],
+            batch["ref_log_probs"],
+            mask,
+            form=algorithm.kl.form,
+            coef=run.kl_controller.coef,
+        )
+        mean = distance.sum() / mask.sum().clamp(min=1)
+        metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
+        metrics.mean("actor/reward_kl_penalty_coeff", run.kl_controller.coef)
+        run.kl_controller.update(float(mean), int(mask.any(1).sum()))
+    return batch.with_columns(token_level_rewards=rewards)
+
+
+def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
+    """`advantages`, and `returns` where the estimator gives them, from all rows of the step at once."""
+    assert batch.batch is not None
+    supplied = {"config": run.config, "batch": batch.batch, "non_tensor_batch": batch.non_tensor_batch}
+    estimated = estimate(run.estimator, dict(batch.batch.items()), run.estimator_options, supplied)
+    for name, value in estimated.metrics.items():
+        metrics.mean(name if "/" in name else f"critic/{name}", value)
+    batch = batch.with_columns(advantages=estimated.advantages)
+    return batch if estimated.returns is None else batch.with_columns(returns=estimated.returns)
+
+
+def mini_batches(run: Run, batch: DataProto, prompts: int | None, epochs: int, step: int) -> Iterator[DataProto]:
+    """The step's rows in mini-batches of so many prompts, in a new order every epoch; rows of one prompt stay together."""
+    groups = batch["uid"].unique()
+    for epoch in range(epochs):
+        if prompts is None or prompts >= len(groups):
+            yield batch
+            continue
+        draw = torch.Generator().manual_seed(key(run.config.trainer.seed, "mini_batches", step, epoch))
+        order = groups[torch.randperm(len(groups), generator=draw)]
+        for chosen in order.split(prompts):
+            yield batch[torch.isin(batch["uid"], chosen)]
+
+
+def validate(run: Run, step: int) -> Metrics:
+    """Accuracy, reward and length on the held-out prompts, over all and by data source."""
+    metrics = Metrics()
+    sampled = Metrics()
+    with metrics.time("time/validation"):
+        settings = run.config.trainer.validation
+        groups = run.rollouts.sample(
+            run.val_prompts, settings.n, run.val_params, step=step, metrics=sampled, purpose="validation"
+        )
+    for group in groups:
+        for answer in group.trajectories:
+            right, reward = (answer.accuracy or 0.0, answer.reward or 0.0) if answer.failure is None else (0.0, 0.0)
+            for name in ("val", f"val/{group.prompt.data_source}"):
+                metrics.mean(f"{name}/accuracy", right)
+                metrics.mean(f"{name}/reward", reward)
+            metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in answer.turns))
+            metrics.sum("val/failures", float(answer.failure is not None))
+    run.write_rollouts(step, groups, purpose="validation")
+    return metrics

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run: everything that the loop works with, already built, and the run's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.algorithms.kl import AdaptiveKL, FixedKL
+from whet.config.schema import TrainConfig
+from whet.controller.worker_group import WorkerGroup
+from whet.metrics import Metrics
+from whet.registry import Entry
+from whet.rollout.protocol import SamplingParams
+from whet.rollout.stream import Rollouts
+from whet.tracking.tracker import Tracker, Trackers
+from whet.trainers import checkpoint
+from whet.trainers.columns import ColumnPlan
+from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.types import Group, Prompt, Trajectory
+
+Callback = Callable[["Run", int, Mapping[str, float]], None]
+
+
+@dataclass
+class Run:
+    """One training run. The loop reads it; only `step` and what roles hold change."""
+
+    config: TrainConfig
+    run_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    roles: Mapping[str, WorkerGroup]
+    rollouts: Rollouts
+    columns: ColumnPlan
+    estimator: Entry
+    estimator_options: Mapping[str, Any]
+    policy_objective: PolicyObjective
+    value_objective: ValueObjective | None
+    kl_controller: FixedKL | AdaptiveKL
+    val_prompts: Sequence[Prompt]
+    val_params: SamplingParams
+    total_steps: int
+    trackers: Trackers  # are shown everything
+    metrics_file: Tracker  # what the mathematics produced: equal in equal runs
+    timings_file: Tracker  # what the clock said
+    callbacks: Sequence[Callback] = ()
+    step: int = 0  # steps done
+    history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
+    first_update_at: float | None = None  # time.time() after the first optimizer step of this process
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills up rows."""
+        assert isinstance(self.tokenizer.pad_token_id, int)
+        return self.tokenizer.pad_token_id
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Hands a step's numbers to the trackers and to the callbacks."""
+        if self.first_update_at is None and step > 0:
+            self.first_update_at = time.time()
+        numbers, timings = metrics.reduce(), metrics.timings()
+        self.history.append({"step": step, **numbers})
+        seconds = timings.get("time/step", 0.0)
+        if seconds > 0 and "perf/total_num_tokens" in numbers:
+            timings["perf/throughput"] = numbers["perf/total_num_tokens"] / seconds
+        self.metrics_file.log(step, numbers)
+        self.timings_file.log(step, timings)
+        self.trackers.log(step, {**numbers, **timings})
+        for callback in self.callbacks:
+            callback(self, step, numbers)
+
+    def save(self) -> Path:
+        """Writes a checkpoint of this step.  Returns its folder."""
+        state = {"rollouts": dict(self.rollouts.state()), "kl_controller": self.kl_controller.state()}
+        return checkpoint.save(
+            self.run_dir,
+            self.step,
+            roles=self.roles,
+            state=state,
+            tokenizer=self.tokenizer,
+            model_path=str(self.config.model.path),
+            save_limit=self.config.trainer.save_limit,
+        )
+
+    def restore(self, folder: Path) -> None:
+        """Goes on where the checkpoint in `folder` was written."""
+        state = checkpoint.restore(folder, self.roles)
+        self.step = state["step"]
+        self.rollouts.load_state(state["rollouts"])
+        self.kl_controller.load_state(state["kl_controller"])
+        self.roles["rollout"].sync(self.step)
+
+    def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
+        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid."""
+        every = self.config.trainer.log_rollouts
+        if every == 0 or (purpose == "rollout" and step % every):
+            return
+        prefix = "step" if purpose == "rollout" else purpose
+        path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        answers = [answer for group in groups for answer in group.trajectories]
+        lines = [json.dumps(readable(answer, self.tokenizer), ensure_ascii=False) + "\n" for answer in answers]
+        path.write_text("".join(lines), encoding="utf-8")
+
+    def close(self) -> None:
+        """Ends workers, reward processes and trackers."""
+        for group in self.roles.values():
+            group.close()
+        self.rollouts.scorer.close()
+        for tracker in (self.trackers, self.metrics_file, self.timings_file):
+            tracker.close()
+
+
+def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """An answer as a person reads it: text, reward, and why it failed if it did."""
+    sampled = [token for turn in answer.turns for token in turn.token_ids]
+    last = answer.turns[-1] if answer.turns else None
+    return {
+        "uid": answer.uid,
+        "index": answer.prompt.index,
+        "data_source": answer.prompt.data_source,
+        "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
+        "response": tokenizer.decode(list(_response_ids(answer))),
+        "ground_truth": answer.prompt.ground_truth,
+        "reward": answer.reward,
+        "accuracy": answer.accuracy,
+        "parts": dict(answer.parts),
+        "tokens": len(sampled),
+        "turns": len(answer.turns),
+        "finish_reason": last.finish_reason if last is not None else None,
+        "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
+        "policy_version": last.policy_version if last is not None else None,
+        "failure": None if answer.failure is None else {"source": answer.failure.source, "message": answer.failure.message},
+    }
+
+
+def _response_ids(answer: Trajectory) -> tuple[int, ...]:
+    """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
+    if not answer.turns:
+        return ()
+    last = answer.turns[-1]
+    whole = last.context_ids + last.token_ids
+    start = len(answer.prompt.token_ids) if whole[: len(answer.prompt.token_ids)] == answer.prompt.token_ids else 0
+    return whole[start:]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two workers: one that trains or reads a model, one that samples from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from whet import serialization
+from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.worker import Placement, Worker
+from whet.engines.protocol import Objective
+from whet.engines.single import SingleEngine
+from whet.errors import CheckpointError, WorkerError
+from whet.metrics import Metrics
+from whet.models.load import load_policy, load_value_model
+from whet.models.outputs import ForwardSettings
+from whet.protocol import DataProto
+from whet.rollout.hf import HFEngine
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Completion, Request, RolloutEngine
+
+# Measured by `make bench` (docs/benchmarks.md): rows end to end are never slower than rows with padding.
+PACKING_BY_DEVICE = {"cpu": True, "cuda": True}
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What one training worker is."""
+
+    model_path: str
+    engine: EngineConfig
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens_per_micro_batch: int
+    optim: OptimConfig | None = None  # unset: the model is only read
+    grad_clip: float | None = None
+    total_steps: int = 1  # optimizer steps of the run, for the schedule
+    is_value_model: bool = False
+    gradient_checkpointing: bool = False
+
+
+class TrainWorker(Worker):
+    """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
+        super().__init__(placement)
+        load = load_value_model if settings.is_value_model else load_policy
+        self.model = load(settings.model_path)
+        if settings.gradient_checkpointing and isinstance(self.model, PreTrainedModel):
+            self.model.gradient_checkpointing_enable()
+        packing = settings.engine.packing
+        self.engine = SingleEngine(
+            self.model,
+            settings.optim,
+            forward=ForwardSettings(
+                packing=PACKING_BY_DEVICE["cpu"] if packing is None else packing,
+                chunk_tokens=settings.engine.logits_chunk_tokens,
+                dtype=torch_dtype(settings.dtype),
+            ),
+            max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
+            grad_clip=settings.grad_clip,
+            total_steps=settings.total_steps,
+            process_group=self.process_group,
+        )
+
+    @register(Dispatch.DP_COMPUTE)
+    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Model outputs [B, R] without gradient."""
+        return self.engine.forward(batch, frozenset(needs), temperature)
+
+    @register(Dispatch.DP_COMPUTE)
+    def update(self, batch: DataProto, objective: Objective) -> Metrics:
+        """One optimizer step on the mini-batch `batch`."""
+        return self.engine.update(batch, objective)
+
+    @register(Dispatch.RANK_ZERO)
+    def save(self, path: str) -> None:
+        """Writes weights, optimizer state and step count to one file."""
+        serialization.save(path, self.engine.state())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, path: str) -> None:
+        """Puts back what `save` wrote.  Raises: CheckpointError."""
+        if not Path(path).exists():
+            raise CheckpointError(f"{path} is missing: the checkpoint has no state for the role {self.role!r}")
+        self.engine.load_state(serialization.load(path))
+
+
+class RolloutWorker(Worker):
+    """One rank that samples. Beside an actor in its process it samples from the actor's own module where it can."""
+
+    def __init__(self, placement: Placement, config: RolloutConfig, dtype: str, model_path: str | None = None) -> None:
+        super().__init__(placement)
+        self.dtype = torch_dtype(config.dtype or dtype)
+        self.engine: RolloutEngine = (
+            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size)
+            if config.name == "hf"
+            else NativeEngine(
+                dtype=self.dtype,
+                max_batch_size=config.max_batch_size,
+                kv_cache_bytes=config.kv_cache_bytes,
+                compile=config.compile,
+                deadline_seconds=config.deadline_seconds,
+            )
+        )
+        self._owns_module = False
+        if model_path is not None:
+            self.engine.adopt(load_policy(model_path))
+
+    @register(Dispatch.DP_COMPUTE)
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        return self.engine.generate(requests)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sync(self, version: int) -> None:
+        """Takes the actor's weights, which are those of `version`: its module itself where both compute in one dtype."""
+        actor = self.neighbours["actor"]
+        if not isinstance(actor, TrainWorker) or not isinstance(actor.model, PreTrainedModel):
+            raise WorkerError(f"rollout rank {self.rank} has no actor with a language model in its process")
+        if actor.model.dtype == self.dtype and actor.engine.forward_settings.dtype == self.dtype:
+            self.engine.attach(actor.model, version)
+            return
+        if not self._owns_module:
+            self.engine.adopt(actor.model)
+            self._owns_module = True
+        self.engine.load_weights(actor.engine.named_weights(), version)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a config's dtype name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
