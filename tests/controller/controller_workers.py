@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that the controller's tests launch: in a module of their own, as worker processes import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.worker import Placement, Worker
+from whet.errors import ConfigError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+
+
+class Actor(Worker):
+    """Says which rank did what to which rows."""
+
+    def __init__(self, placement: Placement, scale: int = 1) -> None:
+        super().__init__(placement)
+        self.weight = torch.full((3,), float(scale))
+        self.seen: list[Any] = []
+
+    @register(Dispatch.DP_COMPUTE)
+    def lengths(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], Metrics]:
+        """The tokens of each row, on which rank, and their mean."""
+        tokens = batch["attention_mask"].sum(-1)
+        metrics = Metrics()
+        metrics.mean("rows/tokens", tokens.double().mean(), weight=len(batch))
+        metrics.sum("rows/count", len(batch))
+        return {"tokens": tokens, "rank": torch.full_like(tokens, self.rank)}, metrics
+
+    @register(Dispatch.DP_COMPUTE)
+    def total(self, batch: DataProto) -> DataProto:
+        """The global sum of `value`, as every row is told it, beside the row's own name."""
+        total = batch["value"].sum()
+        if self.process_group is not None:
+            torch.distributed.all_reduce(total, group=self.process_group)
+        return DataProto.from_dict({"total": total.repeat(len(batch))}, {"name": batch["name"]})
+
+    @register(Dispatch.DP_COMPUTE)
+    def ranks(self, rows: list[Any]) -> list[tuple[Any, int]]:
+        return [(row, self.rank) for row in rows]
+
+    @register(Dispatch.DP_COMPUTE)
+    def echo(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(Dispatch.DP_COMPUTE)
+    def one_row_too_few(self, rows: list[Any]) -> list[Any]:
+        return rows[1:]
+
+    @register(Dispatch.ALL_TO_ALL)
+    def own(self, item: str) -> str:
+        return f"{item} at {self.rank} of {self.world_size}"
+
+    @register(Dispatch.RANK_ZERO)
+    def zero(self, *, name: str) -> str:
+        return f"{name} {self.rank}"
+
+    @register(blocking=False)
+    def remember(self, item: Any) -> list[Any]:
+        self.seen.append(item)
+        return list(self.seen)
+
+    @register()
+    def add(self, amount: float) -> None:
+        self.weight += amount
+
+    @register()
+    def process(self) -> tuple[int, int]:
+        return os.getpid(), torch.get_num_threads()
+
+    @register()
+    def weak_link(self, rank: int, deed: str) -> None:
+        """`rank` does the deed, the others wait for it in a collective."""
+        if self.rank == rank:
+            if deed == "raise":
+                raise ValueError("no such token: 7")
+            if deed == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if deed == "exit":
+                sys.exit(3)
+            if deed == "crash":
+                os._exit(4)
+            time.sleep(60)
+        if self.process_group is not None:
+            torch.distributed.all_reduce(torch.zeros(1), group=self.process_group)
+
+    @register()
+    def unloadable(self) -> Any:
+        return lambda: None
+
+    def not_registered(self) -> None:
+        raise AssertionError("a method without @register was called")
+
+
+class Rollout(Worker):
+    """Reads the actor's weight where it lies, and leaves a note at an orderly end."""
+
+    def __init__(self, placement: Placement, folder: Path | None = None) -> None:
+        super().__init__(placement)
+        self.folder = folder
+        actor = self.neighbours["actor"]
+        assert isinstance(actor, Actor)
+        self.weight = actor.weight
+
+    @register()
+    def read(self) -> list[float]:
+        return self.weight.tolist()
+
+    def close(self) -> None:
+        if self.folder is not None:
+            time.sleep(0.3 * self.rank)  # the end of one process is not the end of the other
+            (self.folder / f"closed by {self.rank}").write_text(" ".join(self.neighbours))
+
+
+class Misconfigured(Worker):
+    """A worker whose config is wrong on one rank."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        super().__init__(placement)
+        if self.rank == rank:
+            raise ConfigError("actor.mini_batch_size=3 must divide data.train_batch_size=8")

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from controller_workers import Actor
+
+from whet.controller.dispatch import (
+    Arguments,
+    Dispatch,
+    Plan,
+    check_layouts,
+    plan_call,
+    register,
+    registered_methods,
+)
+from whet.controller.worker import Layout
+from whet.errors import DataError, RegistryError, WorkerError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.types import Turn
+
+TWO = [Layout(0, 2, True), Layout(1, 2, True)]
+# four ranks, each model on two of them: ranks 0, 1 hold shard 0 and ranks 2, 3 shard 1; the second of each reports
+TENSOR_PARALLEL = [Layout(0, 2, False), Layout(0, 2, True), Layout(1, 2, False), Layout(1, 2, True)]
+
+
+def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, workload: Any = None, **kwargs: Any) -> Plan:
+    return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block, workload)
+
+
+def batch(lengths: Sequence[int]) -> DataProto:
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return DataProto.from_dict({"attention_mask": mask, "row": torch.arange(len(lengths))}, meta_info={"step": 3})
+
+
+def test_other_names_of_dp_compute() -> None:
+    assert (Dispatch.GATHER.name, Dispatch.MEGATRON_COMPUTE.name) == ("DP_COMPUTE", "DP_COMPUTE")
+
+
+def test_rows_go_by_the_tokens_of_attention_mask() -> None:
+    given = plan(TWO, batch([9, 2, 3, 4]), "all", options=("x", "y")).arguments
+    assert [given[rank].args[0]["row"].tolist() for rank in (0, 1)] == [[0], [1, 2, 3]]  # 9 against 4 + 3 + 2
+    assert given[0].args[0].meta_info == {"step": 3}
+    assert given[1].args[1:] == ("all",)
+    assert given[1].kwargs == {"options": ("x", "y")}
+
+
+def test_list_items_go_by_their_tokens_or_by_the_given_workload() -> None:
+    turns = [Turn((), tuple(range(length)), (), "stop", 0) for length in (9, 2, 3, 4)]
+    assert [given.args[0] for given in plan(TWO, turns).arguments.values()] == [turns[:1], turns[1:]]
+    for workload in ([1, 1, 1, 9], lambda turn: 9 if len(turn.token_ids) == 4 else 1):
+        by_workload = plan(TWO, turns, workload=workload).arguments
+        assert [given.args[0] for given in by_workload.values()] == [turns[3:], turns[:3]]
+    names = plan(TWO, list("abcd"), block=2).arguments
+    assert [given.args[0] for given in names.values()] == [["a", "b"], ["c", "d"]]
+
+
+def test_all_split_arguments_are_split_alike() -> None:
+    given = plan(TWO, batch([9, 2, 3, 4]), names=list("abcd")).arguments
+    assert [given[rank].kwargs["names"] for rank in (0, 1)] == [["a"], ["b", "c", "d"]]
+
+
+def test_results_return_to_the_callers_order() -> None:
+    metrics = [Metrics(), Metrics()]
+    metrics[0].mean("loss", 1.0, weight=1)
+    metrics[1].mean("loss", 5.0, weight=3)
+    results = {
+        0: (["a"], {"x": torch.tensor([[0.0]])}, DataProto.from_dict({"y": torch.tensor([0])}), metrics[0], None),
+        1: (
+            ["b", "c", "d"],
+            {"x": torch.tensor([[1.0], [2.0], [3.0]])},
+            DataProto.from_dict({"y": torch.tensor([1, 2, 3])}),
+            metrics[1],
+            None,
+        ),
+    }
+    # rows 2 | 0, 1, 3, so the results above are those of rows 2, 0, 1, 3
+    joined, columns, data, merged, nothing = plan(TWO, batch([2, 3, 9, 4])).collect(results)
+    assert joined == ["b", "c", "a", "d"]
+    assert columns["x"].tolist() == [[1.0], [2.0], [0.0], [3.0]]
+    assert data["y"].tolist() == [1, 2, 0, 3]
+    assert merged.reduce() == {"loss": (1.0 + 3 * 5.0) / 4}
+    assert nothing is None
+
+
+def test_one_shard_is_the_callers_own_object() -> None:
+    data = batch([2, 3])
+    single = plan([Layout(0, 1, True)], data)
+    assert single.arguments[0].args[0] is data
+    assert single.collect({0: data}) is data
+
+
+def test_ranks_that_share_a_model_get_the_same_shard_and_one_reports() -> None:
+    given = plan(TENSOR_PARALLEL, list("abcd"))
+    assert [arguments.args[0] for arguments in given.arguments.values()] == [
+        ["a", "c"],
+        ["a", "c"],
+        ["b", "d"],
+        ["b", "d"],
+    ]
+    assert given.arguments[0] is given.arguments[1]
+    results = {0: None, 1: ["A", "C"], 2: ["not", "heard"], 3: ["B", "D"]}
+    assert given.collect(results) == ["A", "B", "C", "D"]
+
+
+def test_a_rank_without_rows_may_return_anything_empty() -> None:
+    single = plan(TWO, ["a"])
+    assert [arguments.args[0] for arguments in single.arguments.values()] == [["a"], []]
+    assert single.collect({0: ["A"], 1: []}) == ["A"]
+    assert single.collect({0: ["A"], 1: None}) == ["A"]
+    columns = single.collect({0: {"x": torch.tensor([4])}, 1: {}})
+    assert columns["x"].tolist() == [4]
+    assert plan(TWO, []).collect({0: [], 1: []}) == []
+    with_pair = single.collect({0: (["A"], None), 1: None})
+    assert with_pair == (["A"], None)
+
+
+def test_the_other_modes() -> None:
+    call = Arguments(("x",), {"y": 1})
+    to_all = plan_call(Dispatch.ONE_TO_ALL, TWO, call, "actor.f")
+    assert to_all.arguments == {0: call, 1: call}
+    assert to_all.collect({1: "b", 0: "a"}) == ["a", "b"]
+    zero = plan_call(Dispatch.RANK_ZERO, TWO, call, "actor.f")
+    assert (zero.arguments, zero.collect({0: "a"})) == ({0: call}, "a")
+    each = plan_call(Dispatch.ALL_TO_ALL, TWO, Arguments((["a", "b"],), {"y": [1, 2]}), "actor.f")
+    assert each.arguments == {0: Arguments(("a",), {"y": 1}), 1: Arguments(("b",), {"y": 2})}
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((3, "x"), {}, r"actor.update splits rows, and was given none"),
+        (([1, 2], [1, 2, 3]), {}, r"list of 2 rows, list of 3 rows: all must have the same rows"),
+        (([1, 2],), {"workload": [1.0]}, r"1 workloads for 2 rows"),
+        (([1, 2, 3],), {"block": 2}, r"3 rows do not split over 2 data-parallel ranks in blocks of 2"),
+    ],
+)
+def test_refuses_arguments_that_cannot_be_split(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        plan(TWO, *args, **options)
+
+
+def test_refuses_wrong_arguments_in_other_modes() -> None:
+    with pytest.raises(DataError, match="one item for each of 2 ranks; it was given a list of 3"):
+        plan_call(Dispatch.ALL_TO_ALL, TWO, Arguments(([1, 2, 3],), {}), "actor.f")
+    with pytest.raises(DataError, match="block or workload, which say how rows are split; it is one to all"):
+        plan_call(Dispatch.ONE_TO_ALL, TWO, Arguments((), {}), "actor.f", block=2)
+
+
+def test_refuses_results_that_cannot_be_gathered() -> None:
+    two_rows = plan(TWO, ["a", "b"])
+    with pytest.raises(WorkerError, match=r"returned Tensor, which cannot be gathered"):
+        two_rows.collect({0: torch.zeros(1), 1: torch.zeros(1)})
+    with pytest.raises(WorkerError, match=r"returned Metrics, list, which cannot be gathered"):
+        two_rows.collect({0: ["a"], 1: Metrics()})
+    with pytest.raises(WorkerError, match=r"\{'rows': 2\} for a shard of 1 rows"):
+        two_rows.collect({0: ["a"], 1: ["b", "c"]})
+    with pytest.raises(WorkerError, match=r"\{'x': 1, 'loss': 2\} for a shard of 1 rows"):
+        two_rows.collect({rank: {"x": torch.zeros(1), "loss": torch.zeros(2)} for rank in (0, 1)})
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(0, 2, True), Layout(0, 2, True)],  # shard 1 has nobody
+        [Layout(0, 1, True), Layout(1, 2, True)],  # two opinions of dp_size
+        [Layout(0, 1, False)],  # nobody reports
+        [Layout(0, 1, True), Layout(1, 1, False)],  # a shard that does not exist
+    ],
+)
+def test_refuses_layouts_that_lose_rows(layouts: list[Layout]) -> None:
+    with pytest.raises(WorkerError, match="critic: every dp_rank from 0 to dp_size - 1 needs exactly one rank"):
+        check_layouts(layouts, "critic")
+    check_layouts(TENSOR_PARALLEL, "critic")
+
+
+def test_overrides_stay_registered_and_may_register_anew() -> None:
+    class Child(Actor):
+        def add(self, amount: float) -> None:
+            self.weight -= amount
+
+        @register(Dispatch.RANK_ZERO, blocking=False)
+        def read(self) -> None: ...
+
+    found = registered_methods(Child)
+    assert found["add"] == registered_methods(Actor)["add"]
+    assert (found["add"].dispatch_mode, found["add"].blocking) == (Dispatch.ONE_TO_ALL, True)
+    assert (found["read"].dispatch_mode, found["read"].blocking) == (Dispatch.RANK_ZERO, False)
+    assert "not_registered" not in found
+    with pytest.raises(RegistryError, match="has a parameter 'block', which the dispatcher reads"):
+
+        @register()
+        def update(self: Actor, block: int) -> None: ...

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one call of the loop becomes one call a rank, and how the results of the ranks become one result."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
+
+from whet.controller.balance import balanced_partition, inverse_order, sequence_workload
+from whet.controller.worker import Layout, Worker
+from whet.errors import DataError, RegistryError, WorkerError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+
+F = TypeVar("F", bound=Callable[..., Any])
+Workload = Sequence[float] | Callable[[Any], float]
+RESERVED = ("block", "workload")  # keywords of a call that the dispatcher reads itself
+
+
+class Dispatch(enum.Enum):
+    """What a method's arguments and results mean to the ranks of its group."""
+
+    ONE_TO_ALL = "one to all"  # the same arguments to every rank; a list of results by rank
+    ALL_TO_ALL = "all to all"  # every argument a list with one item a rank; a list of results by rank
+    RANK_ZERO = "rank zero"  # rank 0 alone
+    DP_COMPUTE = "data-parallel compute"  # rows split over data-parallel ranks, results in the caller's row order
+    GATHER = DP_COMPUTE
+    MEGATRON_COMPUTE = DP_COMPUTE  # noqa: PIE796
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `@register` said of a method."""
+
+    dispatch_mode: Dispatch
+    blocking: bool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one rank's method is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call: what each rank is given (a rank that is absent is not called), and how the results become one."""
+
+    arguments: Mapping[int, Arguments]
+    collect: Callable[[Mapping[int, Any]], Any]
+
+
+_REGISTRATIONS: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDictionary()
+
+
+def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Callable[[F], F]:
+    """Decorator that lets the loop call a worker's method through its group. Overriding methods need no mark of their
+    own. With `blocking=False` the group hands out a `PendingCall` in place of the result.
+
+    Raises: RegistryError for a parameter called `block` or `workload`: these are the caller's word to the dispatcher.
+    """
+
+    def decorate(method: F) -> F:
+        if taken := [name for name in inspect.signature(method).parameters if name in RESERVED]:
+            raise RegistryError(
+                f"{method.__qualname__} has a parameter {taken[0]!r}, which the dispatcher reads; rename it"
+            )
+        _REGISTRATIONS[method] = Registration(dispatch_mode, blocking)
+        return method
+
+    return decorate
+
+
+def registered_methods(cls: type[Worker]) -> dict[str, Registration]:
+    """The methods of a worker class that a group offers, by name. The word nearest to `cls` holds."""
+    found: dict[str, Registration] = {}
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            if inspect.isfunction(member) and member in _REGISTRATIONS:
+                found[name] = _REGISTRATIONS[member]
+    return found
+
+
+def plan_call(
+    mode: Dispatch,
+    layouts: Sequence[Layout],
+    arguments: Arguments,
+    caller: str,
+    block: int = 1,
+    workload: Workload | None = None,
+) -> Plan:
+    """The plan of one call on ranks with these layouts. `caller` names it in errors ("actor.update").
+
+    Raises: DataError for arguments that cannot be given out in this mode.
+    """
+    ranks = range(len(layouts))
+    if mode is Dispatch.DP_COMPUTE:
+        return _data_parallel(layouts, arguments, caller, block, workload)
+    if block != 1 or workload is not None:
+        raise DataError(f"{caller} was given block or workload, which say how rows are split; it is {mode.value}")
+    if mode is Dispatch.RANK_ZERO:
+        return Plan({0: arguments}, lambda results: results[0])
+    if mode is Dispatch.ALL_TO_ALL:
+        _check_one_a_rank(arguments, len(layouts), caller)
+        return Plan(
+            {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks},
+            lambda results: [results[rank] for rank in ranks],
+        )
+    return Plan(dict.fromkeys(ranks, arguments), lambda results: [results[rank] for rank in ranks])
+
+
+def check_layouts(layouts: Sequence[Layout], role: str) -> None:
+    """Every data-parallel rank is reported by exactly one rank.  Raises: WorkerError."""
+    reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
+    if any(reporting != list(range(layout.dp_size)) or layout.dp_rank not in reporting for layout in layouts):
+        found = ", ".join(f"rank {rank}: {layout}" for rank, layout in enumerate(layouts))
+        raise WorkerError(
+            f"{role}: every dp_rank from 0 to dp_size - 1 needs exactly one rank with is_reporting, and dp_size must "
+            f"be the same everywhere; found {found}"
+        )
+
+
+# -- rows out ----------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class _HasTokens(Protocol):
+    """A request or a prompt: an item of a list whose cost its tokens say."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+def _data_parallel(
+    layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int, workload: Workload | None
+) -> Plan:
+    split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
+    if not split:
+        raise DataError(
+            f"{caller} splits rows, and was given none: pass a DataProto or a list, or register it one to all"
+        )
+    if len({len(value) for value in split}) > 1:
+        raise DataError(
+            f"{caller} was given {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
+            "same rows (a list that is meant for every rank goes as a tuple)"
+        )
+    dp_size = layouts[0].dp_size
+    shards = balanced_partition(_workloads(split[0], workload, caller), dp_size, block)
+    given = [_map(arguments, partial(_take, shard)) for shard in shards]
+    reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
+    return Plan(
+        {rank: given[layout.dp_rank] for rank, layout in enumerate(layouts)},
+        lambda results: _gather([results[reporters[dp_rank]] for dp_rank in range(dp_size)], shards, caller),
+    )
+
+
+def _workloads(rows: DataProto | list[Any], workload: Workload | None, caller: str) -> list[float]:
+    """One number a row, from what the caller says, else from the tokens, else the same for all."""
+    if callable(workload):
+        return [workload(row) for row in rows]
+    if workload is not None:
+        if len(workload) != len(rows):
+            raise DataError(f"{caller} was given {len(workload)} workloads for {len(rows)} rows: one number a row")
+        return list(workload)
+    if isinstance(rows, DataProto):
+        lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
+    else:
+        lengths = [len(row.token_ids) if isinstance(row, _HasTokens) else 1 for row in rows]
+    return [sequence_workload(length) for length in lengths]
+
+
+def _take(shard: Sequence[int], value: Any) -> Any:
+    if not isinstance(value, (DataProto, list)) or len(shard) == len(value):
+        return value
+    return [value[row] for row in shard] if isinstance(value, list) else value[shard]
+
+
+def _map(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
+    return Arguments(
+        tuple(function(value) for value in arguments.args),
+        {name: function(value) for name, value in arguments.kwargs.items()},
+    )
+
+
+def _check_one_a_rank(arguments: Arguments, world_size: int, caller: str) -> None:
+    for value in (*arguments.args, *arguments.kwargs.values()):
+        if not isinstance(value, list) or len(value) != world_size:
+            found = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
+            raise DataError(f"{caller} takes lists with one item for each of {world_size} ranks; it was given {found}")
+
+
+# -- results back ------------------------------------------------------------------------------------------------------
+
+
+def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str) -> Any:
+    """One result from those of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
+
+    A rank that was given no rows may return anything of no rows, or None.
+    """
+    parts = [(result, shard) for result, shard in zip(results, shards, strict=True) if shard or result is not None]
+    if all(result is None for result, _ in parts):
+        return None
+    kinds = {next((kind for kind in _KINDS if isinstance(result, kind)), type(result)) for result, _ in parts}
+    kind = kinds.pop()
+    if kinds or kind not in _KINDS:
+        found = ", ".join(sorted(each.__name__ for each in {kind, *kinds}))
+        raise WorkerError(
+            f"{caller} returned {found}, which cannot be gathered; return the same of DataProto, list, dict of "
+            "tensors, Metrics, None or a tuple of these on every rank"
+        )
+    if kind is tuple:
+        columns = zip(*(result for result, _ in parts), strict=True)
+        return tuple(_gather(column, [shard for _, shard in parts], caller) for column in columns)
+    if kind is Metrics:
+        merged = Metrics()
+        for result, _ in parts:
+            merged.merge(result)
+        return merged
+    return _join_rows([part for part in parts if part[1]] or parts[:1], caller)
+
+
+_KINDS = (tuple, Metrics, DataProto, list, dict)
+
+
+def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
+    for result, shard in parts:
+        sizes = (
+            {name: len(column) for name, column in result.items()}
+            if isinstance(result, dict)
+            else {"rows": len(result)}
+        )
+        if any(size != len(shard) for size in sizes.values()):
+            raise WorkerError(
+                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result a row"
+            )
+    results = [result for result, _ in parts]
+    if len(results) == 1:
+        return results[0]
+    positions = inverse_order(shard for _, shard in parts)
+    if isinstance(results[0], list):
+        joined = [item for result in results for item in result]
+        return [joined[position] for position in positions]
+    if isinstance(results[0], dict):
+        batch = DataProto.concat([DataProto.from_dict(result) for result in results])
+        return {name: batch[name][positions] for name in results[0]}
+    return DataProto.concat(results).reorder(positions)

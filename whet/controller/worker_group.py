@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of one role, called as one object; and what a backend supplies so that it can be."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from whet.controller.dispatch import Arguments, Plan, Workload, check_layouts, plan_call, registered_methods
+from whet.controller.worker import Layout, Worker
+from whet.errors import DeadlineError, WhetError, WorkerError
+
+Reply = concurrent.futures.Future[Any]
+
+
+class Transport(Protocol):
+    """How a backend reaches the ranks. One transport serves all roles that share its processes."""
+
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
+        """Starts `method` on the ranks in `arguments` and returns at once, with a reply for each.
+
+        A rank serves its calls in the order of sending. A reply that fails holds a WhetError that names role, rank and
+        method; after one, every reply under way fails and the processes are gone.
+        """
+        ...
+
+    def abort(self, error: WhetError) -> None:
+        """Ends all processes now and fails what is under way with `error`."""
+        ...
+
+    def close(self) -> None:
+        """Lets the workers close and ends their processes. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PendingCall:
+    """A call under way. Calls to one process are served in the order in which they were started."""
+
+    role: str
+    method: str
+    replies: Mapping[int, Reply]  # by rank
+    plan: Plan
+    transport: Transport
+    deadline_seconds: float
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return all(reply.done() for reply in self.replies.values())
+
+    def result(self, deadline_seconds: float | None = None) -> Any:
+        """Waits, for as long as the launch said or `deadline_seconds`, and returns the gathered result.
+
+        Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After any of them the group is closed.
+        """
+        seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
+        finished, late = concurrent.futures.wait(
+            self.replies.values(), timeout=seconds, return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        for reply in finished:
+            reply.result()
+        if late:
+            ranks = ", ".join(str(rank) for rank, reply in self.replies.items() if reply in late)
+            error = DeadlineError(
+                f"{self.role} rank {ranks} did not answer {self.method} within {seconds:g} s, and the "
+                "processes were ended; if the call may take longer, raise cluster.deadline_seconds"
+            )
+            self.transport.abort(error)
+            raise error
+        return self.plan.collect({rank: reply.result() for rank, reply in self.replies.items()})
+
+
+class WorkerGroup:
+    """All ranks of one role. The methods that its worker class registered are attributes of the group:
+    `group.update(batch)` gives the arguments out as the method's dispatch mode says and returns the gathered result.
+
+    Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
+    """
+
+    def __init__(
+        self, role: str, cls: type[Worker], layouts: Sequence[Layout], transport: Transport, deadline_seconds: float
+    ) -> None:
+        check_layouts(layouts, role)
+        self.role = role
+        self.world_size, self.dp_size = len(layouts), layouts[0].dp_size
+        self._layouts, self._transport, self._deadline_seconds = layouts, transport, deadline_seconds
+        self._class_name, self._methods = cls.__qualname__, registered_methods(cls)
+
+    def call(self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any) -> Any:
+        """The gathered result of one call of `method` on every rank that its dispatch mode names.
+
+        Where rows are split, `block` consecutive rows stay on one rank (2 for preference pairs, n for the samples of a
+        prompt), and `workload` is their relative cost: one number a row, or a function of one row. Unset, it is read
+        from the column `attention_mask` or from `token_ids` of list items.
+
+        Raises: DataError for arguments that cannot be given out; what `PendingCall.result` raises.
+        """
+        return self.start(method, *args, block=block, workload=workload, **kwargs).result()
+
+    def start(
+        self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any
+    ) -> PendingCall:
+        """`call` without the wait (within one process the call is finished on return)."""
+        caller = f"{self.role}.{method}"
+        if method not in self._methods:
+            raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
+        mode = self._methods[method].dispatch_mode
+        plan = plan_call(mode, self._layouts, Arguments(args, kwargs), caller, block, workload)
+        replies = self._transport.send(self.role, method, plan.arguments)
+        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+
+    def close(self) -> None:
+        """Lets the workers of all roles of the launch close, and ends their processes. May be called twice."""
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        methods = self.__dict__.get("_methods", {})  # absent while an object is being copied or unpickled
+        if name not in methods:
+            raise AttributeError(
+                f"worker group {self.__dict__.get('role')!r} has no {name!r}; it has {', '.join(methods)}"
+            )
+        return partial(self.call if methods[name].blocking else self.start, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._methods]
+
+
+def describe(error: BaseException, role: str, rank: int, method: str) -> WhetError:
+    """What a caller is shown of an exception in a worker: a WhetError stays what it is, with a note of where it arose;
+    anything else becomes a WorkerError with the original as its cause."""
+    if isinstance(error, WhetError):
+        error.add_note(f"raised in {role} rank {rank}, {method}")
+        return error
+    wrapped = WorkerError(f"{role} rank {rank}: {method} raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def closed_error(role: str, method: str, closed_by: str) -> WorkerError:
+    """What a call after the end is answered with; `closed_by` says what ended it."""
+    return WorkerError(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")
