@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pickle
 import stat
 import time
 from collections import OrderedDict
@@ -158,3 +159,10 @@ def test_a_reader_and_a_killed_writer_leave_no_half_file(tmp_path: Path) -> None
     loaded = serialization.load(path)
     assert (loaded["tensor"] == loaded["number"]).all()
     assert len(seen) == 20
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3.5).expand(1), torch.arange(6.0).view(3, 2)[1:2, 1]])
+def test_one_element_with_a_stride_of_its_own_travels(tensor: torch.Tensor) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    payload = pickle.dumps(serialization.out_of_band(tensor), protocol=5, buffer_callback=buffers.append)
+    assert torch.equal(pickle.loads(payload, buffers=buffers), tensor)

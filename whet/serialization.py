@@ -82,7 +82,8 @@ class _Buffered:
         self._tensor = tensor.detach().cpu().contiguous()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        octets = self._tensor.reshape(-1).view(torch.uint8).numpy()
+        # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
+        octets = self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8).numpy()
         buffer = pickle.PickleBuffer(octets.data) if protocol.__index__() >= 5 else bytearray(octets)
         return _tensor_on, (buffer, self._tensor.dtype, tuple(self._tensor.shape))
 

@@ -68,8 +68,9 @@ class _TokenStatistics(torch.autograd.Function):
             torch.cat(results, dim=1) if results else hidden.new_zeros(4, 0, dtype=torch.float32)
         ).unbind(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
-        ctx.temperature, ctx.chunk_tokens, ctx.entropy = temperature, chunk_tokens, entropy
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(squared)
+        ctx.set_materialize_grads(False)  # None where a result is only shown, so that its gradient costs nothing
         return log_probs, entropies, squared
 
     @staticmethod
@@ -84,9 +85,11 @@ class _TokenStatistics(torch.autograd.Function):
                 at = slice(start, start + ctx.chunk_tokens)
                 log_pi = _logits(hidden[at], typed_weight, typed_bias, ctx.temperature) - log_sums[at, None]
                 pi = log_pi.exp()
-                grad = pi * -grad_log_probs[at, None]
-                grad.scatter_add_(1, targets[at, None], grad_log_probs[at, None].to(grad.dtype))
-                if ctx.entropy:
+                grad = torch.zeros_like(pi)
+                if grad_log_probs is not None:
+                    grad = pi * -grad_log_probs[at, None]
+                    grad.scatter_add_(1, targets[at, None], grad_log_probs[at, None].to(grad.dtype))
+                if grad_entropy is not None:
                     grad -= pi * (log_pi + entropies[at, None]) * grad_entropy[at, None]
                 grad = (grad if ctx.temperature == 1.0 else grad / ctx.temperature).to(hidden.dtype)
                 grad_hidden[at] = grad @ typed_weight

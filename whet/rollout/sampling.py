@@ -97,7 +97,7 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """-inf outside the top_k likeliest tokens and outside the smallest likeliest set of at least top_p."""
     if bool((state.top_k >= log_probs.shape[1]).all() & (state.top_p >= 1).all()):
         return log_probs
-    ordered, order = log_probs.sort(-1, descending=True, stable=True)
+    ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_probs.shape[1], device=log_probs.device)
     outside = rank >= state.top_k[:, None]
     ordered = ordered.masked_fill(outside, float("-inf"))

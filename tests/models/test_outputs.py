@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model outputs against plain transformers, packed and padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from whet.errors import EngineError, ModelError
+from whet.models.load import load_policy, load_value_model
+from whet.models.outputs import ForwardSettings, model_outputs
+
+
+def random_batch(rows: int = 5, prompt: int = 9, response: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Ragged rows with tool text in the middle and one failed row."""
+    draw = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, 40, (rows, prompt + response), generator=draw)
+    attention_mask = torch.ones_like(input_ids)
+    response_mask = torch.ones(rows, response, dtype=torch.int64)
+    for row in range(rows):
+        left = int(torch.randint(0, prompt - 1, (), generator=draw))
+        right = int(torch.randint(0, response - 2, (), generator=draw))
+        attention_mask[row, :left] = 0
+        attention_mask[row, prompt + response - right :] = 0
+        response_mask[row, response - right :] = 0
+        response_mask[row, 1:2] = 0
+    response_mask[1] = 0
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": response_mask,
+    }
+
+
+def plain_log_probs(folder: Path, batch: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' own forward on the padded batch: log-probs and entropy [B, R]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(
+            batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
+        ).logits
+    width = batch["response_mask"].shape[1]
+    log_pi = (logits[:, -width - 1 : -1] / temperature).log_softmax(-1)
+    chosen = log_pi.gather(2, batch["input_ids"][:, -width:, None])[..., 0]
+    mask = batch["response_mask"]
+    return chosen * mask, -(log_pi.exp() * log_pi).sum(-1) * mask
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("folder", ["model_folder", "qwen25_folder"])
+def test_log_probs_and_entropy_equal_transformers(
+    folder: str, packing: bool, temperature: float, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    batch = random_batch()
+    settings = ForwardSettings(packing=packing, chunk_tokens=7)
+    with torch.no_grad():
+        got = model_outputs(load_policy(path), batch, frozenset({"log_probs", "entropy"}), settings, temperature)
+    log_probs, entropy = plain_log_probs(path, batch, temperature)
+    torch.testing.assert_close(got["log_probs"], log_probs, atol=2e-5, rtol=0)
+    torch.testing.assert_close(got["entropy"], entropy, atol=2e-5, rtol=0)
+
+
+def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config.from_pretrained(model_folder)
+    config.use_sliding_window, config.sliding_window, config.layer_types = True, 4, ["sliding_attention", "full_attention"]
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    batch = random_batch()
+    with torch.no_grad():
+        got = model_outputs(load_policy(tmp_path), batch, frozenset({"log_probs"}), ForwardSettings())
+    torch.testing.assert_close(got["log_probs"], plain_log_probs(tmp_path, batch, 1.0)[0], atol=2e-5, rtol=0)
+
+
+def test_a_fresh_value_model_says_zero_and_learns(model_folder: Path) -> None:
+    model = load_value_model(model_folder)
+    batch = random_batch()
+    values = model_outputs(model, batch, frozenset({"values"}), ForwardSettings())["values"]
+    assert values.abs().max() == 0
+    (values - batch["response_mask"]).square().sum().backward()
+    assert model.value_head.weight.grad is not None and model.value_head.weight.grad.norm() > 0
+
+
+def test_an_output_that_a_model_does_not_have_is_named(model_folder: Path) -> None:
+    with pytest.raises(EngineError, match="values"):
+        model_outputs(load_policy(model_folder), random_batch(), frozenset({"values"}), ForwardSettings())
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        load_policy(tmp_path / "nothing")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel and its torch twin against attention computed from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
+
+
+def attend_from_scratch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+    """One sequence, one token after another: q [L, H, D], k and v [L, KV, D], in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    rows = []
+    for t in range(len(q)):
+        start = max(0, t + 1 - window) if window else 0
+        heads = []
+        for h in range(q.shape[1]):
+            weights = (k[start : t + 1, h // group] @ q[t, h] * scale).softmax(0)
+            heads.append(weights @ v[start : t + 1, h // group])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("function", [paged_attention, reference], ids=["kernel", "torch"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (7, 1), (6, 2)])
+@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+@pytest.mark.parametrize("window", [0, 5])
+def test_prefill_then_decode(function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int) -> None:
+    draw = torch.Generator().manual_seed(heads * dim)
+    lengths = [1, 17, 40]
+    data = [[torch.randn(n, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads)] for n in lengths]
+    keys = torch.full((16, kv_heads, dim, BLOCK_SIZE), float("nan"))  # what was never written must not matter
+    values = torch.full((16, kv_heads, BLOCK_SIZE, dim), float("nan"))
+    tables = torch.tensor([[9, 0, 0], [3, 12, 0], [1, 15, 4]], dtype=torch.int32)
+
+    def run(tokens: list[tuple[int, int]]) -> torch.Tensor:
+        """The named (sequence, position)s, with two rows of padding."""
+        q, k, v = (torch.stack([data[s][i][p] for s, p in tokens] + [torch.ones_like(data[0][i][0])] * 2) for i in range(3))
+        rows = torch.tensor([s for s, _ in tokens] + [-1, -1], dtype=torch.int32)
+        positions = torch.tensor([p for _, p in tokens] + [0, 0])
+        out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window)
+        assert (out[-2:] == 0).all()
+        return out[:-2]
+
+    expected = [attend_from_scratch(*each, dim**-0.5, window) for each in data]
+    prefill = [(s, p) for s, n in enumerate(lengths) for p in range(n - 1)]
+    out = run(prefill)
+    for row, (s, p) in zip(out, prefill, strict=True):
+        torch.testing.assert_close(row.double(), expected[s][p], atol=2e-6, rtol=1e-5)
+    last = [(s, n - 1) for s, n in enumerate(lengths)]
+    for row, (s, p) in zip(run(last), last, strict=True):
+        torch.testing.assert_close(row.double(), expected[s][p], atol=2e-6, rtol=1e-5)
+
+
+def test_bfloat16_rounds_the_float32_result() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, h, 64, generator=draw).bfloat16() for h in (4, 2, 2))
+    tables, rows, positions = torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.zeros(40, dtype=torch.int32), torch.arange(40)
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        keys, values = torch.empty(3, 2, 64, BLOCK_SIZE, dtype=dtype), torch.empty(3, 2, BLOCK_SIZE, 64, dtype=dtype)
+        return paged_attention(q.to(dtype), k.to(dtype), v.to(dtype), keys, values, tables, rows, positions, 0.125)
+
+    torch.testing.assert_close(run(torch.bfloat16), run(torch.float32).bfloat16(), atol=0, rtol=1e-2)
+
+
+def test_strided_inputs() -> None:
+    """transformers hands over transposed views."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(h, 20, 64, generator=draw).transpose(0, 1) for h in (4, 2, 2))
+    arguments = (torch.tensor([[0, 1]], dtype=torch.int32), torch.zeros(20, dtype=torch.int32), torch.arange(20), 0.125)
+
+    def cache() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(2, 2, 64, BLOCK_SIZE), torch.empty(2, 2, BLOCK_SIZE, 64)
+
+    whole = paged_attention(q.contiguous(), k.contiguous(), v.contiguous(), *cache(), *arguments)
+    assert torch.equal(paged_attention(q, k, v, *cache(), *arguments), whole)
+
+
+def test_the_kernel_is_what_ran() -> None:
+    assert load_kernel() is not None, "no C++ compiler works here: the tests above compared torch with torch"
+
+
+def test_loading_the_kernel_keeps_denormals() -> None:
+    load_kernel()
+    assert (torch.tensor([1e-40]) * 1.0).item() > 0  # -ffast-math would have switched the process to flush-to-zero
