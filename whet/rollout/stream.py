@@ -107,7 +107,7 @@ class Rollouts:
             metrics.sum("filter/dropped_groups", len(dropped))
             metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
         if len(kept) < n:
-            log.warning("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
         return Taken(kept or dropped[:n], metrics)
 
     def sample(

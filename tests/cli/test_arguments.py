@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from whet.cli.arguments import split_recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "config_name", "expected"),
+    [
+        (None, None, (None, [])),
+        (["gsm8k"], None, ("gsm8k", [])),
+        (["gsm8k", "rollout.n=8"], None, ("gsm8k", ["rollout.n=8"])),
+        (["rollout.n=8"], None, (None, ["rollout.n=8"])),
+        (["~rollout.n"], None, (None, ["~rollout.n"])),
+        (["+extra.a=1"], None, (None, ["+extra.a=1"])),
+        (["rollout.n=8"], "gsm8k", ("gsm8k", ["rollout.n=8"])),
+        (["a/b.yaml", "x=1", "y"], None, ("a/b.yaml", ["x=1", "y"])),
+    ],
+)
+def test_a_first_word_that_is_no_override_is_the_recipe(
+    words: list[str] | None, config_name: str | None, expected: tuple[str | None, list[str]]
+) -> None:
+    assert split_recipe(words, config_name) == expected

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
+from whet.config.schema import TrainConfig
+from whet.errors import ConfigError
+
+RECIPE = """\
+# a comment
+defaults:
+  - gsm8k
+  - _self_
+rollout:
+  n: 4
+  temperature: 0.5
+
+critic:
+  # epochs: 2
+algorithm:
+  loss_options: {clip_ratio_high: 0.3}
+data:
+  max_response_length: ${data.max_prompt_length}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def values_of(recipe: str | Path | None, *overrides: str) -> dict[str, Any]:
+    return dict(flatten(compose(TrainConfig, recipe, overrides).values))
+
+
+def test_defaults_recipe_and_command_line_lie_over_each_other_in_this_order(recipe: Path) -> None:
+    values = values_of(recipe, "rollout.temperature=0.25")
+    assert values["rollout.top_p"] == 1.0  # the schema's
+    assert values["reward.function"] == "gsm8k"  # the shipped recipe's, named in defaults
+    assert values["rollout.n"] == 4  # 8 there, 4 in the recipe itself
+    assert values["rollout.temperature"] == 0.25  # 0.5 in the recipe, then the command line
+
+
+def test_every_value_knows_its_source(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe.parent)
+    sources = compose(TrainConfig, "mine.yaml", ["rollout.temperature=0.25", "actor.optim={eps: 1e-6}"]).sources
+    assert sources["rollout.n"] == "mine.yaml:6"
+    assert sources["reward.function"].startswith("recipes/gsm8k.yaml:") or "whet/recipes" in sources["reward.function"]
+    assert sources["data.prompt_key"].endswith("recipes/data/gsm8k.yaml:2")
+    assert sources["algorithm.loss_options.clip_ratio_high"] == "mine.yaml:12"
+    assert sources["rollout.temperature"] == sources["actor.optim.eps"] == "command line"
+    assert "rollout.top_p" not in sources
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_value_is_set_with_and_without_plus(prefix: str) -> None:
+    assert values_of("gsm8k", f"{prefix}rollout.n=5")["rollout.n"] == 5  # in the recipe
+    assert values_of("gsm8k", f"{prefix}rollout.top_k=5")["rollout.top_k"] == 5  # not in it
+    assert values_of("gsm8k", f"{prefix}extra.mine.deep=5")["extra.mine.deep"] == 5
+
+
+def test_tilde_takes_the_recipes_value_away_and_leaves_the_default(recipe: Path) -> None:
+    composed = compose(TrainConfig, recipe, ["~rollout.temperature", "~algorithm.loss_options.clip_ratio_high"])
+    assert composed.values["rollout"]["temperature"] == 1.0
+    assert composed.values["algorithm"]["loss_options"] == {}
+    assert "rollout.temperature" not in composed.sources
+    with pytest.raises(ConfigError, match=r"unknown key rollout\.temprature.*did you mean rollout\.temperature"):
+        compose(TrainConfig, recipe, ["~rollout.temprature"])
+
+
+def test_values_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
+    """The same overrides through Hydra's own `+key=value` on an empty config."""
+    overrides = [
+        "extra.a=1e-3",
+        "extra.b=null",
+        "extra.c=[1, two, 'th,ree']",
+        "extra.d={x: 1, y: [true]}",
+        "extra.e='a, b'",
+        "extra.f=/some/path-1_2.x:name",
+        "extra.g=",
+        "extra.h=${extra.a}",
+    ]
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        theirs = hydra_compose("empty", [f"+{override}" for override in overrides])
+    ours = compose(TrainConfig, None, overrides).values["extra"]
+    assert ours == theirs["extra"]
+    assert ours["h"] == 0.001 and ours["e"] == "a, b"
+
+
+def test_interpolation_reads_defaults_that_nobody_has_set(recipe: Path) -> None:
+    assert values_of(recipe, "data.max_prompt_length=77")["data.max_response_length"] == 77
+    assert values_of(None, "actor.mini_batch_size=${data.train_batch_size}")["actor.mini_batch_size"] == 32
+
+
+def test_a_section_without_a_line_means_that_nothing_is_set(recipe: Path) -> None:
+    values = values_of(recipe)
+    assert values["critic.epochs"] == 1
+    assert values["critic.optim.lr"] == 1e-5  # the critic's own default, not that of any optimizer
+
+
+def test_a_group_is_chosen_from_beside_the_recipe_or_from_the_shipped_ones(recipe: Path) -> None:
+    (recipe.parent / "rollout").mkdir()
+    (recipe.parent / "rollout" / "greedy.yaml").write_text("temperature: 0.0\nn: 1\n")
+    recipe.write_text("defaults:\n  - rollout: greedy\n  - _self_\nrollout:\n  top_k: 3\n")
+    values = values_of(recipe)
+    assert (values["rollout.temperature"], values["rollout.n"], values["rollout.top_k"]) == (0.0, 1, 3)
+    (recipe.parent / "rollout" / "hot.yaml").write_text("temperature: 2.0\n")
+    assert values_of(recipe, "rollout=hot")["rollout.temperature"] == 2.0
+    assert values_of(recipe, "+data=gsm8k")["data.prompt_key"] == "question"
+
+
+def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
+    composed = compose(
+        TrainConfig,
+        recipe,
+        {"rollout.n": 8, "model.path": Path("a/b"), "actor.optim": {"betas": (0.8, 0.9)}, "rollout": {"top_k": 2}},
+    )
+    assert composed.values["rollout"]["n"] == 8 and composed.values["rollout"]["top_k"] == 2
+    assert composed.values["rollout"]["temperature"] == 0.5  # merged into the section, not put in its place
+    assert composed.values["model"]["path"] == "a/b"
+    assert composed.values["actor"]["optim"]["betas"] == [0.8, 0.9]
+    assert composed.sources["rollout.n"] == composed.sources["actor.optim.betas"] == "argument"
+    with pytest.raises(ConfigError, match="a config holds text, numbers, lists and mappings"):
+        compose(TrainConfig, None, {"reward.function": print})
+
+
+def test_composing_leaves_a_hydra_that_is_in_use_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("key: value\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        compose(TrainConfig, "gsm8k", ["rollout.n=2"])
+        assert hydra_compose("theirs") == {"key": "value"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("foo", r"'foo' is no override; write key=value"),
+        ("rollout.n=4,8", r"a run takes one value; a list is written rollout.n=\[4,8\]"),
+        ("data.format_prompt={{ content }}", r"cannot be read .* quote a value"),
+        ("data.prompt_key=${nope}", r"data\.prompt_key: Interpolation key 'nope' not found"),
+        ("~trainer.seed", r"'trainer.seed' does not exist"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_answered_in_one_line(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        compose(TrainConfig, None, [override])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rollout: [", r"no readable YAML.*mine\.yaml"),
+        ("rollout:\n  n: 1\n  n: 2\n", r"no readable YAML.*duplicate key n"),
+        ("defaults:\n  - nowhere\n", r"[Cc]ould not load 'nowhere'"),
+        ("extra:\n  mine: ???\n", r"extra\.mine"),
+    ],
+)
+def test_a_broken_recipe_is_answered_in_one_line(recipe: Path, text: str, said: str) -> None:
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=said) as raised:
+        compose(TrainConfig, recipe, [])
+    assert "\n" not in str(raised.value)
+
+
+def test_recipes_are_found_by_shipped_name_and_by_path(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe.parent)
+    assert find_recipe("gsm8k").parts[-3:] == ("whet", "recipes", "gsm8k.yaml")
+    assert find_recipe("mine.yaml") == find_recipe(recipe) == recipe
+    (recipe.parent / "gsm8k").mkdir()  # a folder of that name does not hide the recipe
+    assert find_recipe("gsm8k").name == "gsm8k.yaml"
+    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml"):
+        find_recipe("mine")
+    with pytest.raises(ConfigError, match=r"did you mean gsm8k\?.*shipped are .*ppo_gsm8k"):
+        find_recipe("gsm8kk")
+    (recipe.parent / "other.yml").write_text("")
+    with pytest.raises(ConfigError, match=r"a recipe is named \.yaml"):
+        find_recipe("other.yml")
+
+
+def test_shipped_recipes_are_those_a_user_can_name() -> None:
+    assert {"quickstart", "gsm8k", "ppo_gsm8k", "dr_grpo_gsm8k", "dapo_gsm8k"} <= set(shipped_recipes())
+
+
+def test_lines_of_keys_are_those_of_the_file(recipe: Path) -> None:
+    lines = dict(key_lines(recipe))
+    text = RECIPE.splitlines()
+    assert lines["rollout.temperature"] == text.index("  temperature: 0.5") + 1
+    assert dict(key_lines(recipe, "a.b"))["a.b.rollout.n"] == text.index("  n: 4") + 1

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config, read_config, to_yaml
+from whet.errors import ConfigError
+
+
+def load(*overrides: str, recipe: str | None = None) -> TrainConfig:
+    return load_config(TrainConfig, recipe, overrides, checked=False).config
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(*overrides)
+    return str(raised.value)
+
+
+def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None:
+    config = load("actor.optim.lr=1e-5")
+    assert config.actor.optim.lr == config["actor"]["optim"]["lr"] == config.actor.optim.get("lr") == 1e-5
+    assert config.actor.get("nothing", 3) == 3 and "lr" in config.actor.optim and "n" not in config.actor.optim
+    assert dict(config.trainer.validation) == {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    with pytest.raises(ValidationError, match="frozen"):
+        config.actor.epochs = 2  # type: ignore[misc]
+
+
+REFUSED = {
+    "rollout.temprature=1": "unknown key rollout.temprature (command line); did you mean rollout.temperature?",
+    "+rollout.topp=1": "unknown key rollout.topp (command line); did you mean rollout.top_p?",
+    "rollot={n: 3}": "unknown key rollot.n (command line); did you mean rollout.n?",
+    "foo=1": "unknown key foo (command line); `whet config` lists all keys; your own go below extra",
+    "rollout.n=two": 'rollout.n="two" (command line) is text; expected a whole number > 0',
+    "data.train_batch_size=8.5": "data.train_batch_size=8.5 (command line) is a number; expected a whole number > 0",
+    "ref.max_tokens_per_micro_batch=0": (
+        "ref.max_tokens_per_micro_batch=0 (command line) is a whole number; expected a whole number > 0"
+    ),
+    "actor.epochs=true": "actor.epochs=true (command line) is true or false; expected a whole number > 0",
+    "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",
+    "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
+    "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
+    "actor.optim.betas=[0.9]": "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number",
+    "trainer.logger=[console,wandb]": (
+        'trainer.logger=["console", "wandb"] (command line) is a list; expected a list, each one of console, jsonl'
+    ),
+    "cluster=3": (
+        "cluster=3 (command line) is a whole number; expected a section with backend, processes, deadline_seconds"
+    ),
+    "extra=3": "extra=3 (command line) is a whole number; expected a mapping",
+    "reward.function={a: 1}": (  # two types would do, and it is refused once
+        'reward.function={"a": 1} (command line) is a mapping; expected text or a list, each text or null'
+    ),
+}
+
+
+def test_each_mistake_is_one_line_with_what_was_found_and_what_was_expected() -> None:
+    assert sorted(refusal(*REFUSED).splitlines()) == sorted(REFUSED.values())
+
+
+def test_all_mistakes_are_shown_at_once_with_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("rollout:\n  n: many\n  rollout.top_p: 0.9\nactr:\n  epochs: 2\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, "mine.yaml", ["model.dtype=half"])
+    assert sorted(str(raised.value).splitlines()) == [
+        'model.dtype="half" (command line) is text; expected one of float32, bfloat16',
+        'rollout.n="many" (mine.yaml:2) is text; expected a whole number > 0',
+        "unknown key actr.epochs (mine.yaml:5); did you mean actor.epochs?",
+        "unknown key rollout.rollout.top_p (mine.yaml:3); did you mean rollout.top_p?",
+    ]
+
+
+def test_a_dotted_name_in_a_recipe_is_answered_with_the_nested_form(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("rollout.n: 4\n")
+    with pytest.raises(ConfigError, match=r"rollout\.n .*write it as nested sections"):
+        load_config(TrainConfig, tmp_path / "mine.yaml")
+
+
+def test_one_string_is_a_list_of_one_where_a_list_is_expected() -> None:
+    config = load("data.train_files=a.jsonl", "trainer.callbacks=my.py:f", "reward.function=gsm8k")
+    assert config.data.train_files == ["a.jsonl"] and config.trainer.callbacks == ["my.py:f"]
+    assert config.reward.function == "gsm8k"  # either is allowed there
+
+
+def test_null_unsets_what_may_be_unset_and_numbers_may_be_names() -> None:
+    config = load("actor.grad_clip=null", "trainer.save_limit=null", "trainer.experiment_name=42", "rollout.n=8.0")
+    assert config.actor.grad_clip is None and config.trainer.save_limit is None
+    assert config.trainer.experiment_name == "42" and config.rollout.n == 8
+
+
+def test_options_and_extra_take_any_key_of_any_type() -> None:
+    config = load("algorithm.adv_options.gamma=0.9", "extra.mine={a: [1, x], b: {c: null}}", "reward.kwargs.k=true")
+    assert config.algorithm.adv_options == {"gamma": 0.9}
+    assert config.extra == {"mine": {"a": [1, "x"], "b": {"c": None}}} and config.reward.kwargs == {"k": True}
+
+
+def test_verls_name_of_a_reward_function_is_an_alias() -> None:
+    loaded = load_config(
+        TrainConfig,
+        "gsm8k",
+        ["custom_reward_function.path=my.py", "custom_reward_function.name=score"],
+        checked=False,
+    )
+    assert loaded.config.reward.function == "my.py:score"
+    assert loaded.source("reward.function") == "alias custom_reward_function (command line)"
+    assert load("custom_reward_function.path=my.py").reward.function == "my.py:compute_score"  # verl's default
+    assert load("custom_reward_function.path=null", "reward.function=gsm8k").reward.function == "gsm8k"
+
+
+def test_the_alias_and_the_key_may_not_name_two_functions() -> None:
+    assert "name two functions" in refusal("custom_reward_function.path=my.py", "reward.function=gsm8k")
+    assert load("custom_reward_function.path=a.py", "reward.function=a.py:compute_score").reward.function == (
+        "a.py:compute_score"
+    )
+    assert "it has path and name" in refusal("custom_reward_function.file=my.py")
+    assert "it has path and name" in refusal("custom_reward_function=my.py")
+    with pytest.raises(ConfigError, match="unknown key custom_reward_function"):
+        load_config(SFTConfig, None, ["custom_reward_function.path=my.py"])
+
+
+def test_what_the_command_line_says_wins_over_the_alias_in_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "from_verl.yaml"
+    recipe.write_text("custom_reward_function:\n  path: my.py\n  name: score\n")
+    assert load_config(TrainConfig, recipe, checked=False).config.reward.function == "my.py:score"
+    overrides = ["reward.function=gsm8k"]
+    assert load_config(TrainConfig, recipe, overrides, checked=False).config.reward.function == "gsm8k"
+
+
+def test_sources_say_default_where_nothing_was_set() -> None:
+    loaded = load_config(TrainConfig, "gsm8k", {"rollout.n": 4}, checked=False)
+    assert loaded.source("rollout.n") == "argument"
+    assert loaded.source("rollout.top_p") == "default"
+
+
+def test_unchecked_values_that_do_not_go_together_are_refused_when_checked() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_files is empty"):
+        load_config(TrainConfig, "gsm8k", ["model.path=owner/name"])
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+def test_a_written_config_reads_back_equal(schema: type[TrainConfig], tmp_path: Path) -> None:
+    overrides = [
+        "model.path=a b/c",
+        "extra={x: ['1', 1, 1.5, null, true], y_z: 'line # break: '}",
+        "model.dtype=bfloat16",
+    ]
+    config = load_config(schema, None, overrides, checked=False).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(schema, tmp_path) == read_config(schema, tmp_path / "config.yaml") == config
+    assert load_config(schema, tmp_path / "config.yaml", checked=False).config == config
+
+
+def test_small_learning_rates_survive_yaml(tmp_path: Path) -> None:
+    config = load("actor.optim.lr=1e-6", "actor.optim.eps=1e-10")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    back = read_config(TrainConfig, tmp_path)
+    assert (back.actor.optim.lr, back.actor.optim.eps) == (1e-6, 1e-10)
+
+
+def test_a_run_without_a_config_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the folder of a run holds a config\.yaml"):
+        read_config(TrainConfig, tmp_path)
+    (tmp_path / "config.yaml").write_text("- a list\n")
+    with pytest.raises(ConfigError, match="expected the sections of a config"):
+        read_config(TrainConfig, tmp_path)
+    (tmp_path / "config.yaml").write_text("rollout:\n  n: x\n")
+    with pytest.raises(ConfigError, match=r'rollout\.n="x" \(.*config\.yaml\) is text'):
+        read_config(TrainConfig, tmp_path)

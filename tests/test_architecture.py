@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the package, held by tests: layers, sizes, names, and what may be imported where."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from whet.config.keys import is_free, leaf_fields
+from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "whet"
+
+LAYERS = (
+    {"errors", "registry", "types", "config", "keyed"},
+    {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
+    {"models", "data", "rewards", "sandbox", "environments"},
+    {"engines", "rollout", "weight_sync", "controller", "tracking"},
+    {"trainers", "evaluation", "serving", "planning"},
+    {"cli", "viewer", "__init__", "__main__"},
+)
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_PACKAGE_LINES = 20_000
+MAX_LEAF_KEYS = 150
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
+LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "wandb", "mlflow", "swanlab"}
+HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", *LAZY}
+LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
+
+PROTOCOLS = {"whet.engines.protocol", "whet.rollout.protocol", "whet.controller.worker_group"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    parts = {_part(file) for file in FILES}
+    assert parts <= LAYER_OF.keys(), f"not in LAYERS: {sorted(parts - LAYER_OF.keys())}"
+
+
+def test_imports_go_down() -> None:
+    upward = [
+        f"{_shown(file)}:{line} (layer {LAYER_OF[_part(file)]}) imports {module} (layer {LAYER_OF[target]})"
+        for file in FILES
+        for line, module, target in _own_imports(file)
+        if LAYER_OF[target] > LAYER_OF[_part(file)]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_imports_within_a_layer_have_no_cycle() -> None:
+    edges: dict[str, set[str]] = {}
+    for file in FILES:
+        same = {target for _, _, target in _own_imports(file) if LAYER_OF[target] == LAYER_OF[_part(file)]}
+        edges.setdefault(_part(file), set()).update(same - {_part(file)})
+    for layer in LAYERS:
+        waiting = {part: edges.get(part, set()) & layer for part in layer}
+        while free := {part for part, targets in waiting.items() if not targets}:
+            waiting = {part: targets - free for part, targets in waiting.items() if part not in free}
+        assert not waiting, f"these import each other in a circle: {waiting}"
+
+
+def test_layer_four_meets_in_protocols() -> None:
+    """Engines, rollout, weight sync and controller know each other's protocols only, so that each can be replaced."""
+    met = [
+        f"{_shown(file)}:{line} imports {module}"
+        for file in FILES
+        for line, module, target in _own_imports(file)
+        if LAYER_OF[_part(file)] == LAYER_OF[target] == 4 and target != _part(file) and module not in PROTOCOLS
+    ]
+    assert not met, "\n".join(met)
+
+
+def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
+    concrete = ("whet.engines.single", "whet.rollout.hf", "whet.rollout.native")
+    builders = {"whet/trainers/build.py", "whet/trainers/workers.py"}  # a worker makes its engine in its own process
+    named = [
+        f"{_shown(file)}:{line} names {module}"
+        for file in FILES
+        for line, module, target in _own_imports(file)
+        if module.startswith(concrete) and target != _part(file) and _shown(file) not in builders
+    ]
+    assert not named, "\n".join(named)
+
+
+def test_layer_one_imports_no_torch_and_algorithms_no_distributed() -> None:
+    wrong = [
+        f"{_shown(file)}:{line} imports {module}"
+        for file in FILES
+        for line, module in _imports(file)
+        if (LAYER_OF[_part(file)] == 1 and module.split(".")[0] in HEAVY)
+        or (LAYER_OF[_part(file)] == 2 and module.startswith("torch.distributed"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_score_functions_import_no_torch() -> None:
+    wrong = [
+        _shown(file)
+        for file in FILES
+        if any(
+            ast.unparse(use).startswith("register_reward(") for node in _functions(file) for use in node.decorator_list
+        )
+        and any(module.split(".")[0] in HEAVY for _, module in _imports(file))
+    ]
+    assert not wrong, f"a reward process starts in a blink only without torch: {wrong}"
+
+
+def test_an_optional_engine_or_tracker_is_imported_in_one_place_of_its_name() -> None:
+    for package in LAZY:
+        places = {file for file in FILES for _, module in _imports(file) if module.split(".")[0] == package}
+        wrong = [_shown(file) for file in places if package not in file.relative_to(PACKAGE).with_suffix("").parts]
+        assert not wrong, f"{package} is imported outside a file or folder of that name: {wrong}"
+
+
+def test_files_functions_and_package_stay_small() -> None:
+    too_long = [f"{_shown(file)}: {_lines(file)} lines" for file in FILES if _lines(file) > MAX_FILE_LINES]
+    too_long += [
+        f"{_shown(file)}:{node.lineno} {node.name}: {size} lines"
+        for file in FILES
+        for node in _functions(file)
+        if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not too_long, "\n".join(too_long)
+    assert sum(_lines(file) for file in FILES) <= MAX_PACKAGE_LINES
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+def test_the_config_stays_small_and_every_key_says_what_it_is(schema: type[TrainConfig]) -> None:
+    leaves = leaf_fields(schema)
+    assert sum(not is_free(field) for field in leaves.values()) <= MAX_LEAF_KEYS
+    assert not [key for key, field in leaves.items() if not field.description]
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    tests = (ROOT / "tests").rglob("*.py")
+    named = [
+        _shown(file) for file in (*FILES, *tests) if FORBIDDEN_NAMES & set(file.relative_to(ROOT).with_suffix("").parts)
+    ]
+    assert not named
+
+
+def test_every_file_starts_with_its_licence() -> None:
+    folders = [ROOT / name for name in ("whet", "tests", "benchmarks", "examples")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    assert not [_shown(file) for file in files if not file.read_text().startswith(LICENCE_LINE + "\n")]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import whet",
+        "from whet.cli.app import main; main(['--help'])",
+        "from whet.cli.app import main; main(['config', 'train', 'gsm8k'])",
+        "from whet.cli.app import main; main(['algorithms'])",
+    ],
+)
+def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
+    report = (
+        f"import atexit, sys\natexit.register(lambda: sys.stderr.write(' '.join(['LOADED', *sys.modules])))\n{code}"
+    )
+    run = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    loaded = set(run.stderr.rpartition("LOADED ")[2].split())
+    assert "whet.registry" in loaded
+    assert not HEAVY & loaded
+
+
+def _part(file: Path) -> str:
+    """The first name below whet/: `config` of whet/config/load.py, `errors` of whet/errors.py."""
+    return Path(file.relative_to(PACKAGE).parts[0]).stem
+
+
+def _own_imports(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, module and part of every import of whet itself."""
+    for line, module in _imports(file):
+        if module == "whet":
+            yield line, module, "__init__"
+        elif module.startswith("whet."):
+            yield line, module, module.split(".")[1]
+
+
+@cache
+def _imports(file: Path) -> list[tuple[int, str]]:
+    """Line and module of every import in a file, those inside functions too."""
+    found = []
+    package = ["whet", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], node.module or ""] if node.level else [node.module or ""]
+            module = ".".join(base).rstrip(".")
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, name if _is_module(name) else module) for name in names]
+    return found
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return name.startswith("whet.") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def _functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def _lines(file: Path) -> int:
+    return file.read_text().count("\n")
+
+
+def _shown(file: Path) -> str:
+    return str(file.relative_to(ROOT))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import whet`: the few names that users take from the package itself."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import whet
+from whet import registry
+from whet.errors import ConfigError
+
+
+def test_every_decorator_of_the_registry_can_be_taken_from_the_package() -> None:
+    decorators = {name for name in vars(registry) if name.startswith("register_")}
+    assert decorators == {name for name in whet.__all__ if name.startswith("register_")}
+    assert all(vars(whet)[name] == vars(registry)[name] for name in decorators)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "whet/__init__.py"
+    assert version("whet") == whet.__version__
+
+
+def test_train_refuses_a_wrong_config_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key rollout\.nn \(argument\); did you mean rollout\.n\?"):
+        whet.train("gsm8k", **{"rollout.nn": 8})  # type: ignore[arg-type]  # mypy spreads the mapping
+
+
+def test_train_needs_no_files_and_no_reward_function_where_it_is_given_both() -> None:
+    rows = [{"question": "1 + 1?", "answer": "2"}]
+    with pytest.raises(ConfigError) as raised:
+        whet.train("gsm8k", reward=lambda solution_str: 1.0, data=rows, **{"trainer.val_freq": 0})
+    assert str(raised.value).splitlines() == [
+        "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
+    ]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from whet.tracking.console import HEADER_EVERY, ConsoleTracker, clock_time, progress
+
+STEP = {
+    "critic/score/mean": 0.51234,
+    "response_length/mean": 12.34,
+    "actor/ppo_kl": 0.000123,
+    "actor/grad_norm": 1.5,
+    "perf/throughput": 12345.6,
+}
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(file=written, force_terminal=terminal, color_system=None, highlight=False, width=100), written
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_off_the_terminal_a_step_is_one_plain_line() -> None:
+    output, written = console(terminal=False)
+    clock = Clock()
+    tracker = ConsoleTracker(10, console=output, clock=clock)
+    clock.now += 20.0
+    tracker.log(2, {**STEP, "actor/lr": 1e-6})
+    assert written.getvalue() == (
+        "step 2/10  reward 0.512  length 12.3  KL 1.23e-04  grad norm 1.500  tokens/s 12,346  left 1:20\n"
+    )
+
+
+def test_the_time_left_is_what_the_steps_to_come_take_at_the_pace_so_far() -> None:
+    output, written = console(terminal=False)
+    clock = Clock()
+    tracker = ConsoleTracker(50, first_step=40, console=output, clock=clock)  # resumed at 40
+    clock.now += 5.0
+    tracker.log(41, STEP)
+    clock.now += 11.0  # 16 s for 2 steps, 8 to go
+    tracker.log(42, STEP)
+    assert re.findall(r"left (\S+)", written.getvalue()) == ["0:45", "1:04"]
+
+
+def test_on_a_terminal_lines_stand_in_columns_under_a_header() -> None:
+    output, written = console(terminal=True)
+    tracker = ConsoleTracker(100, console=output)
+    for step in range(1, HEADER_EVERY + 2):
+        tracker.log(step, STEP)
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    headers = [i for i, line in enumerate(lines) if "grad norm" in line]
+    assert headers == [0, HEADER_EVERY + 1]
+    assert lines[1].split()[:6] == ["1/100", "0.512", "12.3", "1.23e-04", "1.500", "12,346"]
+    for title, cell in (("reward", "0.512"), ("grad norm", "1.500"), ("tokens/s", "12,346")):
+        assert lines[0].index(title) + len(title) == lines[1].index(cell) + len(cell)  # aligned on the right
+
+
+def test_the_kl_that_is_trained_against_is_shown_before_that_of_the_update() -> None:
+    output, written = console(terminal=False)
+    ConsoleTracker(10, console=output).log(1, {**STEP, "actor/kl_loss": 0.5})
+    assert "KL 5.00e-01" in written.getvalue()
+
+
+def test_what_is_missing_leaves_no_gap_and_validation_has_its_own_line() -> None:
+    output, written = console(terminal=False)
+    tracker = ConsoleTracker(10, console=output)
+    tracker.log(0, {"val/gsm8k/accuracy": 0.25})
+    tracker.log(1, {"critic/score/mean": 0.5, "val/gsm8k/accuracy": 0.75})
+    lines = written.getvalue().splitlines()
+    assert lines[0] == "step 0 validation  gsm8k/accuracy 0.25"
+    assert lines[1].startswith("step 1/10  reward 0.500  left ")
+    assert lines[2] == "step 1 validation  gsm8k/accuracy 0.75"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01"), (90000, "25:00:00")],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert clock_time(seconds) == shown
+
+
+def test_progress_off_the_terminal_is_one_line_at_the_end() -> None:
+    output, written = console(terminal=False)
+    with progress("validation", 5, output) as advance:
+        advance(2)
+        advance(3)
+        assert written.getvalue() == ""
+    assert re.fullmatch(r"validation: 5/5 in 0:0\d\n", written.getvalue())
+
+
+def test_progress_on_a_terminal_counts_and_goes_away() -> None:
+    output, written = console(terminal=True)
+    with progress("validation", 4, output) as advance:
+        advance(4)
+        output.print("a line in between")
+    shown = written.getvalue()
+    assert "validation" in shown and "4/4" in shown and "a line in between" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared

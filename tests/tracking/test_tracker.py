@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from whet.tracking import Tracker, Trackers
+
+
+class Recorder:
+    def __init__(self, events: list[str], name: str, fails: bool = False) -> None:
+        self.events, self.name, self.fails = events, name, fails
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"{self.name} {step} {dict(metrics)}")
+
+    def close(self) -> None:
+        self.events.append(f"{self.name} closed")
+        if self.fails:
+            raise OSError(f"{self.name} cannot write")
+
+
+def test_every_tracker_gets_every_step_in_order_and_is_closed() -> None:
+    events: list[str] = []
+    first: Tracker = Recorder(events, "first")
+    with Trackers([first, Recorder(events, "second")]) as trackers:
+        trackers.log(3, {"x": 1.0})
+    assert events == ["first 3 {'x': 1.0}", "second 3 {'x': 1.0}", "first closed", "second closed"]
+
+
+def test_a_tracker_that_cannot_close_does_not_keep_the_others_open() -> None:
+    events: list[str] = []
+    trackers = Trackers([Recorder(events, "first", fails=True), Recorder(events, "second")])
+    with pytest.raises(OSError, match="first cannot write"):
+        trackers.close()
+    assert events == ["first closed", "second closed"]
+
+
+def test_trackers_are_closed_when_the_run_fails() -> None:
+    events: list[str] = []
+    with pytest.raises(ZeroDivisionError), Trackers([Recorder(events, "only")]):
+        raise ZeroDivisionError
+    assert events == ["only closed"]

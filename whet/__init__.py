@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""whet: reinforcement learning for language models. Importing it loads no torch; calling what needs it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.registry import (
+    register_adv_est,
+    register_aggregation,
+    register_environment,
+    register_filter,
+    register_kl,
+    register_policy_loss,
+    register_reward,
+    register_shaping,
+    register_value_loss,
+)
+
+if TYPE_CHECKING:
+    from whet.trainers.run import Run
+
+__version__ = "0.1.0"
+__all__ = [
+    "__version__",
+    "register_adv_est",
+    "register_aggregation",
+    "register_environment",
+    "register_filter",
+    "register_kl",
+    "register_policy_loss",
+    "register_reward",
+    "register_shaping",
+    "register_value_loss",
+    "train",
+]
+
+
+def train(
+    recipe: str | Path | None = None,
+    *,
+    reward: Callable[..., Any] | None = None,
+    data: Sequence[Mapping[str, Any]] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Trains as `whet train` does and returns the finished run.
+
+        whet.train("gsm8k", reward=my_function, data=rows, **{"model.path": "my_model", "rollout.n": 8})
+
+    `reward` and `data` stand in for `reward.function` and `data.train_files`; `overrides` are dotted keys of the
+    config, or whole sections as mappings (`rollout={"n": 8}`).  Raises: ConfigError before anything is loaded."""
+    from whet.config import TrainConfig, load_config
+
+    given = {name for name, value in (("reward", reward), ("data", data)) if value is not None}
+    config = load_config(TrainConfig, recipe, overrides, given=given).config
+
+    from whet.trainers import build  # only now: a mistake in the config is shown before torch is loaded
+
+    return build.train(config, reward=reward, data=data)

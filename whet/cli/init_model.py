@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet init-model`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Arch(StrEnum):
+    """The architectures that can be made."""
+
+    qwen2_5 = "qwen2.5"
+    qwen3 = "qwen3"
+
+
+def init_model(
+    out: Annotated[Path, typer.Argument(help="the folder to write")],
+    arch: Annotated[Arch, typer.Option(help="architecture")] = Arch.qwen3,
+    size: Annotated[str, typer.Option(help="nano (0.8 M), tiny (3.3 M), small (27 M) or base (390 M)")] = "tiny",
+    texts: Annotated[
+        Path | None, typer.Option(help="train the tokenizer on this file's lines", exists=True, dir_okay=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the weights")] = 0,
+) -> None:
+    """Make a model folder: random weights and a trained tokenizer."""
+    from whet.models.init import init_model as run
+
+    lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
+    written = run(out, arch.value, size, seed=seed, texts=lines)
+    typer.echo(f"wrote {written}; train it with `whet train gsm8k model.path={written} data.train_files=FILE`")

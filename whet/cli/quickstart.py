@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet quickstart`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quickstart(
+    run_dir: Annotated[Path, typer.Option(help="where everything is written")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="of every random draw")] = 0,
+) -> None:
+    """See a small model learn arithmetic in three minutes."""
+    from whet.trainers.quickstart import quickstart as run
+
+    run(run_dir, seed)

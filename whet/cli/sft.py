@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet sft`."""
+
+from __future__ import annotations
+
+import typer
+
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+
+
+def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
+    """Train a model on examples: supervised fine-tuning."""
+    from whet.config import SFTConfig, load_config
+
+    loaded = load_config(SFTConfig, *split_recipe(words, config_name))
+
+    from whet.trainers.sft import train_sft
+
+    finished = train_sft(loaded.config)
+    typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")

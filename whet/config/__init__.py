@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a run: its schema, how recipes and overrides become one, what may not be combined. No torch."""
+
+from whet.config.checks import aggregation, check, check_context, problems, uses_critic
+from whet.config.load import Loaded, load_config, read_config
+from whet.config.render import keyed_lines, to_yaml
+from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+
+__all__ = [
+    "EvalConfig",
+    "Loaded",
+    "SFTConfig",
+    "TrainConfig",
+    "aggregation",
+    "check",
+    "check_context",
+    "keyed_lines",
+    "load_config",
+    "problems",
+    "read_config",
+    "to_yaml",
+    "uses_critic",
+]

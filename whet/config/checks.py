@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that do not go together, found before anything heavy is loaded: the registry reads signatures without torch.
+
+Each check is a function that raises on what it looks at; all of them run, so that a user sees every reason at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from whet.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    Section,
+    SFTConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from whet.errors import ConfigError, RegistryError
+from whet.registry import (
+    ADV_ESTIMATORS,
+    ENVIRONMENTS,
+    FILTERS,
+    KL_FORMS,
+    POLICY_LOSSES,
+    REWARDS,
+    VALUE_LOSSES,
+    Entry,
+    Registry,
+)
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DEFAULT_AGGREGATION = "token-mean"
+OPTIONS = {  # the key of a function to the key of its options
+    "environment.name": "environment.options",
+    "algorithm.adv_estimator": "algorithm.adv_options",
+    "algorithm.policy_loss": "algorithm.loss_options",
+    "algorithm.filter.name": "algorithm.filter.options",
+    "algorithm.kl.form": "algorithm.kl.form",
+    "critic.value_loss": "critic.loss_options",
+}
+
+
+def check(config: Section, given: Collection[str] = ()) -> None:
+    """Refuses a config whose values do not go together, with one line for each reason.
+
+    `given` names what the caller hands over as an object ("reward", "data").  Raises: ConfigError."""
+    if found := problems(config, given):
+        raise ConfigError("\n".join(found))
+
+
+def problems(config: Section, given: Collection[str] = ()) -> list[str]:
+    """All that `check` refuses, each a line that says what to change; empty where nothing is wrong."""
+    found: dict[str, None] = {}
+    for each in _checks(config, given):
+        try:
+            each()
+        except ConfigError as error:
+            found[str(error)] = None
+    return list(found)
+
+
+def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_embeddings: int) -> None:
+    """Refuses lengths that the model has no positions for; called once the model is known.  Raises: ConfigError."""
+    if isinstance(config, SFTConfig):
+        if config.data.max_length > max_position_embeddings:
+            raise ConfigError(
+                f"data.max_length={config.data.max_length} is more than the {max_position_embeddings} positions of the "
+                f"model; lower it to {max_position_embeddings}"
+            )
+        return
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    if prompt + response > max_position_embeddings:
+        left = max_position_embeddings - prompt
+        advice = f"data.max_response_length={left}" if left > 0 else "a smaller data.max_prompt_length"
+        raise ConfigError(
+            f"data.max_prompt_length={prompt} and data.max_response_length={response} make {prompt + response} tokens, "
+            f"and the model has {max_position_embeddings} positions; try {advice}"
+        )
+
+
+def aggregation(algorithm: AlgorithmConfig) -> str:
+    """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
+
+    Raises: ConfigError where two of the three disagree."""
+    loss = _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator)
+    chosen, why = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
+    for entry in (loss, estimator):
+        fixed = entry.marks.get("aggregation")
+        if fixed is None:
+            continue
+        if chosen is not None and chosen != fixed:
+            raise ConfigError(
+                f"{why} is {chosen}, but {entry.kind} {entry.name!r} is defined with {fixed}; leave "
+                f"algorithm.loss_agg_mode unset, or choose a loss and an estimator that agree"
+            )
+        chosen, why = fixed, f"the aggregation of {entry.kind} {entry.name!r}"
+    return chosen or DEFAULT_AGGREGATION
+
+
+def uses_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator or the loss reads `values`.  Raises: ConfigError."""
+    return any(
+        "values" in entry.columns
+        for entry in (
+            _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator),
+            _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss),
+        )
+    )
+
+
+def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object]]:
+    match config:
+        case TrainConfig():
+            return [*_shared_checks(config, given), *_algorithm_checks(config)]
+        case SFTConfig():
+            return _shared_checks(config, given)
+        case EvalConfig():
+            return [
+                partial(_check_model, config.model),
+                partial(_check_files, "data.val_files", config.data.val_files, required="data" not in given),
+                *_answer_checks(config, given),
+            ]
+        case _:
+            return []
+
+
+def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> list[Callable[[], object]]:
+    data, trainer = config.data, config.trainer
+    return [
+        partial(_check_model, config.model),
+        partial(_check_files, "data.train_files", data.train_files, required="data" not in given),
+        partial(_check_files, "data.val_files", data.val_files, required=False),
+        partial(_check_validation, trainer, data.val_files),
+        partial(_check_trainer, trainer),
+        *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
+        partial(_check_processes, config),
+    ]
+
+
+def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> list[Callable[[], object]]:
+    environment = config.environment
+    return [
+        partial(_check_reward, config.reward, environment, given),
+        partial(_check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
+        partial(_check_sampling, "rollout", config.rollout),
+    ]
+
+
+def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
+    algorithm = config.algorithm
+    estimator, loss, rows = algorithm.adv_estimator, algorithm.policy_loss, algorithm.filter
+    return [
+        partial(_check_sampling, "trainer.validation", config.trainer.validation),
+        partial(_check_options, ADV_ESTIMATORS, "algorithm.adv_estimator", estimator, algorithm.adv_options),
+        partial(_check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
+        partial(_check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
+        partial(_check_group, config),
+        *([partial(_check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
+        partial(aggregation, algorithm),
+        partial(_check_overlong, config),
+        partial(_check_updates, "actor", config.actor, config.data),
+        partial(_check_critic, config),
+    ]
+
+
+def _entry(registry: Registry, key: str, reference: str) -> Entry:
+    try:
+        return registry[reference]
+    except RegistryError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_options(registry: Registry, key: str, reference: str, options: Mapping[str, Any]) -> None:
+    _entry(registry, key, reference).resolve_options(options, OPTIONS[key])
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.path is None:
+        raise ConfigError(
+            "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
+        )
+    path = Path(model.path).expanduser()
+    names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
+    if not path.is_dir() and (names_a_folder or path.exists()):
+        raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder")
+
+
+def _check_files(key: str, files: Sequence[str], *, required: bool) -> None:
+    if required and not files:
+        raise ConfigError(f"{key} is empty; name at least one file ({', '.join(DATA_SUFFIXES)})")
+    for file in files:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{key}: {file} does not exist (seen from {Path.cwd()})")
+        if path.suffix not in DATA_SUFFIXES:
+            raise ConfigError(f"{key}: {file} ends in {path.suffix or 'nothing'}; expected {', '.join(DATA_SUFFIXES)}")
+
+
+def _check_validation(trainer: TrainerConfig, files: Sequence[str]) -> None:
+    if trainer.val_freq > 0 and not files:
+        raise ConfigError(
+            f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files, or set it to 0"
+        )
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
+        raise ConfigError(
+            f"trainer.resume={trainer.resume} is no folder; expected auto, never, or a checkpoint's folder"
+        )
+    for key, references in (("loop", [trainer.loop] if trainer.loop else []), ("callbacks", trainer.callbacks)):
+        for reference in references:
+            _check_function_path(f"trainer.{key}", reference)
+
+
+def _check_function_path(key: str, reference: str) -> None:
+    location, _, name = reference.rpartition(":")
+    if not location:
+        raise ConfigError(f"{key}={name} names no function; write package.module:function or path/file.py:function")
+    if location.endswith(".py") and not Path(location).expanduser().is_file():
+        raise ConfigError(f"{key}: {location} does not exist (seen from {Path.cwd()})")
+
+
+def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: Collection[str]) -> None:
+    """The function itself is loaded in the reward processes; here only what can be seen without running user code."""
+    if "reward" in given:
+        return
+    functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
+    if not functions and environment.name == "single_turn":
+        raise ConfigError(
+            f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
+        )
+    for function in functions:
+        if ":" in function:
+            _check_function_path("reward.function", function)
+        else:
+            _entry(REWARDS, "reward.function", function)
+    if reward.weights is not None and len(reward.weights) != len(functions):
+        raise ConfigError(
+            f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"
+        )
+
+
+def _check_sampling(key: str, sampling: RolloutConfig | SamplingConfig) -> None:
+    if sampling.temperature == 0 and sampling.n > 1:
+        raise ConfigError(
+            f"{key}.temperature=0 is greedy: all {sampling.n} answers to a prompt would be the same; "
+            f"raise it, or set {key}.n=1"
+        )
+
+
+def _check_group(config: TrainConfig) -> None:
+    if config.rollout.n > 1:
+        return
+    entry = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
+    if "uid" in entry.columns:
+        raise ConfigError(
+            f"rollout.n=1, but {entry.name!r} compares the answers to one prompt; set rollout.n to 2 or more, or "
+            "choose an estimator that does not (gae, reinforce_plus_plus)"
+        )
+    if config.algorithm.filter.name is not None:
+        raise ConfigError(
+            f"rollout.n=1, but algorithm.filter.name={config.algorithm.filter.name} judges groups of answers to one "
+            "prompt; set rollout.n to 2 or more, or unset the filter"
+        )
+
+
+def _check_overlong(config: TrainConfig) -> None:
+    overlong, limit = config.algorithm.overlong, config.data.max_response_length
+    if overlong.penalty > 0 and overlong.buffer_length >= limit:
+        raise ConfigError(
+            f"algorithm.overlong.buffer_length={overlong.buffer_length} must be below "
+            f"data.max_response_length={limit}, whose last part it is; try {max(1, limit // 4)}"
+        )
+
+
+def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
+    batch, mini_batch = data.train_batch_size, role.mini_batch_size or data.train_batch_size
+    if batch % mini_batch:
+        near = " or ".join(map(str, nearest_divisors(batch, mini_batch)))
+        raise ConfigError(
+            f"{key}.mini_batch_size={mini_batch} must divide data.train_batch_size={batch} (both in prompts); "
+            f"try {near}"
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    if role.max_tokens_per_micro_batch < longest:
+        raise ConfigError(
+            f"{key}.max_tokens_per_micro_batch={role.max_tokens_per_micro_batch} cannot hold one row of "
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens; set it to {longest} or more"
+        )
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` next to `wanted`: the largest below and the smallest above, where there are such."""
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    below, above = [each for each in divisors if each < wanted], [each for each in divisors if each > wanted]
+    return [*below[-1:], *above[:1]]
+
+
+def _check_critic(config: TrainConfig) -> None:
+    critic, steps = config.critic, config.trainer.total_steps
+    if uses_critic(config.algorithm):
+        _check_updates("critic", critic, config.data)
+        _check_options(VALUE_LOSSES, "critic.value_loss", critic.value_loss, critic.loss_options)
+        if steps is not None and critic.warmup_steps >= steps:
+            raise ConfigError(
+                f"critic.warmup_steps={critic.warmup_steps} leaves no step of trainer.total_steps={steps} to the policy"
+            )
+    elif critic.warmup_steps > 0:
+        raise ConfigError(
+            f"critic.warmup_steps={critic.warmup_steps}, but no critic is trained: neither estimator "
+            f"{config.algorithm.adv_estimator!r} nor loss {config.algorithm.policy_loss!r} reads values"
+        )
+
+
+def _check_processes(config: TrainConfig | SFTConfig) -> None:
+    if isinstance(config, SFTConfig):
+        rows, what = config.data.train_batch_size, "data.train_batch_size"
+    else:
+        prompts = config.actor.mini_batch_size or config.data.train_batch_size
+        rows, what = prompts * config.rollout.n, "mini-batch prompts x rollout.n"
+    if config.cluster.processes > rows:
+        raise ConfigError(
+            f"cluster.processes={config.cluster.processes} is more than the {rows} rows of an optimizer step ({what}); "
+            f"set it to {rows} or less"
+        )

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes and overrides to one tree of plain values: Hydra composes, and every value keeps where it came from.
+
+Overrides are Hydra's (`key=value`, `+key=`, `++key=`, `~key`, groups), with one ease: since the schema says which keys
+exist, `key=value` never needs a `+`, whether or not the recipe mentions the key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from whet.config.keys import is_known, is_section, nearest_key
+from whet.config.schema import Section
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+SHIPPED = Path(__file__).parent.parent / "recipes"
+COMMAND_LINE = "command line"
+ARGUMENT = "argument"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Values that nobody has checked yet, and by dotted key the source of each that is not a default."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+
+def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Composed:
+    """All values of the schema as recipe and overrides leave them, unknown keys included.  Raises: ConfigError."""
+    path = find_recipe(recipe) if recipe is not None else None
+    texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
+    parsed = [_parse(schema, text) for text in texts]
+    try:
+        composed, files = _run_hydra(path, parsed)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
+    sources = {key: f"{_shown(file)}:{line}" for file, section in files for key, line in key_lines(file, section)}
+    for override in parsed:
+        for key, _ in flatten({override.key_or_group: override.value()}):
+            if override.is_delete():
+                sources.pop(key, None)
+            else:
+                sources[key] = COMMAND_LINE
+    sources |= dict.fromkeys((key for key, _ in flatten(arguments)), ARGUMENT)
+    return Composed(_resolve(schema, composed, arguments), sources)
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe that ships with whet, by name, or of one of the user's, by path.  Raises: ConfigError."""
+    name, path = str(recipe), Path(recipe).expanduser()
+    if name in shipped_recipes():
+        return SHIPPED / f"{name}.yaml"
+    if path.is_file() and path.suffix == ".yaml":
+        return path.resolve()
+    near = difflib.get_close_matches(name, shipped_recipes(), n=1)
+    if path.is_file():
+        hint = "the file is there, but a recipe is named .yaml"
+    elif path.with_suffix(".yaml").is_file():
+        hint = f"did you mean {path.with_suffix('.yaml')}?"
+    elif near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = "overrides are written key=value"
+    known = ", ".join(shipped_recipes())
+    raise ConfigError(f"no recipe {name!r}; {hint} (shipped are {known}; any other is named by the path of its file)")
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with whet, sorted."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; an empty mapping is a value."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _parse(schema: type[Section], text: str) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, written = text.partition("=")
+    if not equals and not text.startswith("~"):
+        raise ConfigError(f"{text!r} is no override; write key=value, or ~key to take a recipe's value away")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        hint = f"quote a value with commas, braces, brackets or quotes in it: '{key}=\"...\"'"
+        raise ConfigError(f"{text!r} cannot be read ({_first_line(error)}); {hint}") from error
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text}: a run takes one value; a list is written {key}=[{written}], text with commas {key}='\"...\"'"
+        )
+    if override.is_delete() and not is_known(schema, override.key_or_group):
+        raise ConfigError(unknown_key(schema, override.key_or_group, COMMAND_LINE))
+    return override
+
+
+def unknown_key(schema: type[Section], key: str, source: str) -> str:
+    """The line that says so and names the key that was probably meant."""
+    near = nearest_key(schema, key)
+    if near == key:
+        return f"{key} ({source}): write it as nested sections, not as one name with dots"
+    hint = f"did you mean {near}?" if near else "`whet config` lists all keys; your own go below extra"
+    return f"unknown key {key} ({source}); {hint}"
+
+
+def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
+    """The composed tree, and the recipe files in it, each with the section that it fills, the strongest last."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    folder = recipe.parent if recipe else SHIPPED
+    name = recipe.stem if recipe else None
+    with _own_hydra(), hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        lines = [f"hydra.searchpath=['file://{SHIPPED}']", *(_for_hydra(each, folder) for each in overrides)]
+        try:
+            composed = hydra.compose(name, lines)
+            parts = GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.RUN).defaults
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_explain(error)) from error
+    files = [(_part_file(f"{part.config_path}.yaml", folder), part.package or "") for part in parts]
+    return composed, [(file, section) for file, section in files if file is not None]
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Puts a Hydra aside that the calling program uses itself: there is only one in a process."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.initialize import get_gh_backup, restore_gh_from_backup
+
+    theirs = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        restore_gh_from_backup(theirs)
+
+
+def _part_file(name: str, folder: Path) -> Path | None:
+    """Where Hydra found a part: beside the recipe, else among the shipped ones, else inside Hydra itself."""
+    return next((place / name for place in (folder, SHIPPED) if (place / name).is_file()), None)
+
+
+def _for_hydra(override: Override, folder: Path) -> str:
+    """The override as Hydra must read it: a value is set whether or not the recipe names its key, and `data=gsm8k`
+    chooses data/gsm8k.yaml."""
+    group, text = override.key_or_group, str(override.input_line)
+    chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, SHIPPED))
+    return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
+
+
+def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values, arguments laid over the composed tree and that over the defaults, interpolations filled in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.set_struct(composed, False)
+    defaults = OmegaConf.create(schema().model_dump(mode="json"))
+    try:
+        for key, value in arguments.items():
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        _drop_empty_sections(schema, composed)
+        merged = OmegaConf.merge(defaults, composed)
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error)) from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
+    """A section whose every line is commented out is null in YAML; it means that nothing is set there."""
+    for name, field in schema.model_fields.items():
+        if is_section(field.annotation) and name in composed:
+            if composed[name] is None:
+                del composed[name]
+            elif isinstance(composed[name], Mapping):
+                _drop_empty_sections(field.annotation, composed[name])
+
+
+def key_lines(file: Path, section: str = "") -> Iterator[tuple[str, int]]:
+    """Every dotted key that a YAML file sets, below `section`, with the number of its line."""
+    root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    if isinstance(root, yaml.MappingNode):
+        yield from _node_lines(root, f"{section}." if section else "")
+
+
+def _node_lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]]:
+    for name, value in node.value:
+        key = f"{prefix}{name.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _node_lines(value, f"{key}.")
+        else:
+            yield key, name.start_mark.line + 1
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as YAML could hold them: paths are text, tuples are lists.  Raises: ConfigError."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(arguments), default=os.fspath))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a config holds text, numbers, lists and mappings: {error}") from error
+    return plain
+
+
+def _shown(file: Path) -> str:
+    """A path as the user knows it: below the working folder, or by the folder in which shipped recipes lie."""
+    for root in (Path.cwd(), SHIPPED.parent):
+        if file.is_relative_to(root):
+            return str(file.relative_to(root))
+    return str(file)
+
+
+def _explain(error: Exception) -> str:
+    """What Hydra or OmegaConf says in its first line, what made it say so, and the key that it is about."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    chain = [each for each in (error, error.__cause__) if each is not None]
+    keys = [each.full_key for each in chain if isinstance(each, OmegaConfBaseException) and each.full_key]
+    return ": ".join(dict.fromkeys([*keys[:1], *filter(None, map(_first_line, chain))]))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

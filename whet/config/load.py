@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From recipe and overrides to a checked, frozen config whose every value knows where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from whet.config.checks import check
+from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
+from whet.config.keys import WORDS, describe_type, field_at
+from whet.config.schema import Section
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[ConfigT]):
+    """A config, and by dotted key the source of each value that is not a default."""
+
+    config: ConfigT
+    sources: Mapping[str, str]
+
+    def source(self, key: str) -> str:
+        """Where the value of a dotted key came from: a line of a recipe, the command line, an alias, or the default."""
+        return self.sources.get(key, DEFAULT)
+
+
+def load_config(
+    schema: type[ConfigT],
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    given: Collection[str] = (),
+    checked: bool = True,
+) -> Loaded[ConfigT]:
+    """The config that a shipped recipe (by name) or a YAML file (by path) and overrides describe.
+
+    Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names what the caller
+    hands over as an object instead ("reward", "data"), which the config then need not say. `checked=False` leaves out
+    whether the values go together (`whet.config.checks`).  Raises: ConfigError with one line for each mistake."""
+    composed = compose(schema, recipe, overrides)
+    values, sources = dict(composed.values), dict(composed.sources)
+    _apply_reward_alias(values, sources)
+    config = _validate(schema, values, sources)
+    if checked:
+        check(config, given)
+    return Loaded(config, sources)
+
+
+def read_config(schema: type[ConfigT], path: Path) -> ConfigT:
+    """The config of a finished or broken-off run, from its folder or from its config.yaml.  Raises: ConfigError."""
+    file = path / "config.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist; the folder of a run holds a config.yaml")
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds {type(values).__name__}, expected the sections of a config")
+    return _validate(schema, values, {key: str(file) for key, _ in flatten(values)})
+
+
+def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """verl's `custom_reward_function.path` and `.name` become `reward.function`, over what a recipe says there."""
+    reward = values.get("reward")
+    if "custom_reward_function" not in values or not isinstance(reward, dict):
+        return
+    alias = values.pop("custom_reward_function") or {}
+    if not isinstance(alias, dict) or not alias.keys() <= {"path", "name"}:
+        raise ConfigError(f"custom_reward_function={alias!r}; it has path and name, and options go to reward.kwargs")
+    if alias.get("path") is None:
+        return
+    function = f"{alias['path']}:{alias.get('name') or 'compute_score'}"
+    source = sources.get("custom_reward_function.path", DEFAULT)
+    if sources.get("reward.function") in (COMMAND_LINE, ARGUMENT):
+        if source in (COMMAND_LINE, ARGUMENT) and reward["function"] != function:
+            raise ConfigError("reward.function and custom_reward_function.path name two functions; give one of them")
+        return
+    values["reward"] = {**reward, "function": function}
+    sources["reward.function"] = f"alias custom_reward_function ({source})"
+
+
+def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[str, str]) -> ConfigT:
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        lines = [line for finding in error.errors() for line in _explain(schema, finding, values, sources)]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _explain(
+    schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
+) -> Iterator[str]:
+    """One line for each key that this finding of pydantic is about."""
+    if finding["type"] == "extra_forbidden":
+        for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
+            yield unknown_key(schema, key, sources.get(key, DEFAULT))
+        return
+    key, field = field_at(schema, [str(name) for name in finding["loc"]])
+    found: Any = values
+    for name in key.split("."):
+        found = found[name]
+    below = next((source for each, source in sources.items() if each.startswith(f"{key}.")), DEFAULT)
+    yield (
+        f"{key}={json.dumps(found, ensure_ascii=False, default=str)} ({sources.get(key, below)}) "
+        f"is {WORDS.get(type(found), type(found).__name__)}; "
+        f"expected {describe_type(field.annotation, tuple(field.metadata))}"
+    )

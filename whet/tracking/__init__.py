@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where metrics go: the console, a JSONL file, a learning curve. Another tracker is a class with `log` and `close`."""
+
+from whet.tracking.console import ConsoleTracker, progress
+from whet.tracking.jsonl import JsonlTracker, cut_back, read_records
+from whet.tracking.tracker import Tracker, Trackers
+
+__all__ = ["ConsoleTracker", "JsonlTracker", "Tracker", "Trackers", "cut_back", "progress", "read_records"]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person watches: one line a step with the numbers that matter, and bars for what takes long.
+
+On a terminal the lines have columns and bars are drawn; elsewhere (a log file, CI) there are plain lines only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+HEADER_EVERY = 20  # lines
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of the line: its title, and the metrics that it may be, the first that is there."""
+
+    title: str
+    metrics: tuple[str, ...]
+    form: str  # as `format` takes it
+
+
+COLUMNS = (
+    Column("reward", ("critic/score/mean",), ".3f"),
+    Column("length", ("response_length/mean",), ".1f"),
+    Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e"),
+    Column("grad norm", ("actor/grad_norm",), ".3f"),
+    Column("tokens/s", ("perf/throughput",), ",.0f"),
+)
+VALIDATION = "val/"  # metrics under this name get a line of their own
+
+
+class ConsoleTracker:
+    """One line a step: step, reward, length, KL, gradient norm, tokens/s and the time left.
+
+    The time left is that of the steps to come at the mean pace of this process, what lies between steps included."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        columns: tuple[Column, ...] = COLUMNS,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps, self._first_step, self._columns = total_steps, first_step, columns
+        self._console = console or shared_console()
+        self._clock, self._started = clock, clock()
+        self._lines = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the line of a step, and one for what was validated."""
+        if any(self._cells(metrics)):
+            self._print_step(step, metrics)
+        if validated := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
+            numbers = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
+            self._console.print(Text(f"step {step} validation  {numbers}", style="green"), soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        titles = ["step", *(column.title for column in self._columns), "left"]
+        cells = [f"{step}/{self._total_steps}", *self._cells(metrics), self._time_left(step)]
+        if self._console.is_terminal:
+            widths = [max(len(title), 9) for title in titles]
+            if self._lines % HEADER_EVERY == 0:
+                self._console.print(Text(_aligned(titles, widths), style="dim"), soft_wrap=True)
+            line = _aligned(cells, widths)
+        else:
+            line = "  ".join(f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
+        self._console.print(Text(line), soft_wrap=True)
+        self._lines += 1
+
+    def _cells(self, metrics: Mapping[str, float]) -> list[str]:
+        """The numbers of the line as text, empty where a metric is not there."""
+        names = [next((name for name in column.metrics if name in metrics), None) for column in self._columns]
+        return [
+            "" if name is None else format(metrics[name], column.form)
+            for name, column in zip(names, self._columns, strict=True)
+        ]
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._first_step
+        if done <= 0:
+            return ""
+        return clock_time((self._clock() - self._started) / done * (self._total_steps - step))
+
+
+def clock_time(seconds: float) -> str:
+    """A duration as h:mm:ss, or m:ss below an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+@contextmanager
+def progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar for something long; the block gets a function that is told how much more is done.
+
+        with progress("validation", total=len(prompts)) as advance:
+            advance(1)
+
+    The bar goes away at the end. Off the terminal one line says that it is over, and how long it took."""
+    console = console or shared_console()
+    if not console.is_terminal:
+        start, done = time.monotonic(), 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+
+        yield count
+        console.print(f"{description}: {done}/{total} in {clock_time(time.monotonic() - start)}", highlight=False)
+        return
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*parts, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+@cache
+def shared_console() -> Console:
+    """The one console of the process: lines printed while a bar is drawn must go through the same object as the bar."""
+    return Console(highlight=False)
+
+
+def _aligned(cells: list[str], widths: list[int]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics in a file: one JSON object a line, `{"step": 3, "actor/lr": 1e-06, ...}`, for any tool that reads JSON.
+
+A run may be killed at any byte, so the last line may be torn; a run that resumes cuts the file back to its step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.errors import DataError
+
+
+class JsonlTracker:
+    """Appends one line a step: the step, then the numbers sorted by name, so that equal runs write equal bytes.
+
+    What JSON has no number for (NaN, infinities) is written as null. Each line is handed to the operating system before
+    `log` returns: it outlives a killed process. A torn line left by a killed run is dropped at the start."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends the line of one step."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._file.flush()
+
+    def cut_back(self, step: int) -> None:
+        """Drops what was logged after `step`, and goes on from there."""
+        self._file.close()
+        cut_back(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of the file; what follows the last line break is torn, and left out.
+
+    Raises: DataError for a line that is no object with a step."""
+    *lines, _torn = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or "step" not in record:
+            raise DataError(f"{path}:{number} is {line[:80]!r}, expected a JSON object with a step; delete the line")
+        records.append(record)
+    return records
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Keeps the records of a JSONL file up to and including `step`; where there is no file, none is made.
+
+    The file is replaced as a whole: a kill in the middle leaves the old one.  Raises: DataError for a damaged line."""
+    if not path.exists():
+        return
+    kept = [record for record in read_records(path) if record["step"] <= step]
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _drop_torn_line(path: Path) -> None:
+    if path.exists():
+        with path.open("r+b") as file:
+            written = file.read()
+            file.truncate(written.rfind(b"\n") + 1)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning curves as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = ("#3366cc", "#dc6b2f", "#2e9e6b", "#9b59b6", "#c0392b", "#7f8c8d")
+SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: its name, and pairs of x and y in the order in which they were measured."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    markers: bool = False  # a dot on each point, for what was measured now and then
+
+
+def plot_learning_curve(
+    path: Path, series: Sequence[Series], *, title: str, x_label: str = "step", y_label: str = "reward"
+) -> None:
+    """Draws the curves into a PNG file. A long noisy curve is drawn faint, with its running mean in full colour."""
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for colour, each in zip(_cycle(COLOURS, len(series)), series, strict=True):
+        _draw(axes, each, colour)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    if len(series) > 1:
+        axes.legend(frameon=False, loc="best")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and of up to `reach` on either side, as many as there are."""
+    numbers = np.asarray(values, dtype=float)
+    return [float(np.nanmean(numbers[max(0, i - reach) : i + reach + 1])) for i in range(len(numbers))]
+
+
+def _draw(axes: Axes, series: Series, colour: str) -> None:
+    if series.markers or len(series.y) < SMOOTH_FROM:
+        axes.plot(
+            series.x, series.y, color=colour, linewidth=2, marker="o" if series.markers else "", label=series.label
+        )
+        return
+    axes.plot(series.x, series.y, color=colour, linewidth=0.8, alpha=0.3)
+    smooth = running_mean(series.y, max(1, len(series.y) // 30))
+    axes.plot(series.x, smooth, color=colour, linewidth=2.2, label=series.label)
+
+
+def _cycle(colours: Sequence[str], count: int) -> list[str]:
+    return [colours[i % len(colours)] for i in range(count)]
