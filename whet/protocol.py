@@ -59,7 +59,7 @@ class DataProto:
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch.batch_dims != 1:
             raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
-        check_columns(self._tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
+        check_columns(self.tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
 
     @classmethod
     def from_dict(
@@ -91,12 +91,12 @@ class DataProto:
             raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
         first, meta_info = parts[0], dict(parts[0].meta_info)
         for number, part in enumerate(parts[1:], start=1):
-            check_same_columns(first._tensors(), part._tensors(), "tensor column", number)
+            check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
             check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
             meta_info = merged(meta_info, part.meta_info, "meta_info")
         if len(parts) == 1:
             return first.select()
-        tensors = {name: torch.cat([part._tensors()[name] for part in parts]) for name in first._tensors()}
+        tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
         objects = {
             name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
         }
@@ -109,10 +109,14 @@ class DataProto:
 
     def keys(self) -> list[str]:
         """The names of all columns, tensors first."""
-        return [*self._tensors(), *self.non_tensor_batch]
+        return [*self.tensors(), *self.non_tensor_batch]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns by name."""
+        return {} if self.batch is None else cast("dict[str, torch.Tensor]", dict(self.batch.items()))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors() or name in self.non_tensor_batch
+        return name in self.tensors() or name in self.non_tensor_batch
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[row] for row in range(len(self)))
@@ -131,7 +135,7 @@ class DataProto:
         if isinstance(index, str):
             if index not in self:
                 raise DataError(f"there is no column {index!r}; the columns are {self.keys()}")
-            return self._tensors()[index] if index in self._tensors() else self.non_tensor_batch[index]
+            return self.tensors()[index] if index in self.tensors() else self.non_tensor_batch[index]
         if isinstance(index, int | np.integer):
             return self._row(int(index))
         rows = row_numbers(index, len(self))
@@ -145,7 +149,7 @@ class DataProto:
     def __repr__(self) -> str:
         tensors = [
             f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, tensor in self._tensors().items()
+            for name, tensor in self.tensors().items()
         ]
         objects = [f"{name}: object{list(array.shape)}" for name, array in self.non_tensor_batch.items()]
         return (
@@ -160,7 +164,7 @@ class DataProto:
     ) -> DataProto:
         """Only the named columns and keys; None keeps all of that kind."""
         return _assemble(
-            pick(self._tensors(), batch_keys, "tensor column"),
+            pick(self.tensors(), batch_keys, "tensor column"),
             pick(self.non_tensor_batch, non_tensor_batch_keys, "object column"),
             pick(self.meta_info, meta_info_keys, "meta_info key"),
             len(self),
@@ -176,7 +180,7 @@ class DataProto:
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         popped = self.select(*(() if keys is None else keys for keys in taken))
         rest = self.select(
-            [name for name in self._tensors() if name not in popped],
+            [name for name in self.tensors() if name not in popped],
             [name for name in self.non_tensor_batch if name not in popped],
             [name for name in self.meta_info if name not in popped.meta_info],
         )
@@ -198,7 +202,7 @@ class DataProto:
                 f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
             )
         return _assemble(
-            {new_name.get(name, name): tensor for name, tensor in self._tensors().items()},
+            {new_name.get(name, name): tensor for name, tensor in self.tensors().items()},
             {new_name.get(name, name): array for name, array in self.non_tensor_batch.items()},
             self.meta_info,
             len(self),
@@ -213,7 +217,7 @@ class DataProto:
                 "both need the same rows in the same order"
             )
         return _assemble(
-            merged(self._tensors(), other._tensors(), "tensor column"),
+            merged(self.tensors(), other.tensors(), "tensor column"),
             merged(self.non_tensor_batch, other.non_tensor_batch, "object column"),
             merged(self.meta_info, other.meta_info, "meta_info"),
             max(len(self), len(other)),
@@ -222,7 +226,7 @@ class DataProto:
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
         """These columns added, in place of any that have their names."""
         kept = self.select(
-            [name for name in self._tensors() if name not in columns],
+            [name for name in self.tensors() if name not in columns],
             [name for name in self.non_tensor_batch if name not in columns],
         )
         return kept.union(DataProto.from_single_dict(columns))
@@ -351,16 +355,13 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         objects, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
-        tensors = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
         return _assemble(tensors, objects, meta_info, len(self))
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else cast("dict[str, torch.Tensor]", dict(self.batch.items()))
 
     def _parts(self) -> dict[str, Any]:
         """The arguments of `_assemble`, in its order."""
         return {
-            "batch": self._tensors(),
+            "batch": self.tensors(),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
             "rows": len(self),
@@ -381,7 +382,7 @@ class DataProto:
         on_array: Callable[[ObjectArray], ObjectArray],
         rows: int,
     ) -> DataProto:
-        tensors = {name: on_tensor(tensor) for name, tensor in self._tensors().items()}
+        tensors = {name: on_tensor(tensor) for name, tensor in self.tensors().items()}
         objects = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
         return _assemble(tensors, objects, self.meta_info, rows)
 

@@ -17,7 +17,7 @@ class Message:
 
     role: str
     content: str | list[dict[str, Any]]
-    fields: Mapping[str, Any] = field(default_factory=dict)  # name, tool_calls, tool_call_id, ... as templates know them
+    fields: Mapping[str, Any] = field(default_factory=dict)  # name, tool_calls, ... as templates know them
 
     def to_dict(self) -> dict[str, Any]:
         """The dict that `tokenizer.apply_chat_template` takes."""
@@ -78,10 +78,15 @@ class Trajectory:
     reward: float | None = None
     accuracy: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    token_rewards: tuple[float, ...] | None = None  # one a response token, where the reward gave them; `reward` is their sum
+    token_rewards: tuple[float, ...] | None = None  # one a response token, if given; `reward` is their sum
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # what was said after the prompt: answers, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # what an environment reports: columns by name
+
+    @property
+    def score(self) -> float:
+        """What it was paid in all, by the reward function and by its environment; 0 where it failed."""
+        return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 def micro_batches(lengths: Sequence[int], max_tokens: int, *, packing: bool, block: int = 1) -> list[list[int]]:
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
-    Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that padding
-    inside the model's attention (and outside, where rows are padded) stays small. `block` consecutive rows stay together.
-    Rows of length 0 cost nothing and are left out.
+    Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
+    padding inside the model's attention (and outside, where rows are padded) stays small. `block` consecutive rows stay
+    together. Rows of length 0 cost nothing and are left out.
     """
     blocks = [list(range(start, min(start + block, len(lengths)))) for start in range(0, len(lengths), block)]
     blocks = [rows for rows in blocks if any(lengths[row] for row in rows)]

@@ -22,8 +22,8 @@ from whet.protocol import DataProto
 class SingleEngine:
     """A model, its optimizer, and the loop over micro-batches.
 
-    With a `process_group`, every rank holds a replica and its own shard of each mini-batch: counts and gradients are summed
-    over the ranks, so that N ranks take the step that one would.
+    With a `process_group`, every rank holds a replica and its own shard of each mini-batch: counts and gradients are
+    summed over the ranks, so that N ranks take the step that one would.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class SingleEngine:
         self.steps_done = 0
         self._optim_settings = optim
         self.optimizer = adamw(model, optim) if optim is not None else None
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.requires_grad and optim is not None)
+        if optim is None:
+            model.requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient, in row order."""
-        columns = _columns(batch)
+        columns = batch.tensors()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training = self.model.training
         self.model.eval()
@@ -64,9 +64,8 @@ class SingleEngine:
         return outputs
 
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`; without a token that counts, none, and `empty_updates` says so."""
-        optimizer = self._require_optimizer()
-        columns = _columns(batch)
+        """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says."""
+        optimizer, columns = self._require_optimizer(), batch.tensors()
         counts = self._sum_over_ranks(objective.counts(columns))
         metrics = Metrics()
         if not any(bool(count > 0) for count in counts.values()):
@@ -123,7 +122,8 @@ class SingleEngine:
     def _split(self, columns: Columns, block: int) -> list[list[int]]:
         counted = columns["response_mask"].bool().any(1)
         lengths = (columns["attention_mask"].sum(1) * counted).tolist()
-        return micro_batches(lengths, self.max_tokens_per_micro_batch, packing=self.forward_settings.packing, block=block)
+        packing = self.forward_settings.packing
+        return micro_batches(lengths, self.max_tokens_per_micro_batch, packing=packing, block=block)
 
     def _sum_over_ranks(self, counts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.process_group is not None:
@@ -154,8 +154,3 @@ class SingleEngine:
     def _require_settings(self) -> OptimSettings:
         assert self._optim_settings is not None
         return self._optim_settings
-
-
-def _columns(batch: DataProto) -> dict[str, torch.Tensor]:
-    assert batch.batch is not None
-    return dict(batch.batch.items())

@@ -47,11 +47,12 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], as transformers' attention interface has it."""
     if softcap is not None or s_aux is not None:
-        raise ModelError("this model caps its attention scores or has attention sinks, which whet's attention does not do yet")
+        raise ModelError("this model caps its attention scores or has attention sinks, which whet does not do yet")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if paged is not None:
-        flat = (x[0].transpose(0, 1) for x in (query, key, value))
-        return paged.attend(module.layer_idx, *flat, scale, sliding_window or 0)[None], None  # type: ignore[arg-type]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = paged.attend(module.layer_idx, query, key, value, scale, sliding_window or 0)  # type: ignore[arg-type]
+        return out[None], None
     if packed is not None:
         query, key, value = (packed.pad(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))
     out = _causal(query, key, value, scale, dropout, sliding_window).transpose(1, 2)

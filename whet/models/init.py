@@ -29,6 +29,7 @@ from transformers import (
 
 from whet.errors import ConfigError
 from whet.keyed import key
+from whet.models.load import without_weight_bars
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ def init_model(
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=list(end_ids.values()), pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(out)
+    with without_weight_bars():
+        model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     logger.info(
         "%s: %s with %.1f M parameters, %d embedding rows, %d tokens in the tokenizer",

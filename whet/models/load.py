@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
 from whet.models import attention
 from whet.models.value_head import ValueModel
 
-# Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities than they do.
+# Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities.
 CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -22,11 +32,14 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     config = load_config(path)
     changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
     if changed:
-        raise ModelError(f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet")
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention.NAME
+        raise ModelError(
+            f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet"
         )
+    try:
+        with without_weight_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation=attention.NAME
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
     return model
@@ -34,7 +47,9 @@ def load_policy(path: str | Path) -> PreTrainedModel:
 
 def load_value_model(path: str | Path) -> ValueModel:
     """A value model whose body is the language model at `path`.  Raises: ModelError."""
-    return ValueModel(load_policy(path).base_model)
+    body = load_policy(path).base_model
+    assert isinstance(body, PreTrainedModel)
+    return ValueModel(body)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -44,7 +59,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no tokenizer could be loaded from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer at {path} has no end token, so no answer would end; set eos_token in its config")
+        raise ModelError(f"the tokenizer at {path} has no end token: no answer would end; set eos_token in its config")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -59,12 +74,30 @@ def load_config(path: str | Path) -> Any:
         raise ModelError(f"{path} has no readable model config{hint}: {error}") from error
 
 
+def load_generation_config(path: str | Path) -> GenerationConfig | None:
+    """The generation config at `path`, None where a model has none of its own."""
+    try:
+        config: GenerationConfig = GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+    return config
+
+
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's, and those of the model's generation config where it has one."""
-    from transformers import GenerationConfig
-
     found = {tokenizer.eos_token_id}
-    if (Path(path) / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    generation = load_generation_config(path)
+    if generation is not None:
+        eos = generation.eos_token_id
         found.update(eos if isinstance(eos, list) else [eos])
     return tuple(sorted(token for token in found if token is not None))
+
+
+@contextmanager
+def without_weight_bars() -> Iterator[None]:
+    """transformers draws no bars over tensors and files for as long as the block lasts; downloads keep theirs."""
+    before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)

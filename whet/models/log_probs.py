@@ -29,9 +29,9 @@ def token_statistics(
 ) -> TokenStatistics:
     """Statistics of `targets` [N] under softmax((hidden weight^T + bias) / temperature).
 
-    hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once, in forward and in
-    backward, which computes them again. Matrix products run in hidden's dtype, everything after them in float32 at least.
-    With temperature 0 (greedy) the distribution is that of temperature 1.
+    hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once, in forward and
+    in backward, which computes them again. Matrix products run in hidden's dtype, everything after them in float32 at
+    least. With temperature 0 (greedy) the distribution is that of temperature 1.
     """
     log_probs, entropies, squares = _TokenStatistics.apply(
         hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared
@@ -64,9 +64,7 @@ class _TokenStatistics(torch.autograd.Function):
                 disorder = log_sum - (pi * logits).sum(-1) if entropy else none
                 squares = pi.square().sum(-1) if sum_pi_squared else none
                 results.append(torch.stack([chosen, disorder, squares, log_sum]))
-        log_probs, entropies, squared, log_sums = (
-            torch.cat(results, dim=1) if results else hidden.new_zeros(4, 0, dtype=torch.float32)
-        ).unbind(0)
+        log_probs, entropies, squared, log_sums = torch.cat(results, dim=1).unbind(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(squared)

@@ -37,21 +37,22 @@ def model_outputs(
 ) -> dict[str, torch.Tensor]:
     """The outputs in `needs`, each [B, R] float32, zero where `response_mask` is 0; differentiable.
 
-    `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy` and
-    `sum_pi_squared`, a ValueModel for `values`.  Raises: EngineError naming an output that the model does not have.
+    `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`
+    and `sum_pi_squared`, a ValueModel for `values`.  Raises: EngineError naming an output that the model does not have.
     """
     offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
     if not needs <= offered:
-        raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {', '.join(sorted(needs - offered))}")
+        missing = ", ".join(sorted(needs - offered))
+        raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
     where = layout(batch)
+    body = model.body if isinstance(model, ValueModel) else model
+    assert isinstance(body, PreTrainedModel)
     device_type = where.input_ids.device.type
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
-        hidden = hidden_states(model.body if isinstance(model, ValueModel) else model, where, settings.packing)
-        hidden = hidden.index_select(0, where.states)
+        hidden = hidden_states(body, where, settings.packing).index_select(0, where.states)
         if isinstance(model, ValueModel):
             return {"values": where.to_columns(model.values(hidden))}
-    assert isinstance(model, PreTrainedModel)
-    head = model.get_output_embeddings()
+    head = body.get_output_embeddings()
     statistics = token_statistics(
         hidden.to(settings.dtype),
         head.weight,
@@ -69,9 +70,8 @@ def hidden_states(model: PreTrainedModel, where: Layout, packing: bool) -> torch
     """The last hidden state after each of the T real tokens, [T, H]."""
     body = model.base_model
     if packing:
-        out = body(
-            input_ids=where.input_ids[None], position_ids=where.position_ids[..., None, :], use_cache=False, packed=where
-        )
+        positions = where.position_ids[..., None, :]  # [1, T], or [3, 1, T]
+        out = body(input_ids=where.input_ids[None], position_ids=positions, use_cache=False, packed=where)
         flat: torch.Tensor = out.last_hidden_state[0]
         return flat
     positions = where.position_ids

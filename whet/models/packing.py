@@ -2,8 +2,8 @@
 """Rows of a batch as the model reads them, and the one place where states and tokens are shifted by one.
 
 A batch row is [left padding | prompt | response | right padding]. The model reads only its real tokens, either packed
-(all rows end to end, no padding at all) or padded (each row from the left edge, padding to its right). Both need a causal
-mask alone: padding comes after everything that is read.
+(all rows end to end, no padding at all) or padded (each row from the left edge, padding to its right). Both need a
+causal mask alone: padding comes after everything that is read.
 """
 
 from __future__ import annotations

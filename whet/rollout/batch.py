@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from whet.errors import DataError
 from whet.protocol import DataProto
 from whet.types import Group, Trajectory, Turn
 
@@ -37,6 +39,13 @@ class Row:
         self._append(turn.token_ids, [1] * count, turn.log_probs, [turn_id] * count, [turn.policy_version] * count)
         self.scores[-1] += turn.reward
 
+    def pay(self, rewards: Sequence[float]) -> None:
+        """Adds one reward a response token; one on text that was only read is paid for the token sampled before it."""
+        sampled_last = 0
+        for position, (sampled, reward) in enumerate(zip(self.mask, rewards, strict=True)):
+            sampled_last = position if sampled else sampled_last
+            self.scores[sampled_last] += reward
+
     def _append(
         self,
         token_ids: Sequence[int],
@@ -56,7 +65,7 @@ class Row:
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """A trajectory's rows: a turn whose context continues the row before it goes on in it, any other starts a row.
 
-    The trajectory's reward is on the last sampled token of its last row; rewards by token are where they were given.
+    The trajectory's reward is on the last sampled token of its last row; rewards by token are for that row's tokens.
     """
     rows: list[Row] = []
     so_far: tuple[int, ...] = ()
@@ -70,8 +79,8 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     if trajectory.failure is not None:
         for row in rows:
             row.mask, row.scores = [0] * len(row.mask), [0.0] * len(row.mask)
-    elif trajectory.token_rewards is not None and len(rows) == 1:
-        rows[0].scores = [a + b for a, b in zip(rows[0].scores, trajectory.token_rewards, strict=True)]
+    elif trajectory.token_rewards is not None and rows:
+        rows[-1].pay(trajectory.token_rewards)
     elif trajectory.reward is not None and rows:
         rows[-1].scores[-1] += trajectory.reward
     return rows
@@ -82,9 +91,11 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
 
     `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
     A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
+    Raises: DataError for a name in `columns` that no trajectory reports.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rows, owners = [], []
+    rows: list[Row] = []
+    owners: list[Trajectory] = []
     for trajectory in trajectories:
         own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids)]
         for row in own:
@@ -93,13 +104,25 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         rows += own
         owners += [trajectory] * len(own)
 
+    part_names = sorted({name for trajectory in trajectories for name in trajectory.parts})
+    tensors = _token_columns(rows, pad_token_id) | _trajectory_columns(owners, part_names)
+    tensors |= {name: _reported(name, owners) for name in columns}
+    objects: dict[str, list[Any]] = {
+        "uid_name": [t.prompt.uid for t in owners],
+        "trajectory_uid_name": [t.uid for t in owners],
+        "data_source": [t.prompt.data_source for t in owners],
+        "error": [t.failure for t in owners],
+    }
+    return DataProto.from_dict(tensors, objects, {"reward_part_names": part_names})
+
+
+def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """What is said of tokens: [B, P], [B, R] and [B, L]."""
     prompts, prompt_mask = _pad_left([row.prompt_ids for row in rows], pad_token_id)
     responses = _pad([row.response_ids for row in rows], pad_token_id, torch.int64)
     real = _pad([[1] * len(row.response_ids) for row in rows], 0, torch.int64)
     attention_mask = torch.cat([prompt_mask, real], 1)
-    group_ids = {name: index for index, name in enumerate(dict.fromkeys(group.prompt.uid for group in groups))}
-    trajectory_ids = {name: index for index, name in enumerate(dict.fromkeys(t.uid for t in trajectories))}
-    tensors = {
+    return {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
@@ -110,24 +133,35 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         "policy_version": _pad([row.versions for row in rows], 0, torch.int32),
         "rollout_log_probs": _pad([row.log_probs for row in rows], 0.0, torch.float32),
         "token_level_scores": _pad([row.scores for row in rows], 0.0, torch.float32),
-        "uid": torch.tensor([group_ids[t.prompt.uid] for t in owners]),
-        "trajectory_uid": torch.tensor([trajectory_ids[t.uid] for t in owners]),
+    }
+
+
+def _trajectory_columns(owners: Sequence[Trajectory], part_names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What is said of the trajectory that each row belongs to: [B], and [B, K] for the reward's parts."""
+    columns = {
+        "uid": _numbered([t.prompt.uid for t in owners]),
+        "trajectory_uid": _numbered([t.uid for t in owners]),
         "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
     }
-    part_names = sorted({name for t in trajectories for name in t.parts})
     if part_names:
-        parts = [[t.parts.get(name, 0.0) for name in part_names] for t in owners]
-        tensors["reward_parts"] = torch.tensor(parts, dtype=torch.float32)
-    for name in columns:
-        values = [float(t.parts.get(name, t.fields.get(name, 0.0))) for t in owners]
-        tensors[name] = torch.tensor(values, dtype=torch.float32)
-    objects = {
-        "uid_name": [t.prompt.uid for t in owners],
-        "trajectory_uid_name": [t.uid for t in owners],
-        "data_source": [t.prompt.data_source for t in owners],
-        "error": [t.failure for t in owners],
-    }
-    return DataProto.from_dict(tensors, objects, {"reward_part_names": part_names})
+        columns["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
+    return columns
+
+
+def _numbered(names: Sequence[str]) -> torch.Tensor:
+    """[B] int64: each name's number in the order of first appearance."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names])
+
+
+def _reported(name: str, owners: Sequence[Trajectory]) -> torch.Tensor:
+    """[B]: the number that the reward or the environment reports under `name`."""
+    reported = [{**t.fields, **t.parts} for t in owners]
+    judged = [numbers for numbers, t in zip(reported, owners, strict=True) if t.failure is None]
+    if judged and not any(name in numbers for numbers in judged):
+        there = ", ".join(sorted({each for numbers in judged for each in numbers})) or "nothing"
+        raise DataError(f"reward.columns names {name!r}, which no answer of this step reports; they report {there}")
+    return torch.tensor([float(numbers.get(name, 0.0)) for numbers in reported])
 
 
 def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:

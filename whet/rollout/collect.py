@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes: the engine samples a turn for everyone who is not done, each environment answers its own, until all are done."""
+"""Episodes: the engine samples a turn for each that is not done, its environment answers, until all are done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +13,7 @@ from whet.data.chat import encode_continuation, encode_rendered
 from whet.environments.protocol import Environment, Observation
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
+from whet.rewards.adapter import describe
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
 
@@ -36,6 +37,11 @@ class Episode:
     def uid(self) -> str:
         """Names the trajectory in the run."""
         return f"{self.prompt.uid}:{self.sample}"
+
+    @property
+    def tokens_used(self) -> int:
+        """How long the response is so far, what the environment said included."""
+        return len(self.context_ids) - len(self.prompt.token_ids)
 
     def trajectory(self) -> Trajectory:
         """The episode as a value, not scored yet."""
@@ -87,10 +93,7 @@ class Collector:
             requests = [self._request(episode, params, step, purpose, turn) for episode in active]
             for episode, request, completion in zip(active, requests, self.generate(requests), strict=True):
                 self._answer(episode, request, completion)
-            active = [
-                episode for episode in active if len(episode.context_ids) < len(episode.prompt.token_ids) + params.max_new_tokens
-            ]
-            active = [episode for episode in active if episode.environment is not None]
+            active = [e for e in active if e.environment is not None and e.tokens_used < params.max_new_tokens]
         done = [episode.trajectory() for episode in episodes]
         return [done[start : start + n] for start in range(0, len(done), n)]
 
@@ -98,24 +101,23 @@ class Collector:
         episode = Episode(prompt, sample, None, prompt.token_ids)
         try:
             episode.environment = self._make(prompt, **self._options)
-        except Exception as error:  # noqa: BLE001  # other people's code
-            episode.failure = Failure("environment", f"{type(error).__name__}: {error}")
+        except Exception as error:  # other people's code
+            episode.failure = Failure("environment", describe(error))
         return episode
 
     def _request(self, episode: Episode, params: SamplingParams, step: int, purpose: str, turn: int) -> Request:
-        left = params.max_new_tokens - (len(episode.context_ids) - len(episode.prompt.token_ids))
         draw = key(self.seed, purpose, step, episode.prompt.uid, episode.sample, turn)
+        left = params.max_new_tokens - episode.tokens_used
         return Request(episode.context_ids, replace(params, max_new_tokens=left), draw)
 
     def _answer(self, episode: Episode, request: Request, completion: Completion) -> None:
-        """Appends the turn, lets the environment answer it, and sets the context of the next turn, or ends the episode."""
+        """Appends the turn, lets the environment answer, and sets the next turn's context, or ends the episode."""
         assert episode.environment is not None
-        text = self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
-        observation = Observation(done=True)
+        text = cast(str, self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
         try:
             observation = episode.environment.step(text)
-        except Exception as error:  # noqa: BLE001  # other people's code
-            episode.failure = Failure("environment", f"{type(error).__name__}: {error}")
+        except Exception as error:  # other people's code
+            observation, episode.failure = Observation(done=True), Failure("environment", describe(error))
         turn = Turn(
             context_ids=request.token_ids,
             token_ids=completion.token_ids,

@@ -37,7 +37,8 @@ class HFEngine:
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes an own module of the same shape in the rollout dtype."""
-        self._module = copy.deepcopy(module).to(self.dtype).eval()
+        # mypy takes transformers' decorated `to` for a plain function
+        self._module = copy.deepcopy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
         """Does nothing: the cache lives only during `generate`."""

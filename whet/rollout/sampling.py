@@ -50,13 +50,19 @@ class SamplingState:
     def rows(self, index: torch.Tensor) -> SamplingState:
         """The columns of some of the requests."""
         return SamplingState(
-            *(x[index] for x in (self.keys, self.temperature, self.greedy, self.top_p, self.top_k, self.stop_ids, self.limits)),
+            keys=self.keys[index],
+            temperature=self.temperature[index],
+            greedy=self.greedy[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            stop_ids=self.stop_ids[index],
+            limits=self.limits[index],
             plain=self.plain,
         )
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[S] float32 in [0, 1): a hash of each row's key and position (the finaliser of splitmix64, Steele et al. 2014)."""
+    """[S] float32 in [0, 1): a hash of each row's key and position (splitmix64's finaliser, Steele et al. 2014)."""
     x = keys + (positions + 1) * -7046029254386353131  # the golden ratio's 64 bits, as a signed number
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -71,7 +71,8 @@ class Taken:
 class Rollouts:
     """Complete, scored, filtered groups.
 
-    Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills.
+    Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills; where it leaves
+    none at all, groups that it dropped, which teach nothing but keep the run going.
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
     """
 
@@ -144,15 +145,16 @@ class Rollouts:
         outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
         scored = list(trajectories)
         for index, outcome in zip(alive, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                scored[index] = replace(scored[index], failure=outcome)
-                continue
-            scored[index] = replace(
-                scored[index],
-                reward=outcome.reward,
-                accuracy=outcome.accuracy,
-                parts=outcome.parts,
-                token_rewards=outcome.token_rewards,
+            scored[index] = (
+                replace(scored[index], failure=outcome)
+                if isinstance(outcome, Failure)
+                else replace(
+                    scored[index],
+                    reward=outcome.reward,
+                    accuracy=outcome.accuracy,
+                    parts=outcome.parts,
+                    token_rewards=outcome.token_rewards,
+                )
             )
         return scored
 
@@ -162,7 +164,7 @@ class Rollouts:
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
-            solution_str=self.tokenizer.decode(list(response_ids), skip_special_tokens=True),
+            solution_str=cast(str, self.tokenizer.decode(list(response_ids), skip_special_tokens=True)),
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
             prompt_str=last if isinstance(last, str) else str(last),
@@ -179,5 +181,10 @@ class Rollouts:
 
 
 def _metric(trajectory: Trajectory, name: str) -> float:
-    found = {"accuracy": trajectory.accuracy, "reward": trajectory.reward, **trajectory.parts}.get(name)
-    return found if found is not None else 0.0
+    numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
+    if name not in numbers:
+        raise DataError(
+            f"algorithm.filter.metric={name}, which the reward does not report for {trajectory.uid}; "
+            f"it reports {', '.join(sorted(numbers))}"
+        )
+    return numbers[name]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
 from whet.protocol import DataProto
+from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
 from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.tracker import Trackers
@@ -58,6 +59,7 @@ class SFTRun:
     metrics_file: JsonlTracker
     timings_file: JsonlTracker
     trackers: Trackers
+    callbacks: Sequence[Callable[[SFTRun], None]] = ()  # after every step
     step: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -70,12 +72,22 @@ class SFTRun:
                 chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
                 metrics.merge(self.roles["actor"].update(to_batch(chosen, self._pad_token_id), ImitationObjective()))
             self.step += 1
-            is_last = self.step == self.total_steps
-            if self.val_examples and (is_last or (trainer.val_freq > 0 and self.step % trainer.val_freq == 0)):
+            if self.val_examples and (self.is_last or (trainer.val_freq > 0 and self.step % trainer.val_freq == 0)):
                 metrics.merge(self.validate())
             self.log(metrics)
-            if is_last or (trainer.save_freq > 0 and self.step % trainer.save_freq == 0):
+            for callback in self.callbacks:
+                callback(self)
+            if self.is_last or (trainer.save_freq > 0 and self.step % trainer.save_freq == 0):
                 self.save()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step just done is the last one."""
+        return self.step == self.total_steps
+
+    def stop(self) -> None:
+        """Makes the step just done the last one: for callbacks."""
+        self.total_steps = self.step
 
     def validate(self) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
@@ -126,8 +138,15 @@ class SFTRun:
         return self.tokenizer.pad_token_id
 
 
-def train_sft(config: SFTConfig, *, data: Sequence[Mapping[str, Any]] | None = None) -> SFTRun:
+def train_sft(
+    config: SFTConfig,
+    *,
+    data: Sequence[Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Callable[[SFTRun], None]] = (),
+) -> SFTRun:
     """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
+
+    `callbacks` come before those that `trainer.callbacks` names.
 
     Raises: WhetError for everything that a user can mend.
     """
@@ -159,6 +178,7 @@ def train_sft(config: SFTConfig, *, data: Sequence[Mapping[str, Any]] | None = N
         metrics_file=JsonlTracker(run_dir / "metrics.jsonl"),
         timings_file=JsonlTracker(run_dir / "timings.jsonl"),
         trackers=Trackers(shown),
+        callbacks=[*callbacks, *(load_target(path) for path in config.trainer.callbacks)],
     )
     try:
         if found is not None:

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet quickstart`: data, model, warm-up, RL, evaluation and export in three minutes, from nothing and on a CPU."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import whet
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.data.prompts import PromptFormat
+from whet.data.supervised import build_examples
+from whet.keyed import key
+from whet.models.init import init_model
+from whet.models.load import load_tokenizer
+from whet.tracking.console import shared_console
+from whet.tracking.plot import Series, plot_learning_curve
+from whet.trainers.build import train
+from whet.trainers.export import export
+from whet.trainers.run import Run
+from whet.trainers.sft import SFTRun, to_batch, train_sft
+
+NUM_HELD_OUT = 512
+NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
+CHECK_EVERY = 10  # steps
+WARM_ENOUGH = 0.24  # mean probability of the right answer
+MISTAKES = 0.05  # share of warm-up answers with a wrong digit: what imitation cannot tell apart, RL will
+Rows = Sequence[dict[str, str]]
+
+
+def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
+    """Runs all stages, shows what came out, and returns what it also writes to summary.json.
+
+    An earlier quickstart in `run_dir` is replaced.
+    """
+    started, console = time.time(), shared_console()
+    shutil.rmtree(run_dir, ignore_errors=True)
+    console.rule(f"whet {whet.__version__} quickstart: a small model learns to add, seed {seed}")
+    train_rows, held_out = write_problems(run_dir, seed)
+    console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
+    alphabet = "0123456789+="
+    init_model(run_dir / "model", "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed)
+    console.print(f"2  a Qwen3 model with random weights and a tokenizer of {len(alphabet)} characters, in {run_dir}/model")
+
+    console.print("3  supervised warm-up on answers of which one in twenty is wrong")
+    warm_up(run_dir, seed, train_rows)
+    sft_model = export(run_dir / "sft", run_dir / "sft_model")
+
+    console.print("4  reinforcement learning (GRPO) from right and wrong alone")
+    rl_started = time.time()
+    run = reinforce(run_dir, seed, sft_model)
+    assert run.first_update_at is not None
+    exported = export(run_dir / "rl", run_dir / "rl_model")
+
+    examples = read_back(run_dir, exported, held_out)
+    accuracies = [(record["step"], record["val/accuracy"]) for record in run.history if "val/accuracy" in record]
+    summary = {
+        "sft_accuracy": accuracies[0][1],
+        "rl_accuracy": accuracies[-1][1],
+        "seconds_total": round(time.time() - started, 1),
+        "seconds_to_first_rl_step": round(run.first_update_at - rl_started, 1),
+        "steps": run.total_steps,
+        "seed": seed,
+        "held_out_problems": len(held_out),
+        "versions": {
+            "whet": whet.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+    curve = plot(run_dir, run, accuracies)
+    show(console, summary, examples, run_dir, curve)
+    return summary
+
+
+def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
+    """Every addition of two two-digit numbers once, in train.jsonl or in held_out.jsonl."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(key(seed, "quickstart split")).shuffle(pairs)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    run_dir.mkdir(parents=True)
+    for name, part in (("held_out", rows[:NUM_HELD_OUT]), ("train", rows[NUM_HELD_OUT:])):
+        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
+
+
+def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
+    """SFT until the right answer's mean probability on some training problems is `WARM_ENOUGH`."""
+    draw = random.Random(key(seed, "quickstart mistakes"))
+    imitated = [{"prompt": row["prompt"], "response": _with_mistake(row["answer"], draw)} for row in rows]
+    checked = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows[:NUM_CHECKED]]
+    tokenizer = load_tokenizer(run_dir / "model")
+    examples = build_examples(checked, PromptFormat(tokenizer, apply_chat_template=False)).examples
+    assert isinstance(tokenizer.pad_token_id, int)
+    batch = to_batch(examples, tokenizer.pad_token_id)
+
+    def stop_when_warm(run: SFTRun) -> None:
+        if run.step % CHECK_EVERY == 0:
+            log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
+            if float(log_probs.sum(1).exp().mean()) >= WARM_ENOUGH:
+                run.stop()
+
+    overrides = {
+        "model.path": str(run_dir / "model"),
+        "trainer.run_dir": str(run_dir / "sft"),
+        "trainer.seed": seed,
+    }
+    config = load_config(SFTConfig, "quickstart_sft", overrides, given={"data"}).config
+    return train_sft(config, data=imitated, callbacks=[stop_when_warm])
+
+
+def reinforce(run_dir: Path, seed: int, model: Path) -> Run:
+    """GRPO by the recipe `quickstart`, validated on the held-out problems before, during and after."""
+    overrides = {
+        "model.path": str(model),
+        "data.train_files": [str(run_dir / "train.jsonl")],
+        "data.val_files": [str(run_dir / "held_out.jsonl")],
+        "trainer.run_dir": str(run_dir / "rl"),
+        "trainer.seed": seed,
+    }
+    return train(load_config(TrainConfig, "quickstart", overrides).config)
+
+
+def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, str, str, str]]:
+    """Three problems that were wrong before (prompt, right, before, after), the last by plain transformers."""
+    first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
+    before = [json.loads(line) for line in first.read_text().splitlines()]
+    wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    shown = []
+    for row, answer in wrong[:3]:
+        ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+        after = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        shown.append((row["prompt"], row["answer"], answer["response"].replace(tokenizer.eos_token, ""), after))
+    return shown
+
+
+def plot(run_dir: Path, run: Run, accuracies: Sequence[tuple[int, float]]) -> Path:
+    """The learning curve: reward of every step, accuracy on the held-out problems now and then."""
+    rewards = [(record["step"], record["critic/score/mean"]) for record in run.history if "critic/score/mean" in record]
+    path = run_dir / "learning_curve.png"
+    series = [
+        Series("reward, training problems", [step for step, _ in rewards], [value for _, value in rewards]),
+        Series("accuracy, held-out problems", [s for s, _ in accuracies], [a for _, a in accuracies], markers=True),
+    ]
+    plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="share right")
+    return path
+
+
+def show(
+    console: Console, summary: dict[str, Any], examples: Sequence[tuple[str, str, str, str]], run_dir: Path, curve: Path
+) -> None:
+    """What a newcomer sees at the end."""
+    table = Table(title="held-out problems before and after RL")
+    for name in ("problem", "answer", "before", "after"):
+        table.add_column(name, justify="right")
+    for row in examples:
+        table.add_row(*row)
+    table.add_section()
+    count = f"all {summary['held_out_problems']}"
+    table.add_row(count, "right", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
+    console.print(table)
+    console.print(
+        f"{summary['seconds_total']:.0f} s in all; the first RL step came {summary['seconds_to_first_rl_step']:.0f} s "
+        f"after that stage began.\n\n"
+        f"learning curve   {curve}\n"
+        f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
+        f"every answer     {run_dir}/rl/rollouts/\n"
+        f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
+        "What to try next\n"
+        "  whet config train quickstart                       what this run was, and where each value came from\n"
+        f"  whet train quickstart model.path={run_dir}/sft_model data.train_files={run_dir}/train.jsonl \\\n"
+        f"      data.val_files={run_dir}/held_out.jsonl algorithm.adv_estimator=rloo\n"
+        "  whet algorithms                                    what else there is\n"
+        "  whet init-model --arch qwen2.5 --size tiny my_model\n"
+        "  whet train gsm8k model.path=my_model data.train_files=.../gsm8k/train.jsonl data.val_files=.../gsm8k/test.jsonl",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _with_mistake(answer: str, draw: random.Random) -> str:
+    """The answer, or now and then the answer with one digit replaced."""
+    if draw.random() >= MISTAKES:
+        return answer
+    at = draw.randrange(len(answer))
+    return answer[:at] + draw.choice("0123456789") + answer[at + 1 :]
