@@ -145,22 +145,15 @@ class Rollouts:
         outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
         scored = list(trajectories)
         for index, outcome in zip(alive, outcomes, strict=True):
-            scored[index] = (
-                replace(scored[index], failure=outcome)
-                if isinstance(outcome, Failure)
-                else replace(
-                    scored[index],
-                    reward=outcome.reward,
-                    accuracy=outcome.accuracy,
-                    parts=outcome.parts,
-                    token_rewards=outcome.token_rewards,
-                )
-            )
+            scored[index] = _judged(scored[index], outcome)
         return scored
 
     def _item(self, trajectory: Trajectory) -> RewardItem:
         prompt = trajectory.prompt
         response_ids = tuple(rows_of(trajectory)[-1].response_ids)
+        # One turn was decoded already, for its environment.
+        is_single = len(trajectory.turns) == 1 and len(trajectory.messages) == 1
+        text = trajectory.messages[0].content if is_single else self.tokenizer.decode(list(response_ids), skip_special_tokens=True)
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
@@ -178,6 +171,18 @@ class Rollouts:
         name = self.group_filter.metric
         values = [_metric(trajectory, name) for trajectory in group.trajectories if trajectory.failure is None]
         return self.group_filter.keeps(values, **self.group_filter.options)
+
+
+def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
+    if isinstance(outcome, Failure):
+        return replace(trajectory, failure=outcome)
+    return replace(
+        trajectory,
+        reward=outcome.reward,
+        accuracy=outcome.accuracy,
+        parts=outcome.parts,
+        token_rewards=outcome.token_rewards,
+    )
 
 
 def _metric(trajectory: Trajectory, name: str) -> float:

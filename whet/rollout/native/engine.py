@@ -23,6 +23,7 @@ from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.scheduler import Admitted, Scheduler, SharedPrompt
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
+from whet.types import FinishReason
 
 MIN_ROWS = 16
 PREFILL_TOKENS = 4096  # prompts computed together; a longer one is computed alone
@@ -80,15 +81,14 @@ class Running:
         ended = stopped | (self.counts >= self.own.limits)
         if not bool(ended.any()):
             return {}
+        slots, counts = self.slots[ended], self.counts[ended].tolist()
+        columns = (self.index[ended].tolist(), slots.tolist(), counts, stopped[ended].tolist())
+        longest = max(counts)
+        tokens, log_probs = self.out_tokens[slots, :longest].tolist(), self.out_log_probs[slots, :longest].tolist()
         done: dict[int, tuple[Completion, list[int]]] = {}
-        for row in ended.nonzero().flatten().tolist():
-            index, slot, count = int(self.index[row]), int(self.slots[row]), int(self.counts[row])
-            completion = Completion(
-                tuple(self.out_tokens[slot, :count].tolist()),
-                tuple(self.out_log_probs[slot, :count].tolist()),
-                "stop" if stopped[row] else "length",
-                version,
-            )
+        for index, slot, count, stop, ids, values in zip(*columns, tokens, log_probs, strict=True):
+            reason: FinishReason = "stop" if stop else "length"
+            completion = Completion(tuple(ids[:count]), tuple(values[:count]), reason, version)
             done[index] = (completion, self.blocks.pop(index))
             self._free_slots.append(slot)
         going_on = ~ended
