@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from whet.config import TrainConfig
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
@@ -25,7 +30,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "qwen3"
     return init_model(
-        folder, "qwen3", "nano", alphabet="0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>", num_layers=2, max_position_embeddings=512
+        folder,
+        "qwen3",
+        "nano",
+        alphabet="0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>",
+        num_layers=2,
+        max_position_embeddings=512,
     )
 
 
@@ -34,4 +44,37 @@ def qwen25_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2.5 model (biases, untied kv heads) with a byte-level tokenizer."""
     from whet.models.init import init_model
 
-    return init_model(tmp_path_factory.mktemp("models") / "qwen25", "qwen2.5", "nano", num_layers=2, max_position_embeddings=512)
+    return init_model(
+        tmp_path_factory.mktemp("models") / "qwen25", "qwen2.5", "nano", num_layers=2, max_position_embeddings=512
+    )
+
+
+@pytest.fixture
+def train_config(model_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A config of a run in `tmp_path` that takes a second, with overrides; reward and data are given as objects."""
+    from whet.config import TrainConfig, load_config
+
+    def make(overrides: dict[str, Any] | None = None) -> TrainConfig:
+        small: dict[str, Any] = {
+            "model.path": str(model_folder),
+            "data.apply_chat_template": False,
+            "data.train_batch_size": 4,
+            "data.max_prompt_length": 16,
+            "data.max_response_length": 6,
+            "rollout.n": 4,
+            "reward.num_workers": 0,
+            "actor.optim.lr": 1e-3,
+            "trainer.total_steps": 2,
+            "trainer.val_freq": -1,
+            "trainer.logger": ["jsonl"],
+            "trainer.run_dir": str(tmp_path / "run"),
+        }
+        return load_config(TrainConfig, None, small | (overrides or {}), given={"reward", "data"}).config
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def additions() -> list[dict[str, str]]:
+    """Rows of a data set, in plain form."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(4)]

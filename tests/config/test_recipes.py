@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.config import EvalConfig, TrainConfig, aggregation, load_config, uses_critic
+from whet.config import EvalConfig, SFTConfig, TrainConfig, aggregation, load_config, uses_critic
 from whet.config.compose import SHIPPED, shipped_recipes
 
 
@@ -23,7 +23,7 @@ def given(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_can_be_used_as_it_is(name: str, given: list[str]) -> None:
-    schema = EvalConfig if name.endswith("_eval") else TrainConfig
+    schema = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
     loaded = load_config(schema, name, given)
     assert any(source.split(":")[0].endswith(f"recipes/{name}.yaml") for source in loaded.sources.values())
 

@@ -60,7 +60,9 @@ def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
 
 OBJECTIVES = [
     PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}),
-    PolicyObjective("gspo", {}, aggregation="seq-mean-token-mean", entropy_coef=0.01, kl_form="k3", kl_coef=0.1, temperature=0.8),
+    PolicyObjective(
+        "gspo", {}, aggregation="seq-mean-token-mean", entropy_coef=0.01, kl_form="k3", kl_coef=0.1, temperature=0.8
+    ),
     PolicyObjective("reinforce", {}, aggregation="seq-mean-token-sum-norm", fixed_length=20),
     ImitationObjective(),
 ]

@@ -21,9 +21,7 @@ def test_pairs_stay_together_and_a_large_one_goes_alone() -> None:
     assert micro_batches([1, 1, 9, 9, 2, 2], 6, packing=True, block=2) == [[2, 3], [4, 5, 0, 1]]
 
 
-@given(
-    st.lists(st.integers(0, 40), max_size=60), st.integers(1, 100), st.booleans(), st.integers(1, 4)
-)
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 100), st.booleans(), st.integers(1, 4))
 def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int, packing: bool, block: int) -> None:
     batches = micro_batches(lengths, budget, packing=packing, block=block)
     rows = [row for batch in batches for row in batch]

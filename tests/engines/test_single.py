@@ -102,7 +102,9 @@ def test_gradient_is_clipped_and_its_norm_before_that_is_told(model_folder: Path
     loose, tight = (engine(model_folder, suite.Variant(True, 64)) for _ in range(2))
     tight.grad_clip = 1e-3
     free = loose.update(suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"]
-    assert tight.update(suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"] == pytest.approx(free, rel=1e-6)
+    assert tight.update(suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"] == pytest.approx(
+        free, rel=1e-6
+    )
     grads = [p.grad for p in tight.model.parameters() if p.grad is not None]
     assert torch.stack([g.norm() for g in grads]).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -137,5 +139,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_folder: P
     of.forward_settings = ForwardSettings(dtype=torch.bfloat16)
     rounded = of.forward(suite.ragged_batch(), frozenset({"log_probs"}))["log_probs"]
     of.update(suite.ragged_batch(), PolicyObjective("reinforce"))
-    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in of.model.parameters())
+    assert all(
+        p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in of.model.parameters()
+    )
     assert 0 < (exact - rounded).abs().max() < 0.1

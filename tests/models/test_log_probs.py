@@ -33,7 +33,14 @@ def test_equals_softmax_of_all_logits(chunk: int, temperature: float, with_bias:
     hidden, weight, bias, targets = inputs()
     used_bias = bias if with_bias else None
     got = token_statistics(
-        hidden, weight, used_bias, targets, temperature=temperature, chunk_tokens=chunk, entropy=True, sum_pi_squared=True
+        hidden,
+        weight,
+        used_bias,
+        targets,
+        temperature=temperature,
+        chunk_tokens=chunk,
+        entropy=True,
+        sum_pi_squared=True,
     )
     log_pi = ((hidden @ weight.T + (bias if with_bias else 0)) / temperature).log_softmax(-1)
     torch.testing.assert_close(got.log_probs, log_pi.gather(1, targets[:, None])[:, 0])

@@ -36,7 +36,9 @@ def random_batch(rows: int = 5, prompt: int = 9, response: int = 12, seed: int =
     }
 
 
-def plain_log_probs(folder: Path, batch: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_log_probs(
+    folder: Path, batch: dict[str, torch.Tensor], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' own forward on the padded batch: log-probs and entropy [B, R]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -70,7 +72,11 @@ def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config.from_pretrained(model_folder)
-    config.use_sliding_window, config.sliding_window, config.layer_types = True, 4, ["sliding_attention", "full_attention"]
+    config.use_sliding_window, config.sliding_window, config.layer_types = (
+        True,
+        4,
+        ["sliding_attention", "full_attention"],
+    )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     batch = random_batch()
     with torch.no_grad():

@@ -52,7 +52,9 @@ def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedMo
 
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
-def test_tokens_are_those_that_sampling_draws(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, float]) -> None:
+def test_tokens_are_those_that_sampling_draws(
+    engine: RolloutEngine, model: PreTrainedModel, params: dict[str, float]
+) -> None:
     engine.attach(model, 0)
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
 
@@ -130,7 +132,7 @@ def test_empty_prompts_and_limits_are_refused(model: PreTrainedModel) -> None:
 def test_a_rollout_that_takes_too_long_is_named(model: PreTrainedModel) -> None:
     native = NativeEngine(deadline_seconds=0.0)
     native.attach(model, 0)
-    with pytest.raises(DeadlineError, match="answers; raise rollout.deadline_seconds"):
+    with pytest.raises(DeadlineError, match=r"answers; raise rollout\.deadline_seconds"):
         native.generate(suite.requests())
 
 
@@ -162,6 +164,6 @@ def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_decode_gives_the_same_log_probs(model: PreTrainedModel) -> None:
-    native = NativeEngine(compile=True)
+    native = NativeEngine(compile_decode=True)
     native.attach(model, 0)
     suite.check_log_probs(native, model, suite.requests())

@@ -30,7 +30,9 @@ def attend_from_scratch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (7, 1), (6, 2)])
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
 @pytest.mark.parametrize("window", [0, 5])
-def test_prefill_then_decode(function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int) -> None:
+def test_prefill_then_decode(
+    function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int
+) -> None:
     draw = torch.Generator().manual_seed(heads * dim)
     lengths = [1, 17, 40]
     data = [[torch.randn(n, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads)] for n in lengths]
@@ -40,7 +42,9 @@ def test_prefill_then_decode(function: Callable[..., torch.Tensor], heads: int, 
 
     def run(tokens: list[tuple[int, int]]) -> torch.Tensor:
         """The named (sequence, position)s, with two rows of padding."""
-        q, k, v = (torch.stack([data[s][i][p] for s, p in tokens] + [torch.ones_like(data[0][i][0])] * 2) for i in range(3))
+        q, k, v = (
+            torch.stack([data[s][i][p] for s, p in tokens] + [torch.ones_like(data[0][i][0])] * 2) for i in range(3)
+        )
         rows = torch.tensor([s for s, _ in tokens] + [-1, -1], dtype=torch.int32)
         positions = torch.tensor([p for _, p in tokens] + [0, 0])
         out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window)
@@ -60,7 +64,11 @@ def test_prefill_then_decode(function: Callable[..., torch.Tensor], heads: int, 
 def test_bfloat16_rounds_the_float32_result() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(40, h, 64, generator=draw).bfloat16() for h in (4, 2, 2))
-    tables, rows, positions = torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.zeros(40, dtype=torch.int32), torch.arange(40)
+    tables, rows, positions = (
+        torch.tensor([[0, 1, 2]], dtype=torch.int32),
+        torch.zeros(40, dtype=torch.int32),
+        torch.arange(40),
+    )
 
     def run(dtype: torch.dtype) -> torch.Tensor:
         keys, values = torch.empty(3, 2, 64, BLOCK_SIZE, dtype=dtype), torch.empty(3, 2, BLOCK_SIZE, 64, dtype=dtype)

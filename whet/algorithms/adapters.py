@@ -42,13 +42,19 @@ class PolicyLoss:
 
 
 def estimate(
-    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+    entry: Entry,
+    columns: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    supplied: Mapping[str, Any] | None = None,
+    *,
+    with_returns: bool = False,
 ) -> Estimate:
     """Advantages of all rows of a batch.
 
     Rows that share a `trajectory_uid` are laid end to end first, so that an estimator sees one row per trajectory: its
     reward counts once in the group, and reaches back over all its rows. `returns`, where an estimator reads it and the
-    batch has none, is the undiscounted reward-to-go.
+    batch has none, is the undiscounted reward-to-go; `with_returns` gives these out where the estimator gives none of
+    its own, for a critic to learn.
     Raises: RegistryError where a column is not there or the result is not finite advantages of the batch's shape;
     DataError where the rows of a trajectory contradict each other.
     """
@@ -60,10 +66,12 @@ def estimate(
         _refuse_batch(entry)
         wanted = {*entry.columns, "response_mask", "token_level_rewards"}
         seen = {name: layout.join(name, column) for name, column in columns.items() if name in wanted}
-    if "returns" in entry.columns and "returns" not in seen:
+    if "returns" not in seen and ("returns" in entry.columns or with_returns):
         seen["returns"] = reward_to_go(seen["token_level_rewards"], seen["response_mask"])
 
     advantages, returns, metrics = _parts(entry, call(entry, seen, options, supplied))
+    if returns is None and with_returns:
+        returns = seen["returns"]
     shape = seen["response_mask"].shape
 
     def finish(name: str, value: Any) -> Tensor:

@@ -16,6 +16,7 @@ from whet.config.schema import (
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
+    KLConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -124,7 +125,7 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
         case TrainConfig():
             return [*_shared_checks(config, given), *_algorithm_checks(config)]
         case SFTConfig():
-            return _shared_checks(config, given)
+            return [*_shared_checks(config, given), partial(_check_supervised, config.trainer)]
         case EvalConfig():
             return [
                 partial(_check_model, config.model),
@@ -154,6 +155,7 @@ def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> 
         partial(_check_reward, config.reward, environment, given),
         partial(_check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
         partial(_check_sampling, "rollout", config.rollout),
+        partial(_check_staleness, config.rollout),
     ]
 
 
@@ -165,6 +167,7 @@ def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(_check_options, ADV_ESTIMATORS, "algorithm.adv_estimator", estimator, algorithm.adv_options),
         partial(_check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
         partial(_check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
+        partial(_check_kl_controller, algorithm.kl),
         partial(_check_group, config),
         *([partial(_check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
         partial(aggregation, algorithm),
@@ -260,6 +263,27 @@ def _check_sampling(key: str, sampling: RolloutConfig | SamplingConfig) -> None:
             f"{key}.temperature=0 is greedy: all {sampling.n} answers to a prompt would be the same; "
             f"raise it, or set {key}.n=1"
         )
+
+
+def _check_staleness(rollout: RolloutConfig) -> None:
+    if rollout.max_staleness > 0:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness:g} lets samples lag behind the weights that they train, "
+            "but whet does not sample and train at the same time yet: it takes them in turn; set it to 0"
+        )
+
+
+def _check_kl_controller(kl: KLConfig) -> None:
+    if kl.controller == "adaptive" and kl.where != "reward":
+        raise ConfigError(
+            f"algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is "
+            f"{kl.where}; set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
+        )
+
+
+def _check_supervised(trainer: TrainerConfig) -> None:
+    if trainer.loop is not None:
+        raise ConfigError(f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`")
 
 
 def _check_group(config: TrainConfig) -> None:

@@ -338,7 +338,7 @@ class EvalConfig(Section):
     rollout: RolloutConfig = RolloutConfig(n=1, temperature=0.0)
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
-    output: str | None = Field(None, description="folder for answers.jsonl and summary.json; unset: beside the model")
+    output: str | None = Field(None, description="folder for answers.jsonl and summary.json; unset: none is written")
     seed: NonNegativeInt = Field(0, description="of every random draw")
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 

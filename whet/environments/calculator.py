@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from whet.environments.protocol import Observation
 from whet.registry import register_environment
 from whet.types import Message, Prompt
 
-OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+Number = int | float
+OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -36,19 +38,29 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / and brackets; an error's text where there is none."""
+    """The value of an arithmetic expression of numbers, + - * / and brackets; an error's text where there is none.
+
+    Integers are exact; anything else has up to 12 digits.
+    """
     try:
-        return f"{_value(ast.parse(expression.strip(), mode='eval').body):g}"
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        return f"error: {error}"
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        if not math.isfinite(value):
+            raise OverflowError
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except OverflowError:
+        return "error: too large"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two from expressions nested too deeply
+        return "error: not arithmetic"
 
 
-def _value(node: ast.expr) -> float:
+def _value(node: ast.expr) -> Number:
     match node:
-        case ast.Constant(value=int() | float() as number):
-            return float(number)
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")
+    raise ValueError(f"{type(node).__name__} is not arithmetic")

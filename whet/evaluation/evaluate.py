@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 from whet.config.checks import check_context
-from whet.config.schema import EvalConfig, SamplingConfig
+from whet.config.schema import EvalConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -21,7 +23,7 @@ from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
 from whet.trainers.build import build_collector, build_scorer, load_prompts, sampling_params
-from whet.trainers.run import readable
+from whet.trainers.run import write_answers
 from whet.trainers.workers import RolloutWorker
 from whet.types import Group
 
@@ -59,50 +61,46 @@ def evaluate(
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    scorer = build_scorer(config.reward, reward)
-    try:
+    with ExitStack() as started:
+        scorer = build_scorer(config.reward, reward)
+        started.callback(scorer.close)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
         prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.val_files))
-        prompts = prompts[: config.data.val_max_prompts]
         spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, config.model.path))
-        roles = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)
-        sampling = SamplingConfig(
-            temperature=config.rollout.temperature, top_p=config.rollout.top_p, top_k=config.rollout.top_k
-        )
-        params = sampling_params(sampling, config.data.max_response_length, stop_token_ids(config.model.path, tokenizer))
-        collector = build_collector(config, tokenizer, roles["rollout"].generate, config.seed)
-        rollouts = Rollouts(None, collector, scorer, tokenizer, n=config.rollout.n, params=params)
-        groups = rollouts.sample(prompts, config.rollout.n, params, step=0, metrics=Metrics(), purpose="evaluation")
-        roles["rollout"].close()
-    finally:
-        scorer.close()
+        engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+        started.callback(engine.close)
+        stop_ids = stop_token_ids(config.model.path, tokenizer)
+        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids)
+        collector = build_collector(config, tokenizer, engine.generate, config.seed)
+        n = config.rollout.n
+        rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params)
+        asked = prompts[: config.data.val_max_prompts]
+        groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
     evaluation = summarise(groups)
     if config.output is not None:
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        answers = [json.dumps(readable(a, tokenizer), ensure_ascii=False) for g in groups for a in g.trajectories]
-        (folder / "answers.jsonl").write_text("".join(line + "\n" for line in answers), encoding="utf-8")
+        write_answers(folder / "answers.jsonl", groups, tokenizer)
         (folder / "summary.json").write_text(json.dumps(evaluation.summary(), indent=1))
     return evaluation
 
 
 def summarise(groups: Sequence[Group]) -> Evaluation:
     """The numbers of judged answers."""
+    right = [[answer.accuracy or 0.0 for answer in group.trajectories] for group in groups]  # failed ones have none
     by_source: dict[str, list[float]] = defaultdict(list)
-    right: list[list[float]] = []
-    for group in groups:
-        right.append([(a.accuracy or 0.0) if a.failure is None else 0.0 for a in group.trajectories])
-        by_source[group.prompt.data_source].append(sum(right[-1]) / len(right[-1]))
+    for group, each in zip(groups, right, strict=True):
+        by_source[group.prompt.data_source].append(mean(each))
     answers = [answer for group in groups for answer in group.trajectories]
     return Evaluation(
         num_prompts=len(groups),
         n=len(groups[0].trajectories),
-        accuracy=sum(sum(each) / len(each) for each in right) / len(right),
-        best_accuracy=sum(max(each) >= 1.0 for each in right) / len(right),
-        reward=sum((a.reward or 0.0) if a.failure is None else 0.0 for a in answers) / len(answers),
-        mean_response_tokens=sum(len(turn.token_ids) for a in answers for turn in a.turns) / len(answers),
-        failures=sum(a.failure is not None for a in answers),
-        by_data_source={name: sum(values) / len(values) for name, values in sorted(by_source.items())},
+        accuracy=mean(mean(each) for each in right),
+        best_accuracy=mean(float(max(each) >= 1.0) for each in right),
+        reward=mean(answer.score for answer in answers),
+        mean_response_tokens=mean(sum(len(turn.token_ids) for turn in answer.turns) for answer in answers),
+        failures=sum(answer.failure is not None for answer in answers),
+        by_data_source={name: mean(each) for name, each in sorted(by_source.items())},
         groups=list(groups),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's attention for transformers models: one interface for training on packed rows and for decoding from a block cache.
+"""whet's attention for transformers models: one interface to train on packed rows and to decode from a block cache.
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. What to attend to comes by keyword
 through the model's forward: `packed=Layout` (rows end to end), `paged=PagedContext` (a block KV cache), or neither

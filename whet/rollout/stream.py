@@ -153,17 +153,20 @@ class Rollouts:
         response_ids = tuple(rows_of(trajectory)[-1].response_ids)
         # One turn was decoded already, for its environment.
         is_single = len(trajectory.turns) == 1 and len(trajectory.messages) == 1
-        text = trajectory.messages[0].content if is_single else self.tokenizer.decode(list(response_ids), skip_special_tokens=True)
+        text = trajectory.messages[0].content if is_single else self._decode(response_ids)
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
-            solution_str=cast(str, self.tokenizer.decode(list(response_ids), skip_special_tokens=True)),
+            solution_str=str(text),
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
             prompt_str=last if isinstance(last, str) else str(last),
             prompt_ids=prompt.token_ids,
             response_ids=response_ids,
         )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _is_kept(self, group: Group) -> bool:
         if self.group_filter is None:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to a run: the one place that names concrete classes, in the order in which mistakes are cheapest to find."""
+"""From a config to a run: the one place that names concrete classes, cheap checks before what takes long."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.kl import AdaptiveKL, FixedKL
-from whet.config.checks import aggregation, check_context
+from whet.config.checks import aggregation, check_context, uses_critic
 from whet.config.render import to_yaml
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -29,19 +28,20 @@ from whet.rollout.collect import Collector
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
-from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
-from whet.trainers.run import Run
+from whet.trainers.run import Run, metric_file, run_folder
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 Rows = Sequence[Mapping[str, Any]]
-UPDATE_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})  # what a loss gets from the update's own forward
+# What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
+UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
+CRITIC_COLUMNS = {"old_values", "returns"}  # the same for a value loss
 
 
 def train(
@@ -82,71 +82,61 @@ def build(config: TrainConfig, scorer: Scorer, data: Rows | None = None, *, dry_
     prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
     loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
     val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
-    total_steps = config.trainer.total_steps or (
-        config.trainer.total_epochs * loader.steps_per_epoch(config.data.train_batch_size)
-    )
-    run_dir = Path(config.trainer.run_dir or Path("runs", config.trainer.project_name, config.trainer.experiment_name))
-    found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
+    epoch_steps = loader.steps_per_epoch(config.data.train_batch_size)
+    total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
 
     columns = plan(config)
-    roles = launch(
-        worker_specs(config, columns, total_steps),
-        ResourcePool(processes=config.cluster.processes),
-        deadline_seconds=config.cluster.deadline_seconds,
-    )
-    roles["rollout"].sync(0)
-    stop_ids = stop_token_ids(model_path, tokenizer)
-    rollout = SamplingConfig(
-        temperature=config.rollout.temperature, top_p=config.rollout.top_p, top_k=config.rollout.top_k
-    )
-    start_step = 0 if found is None else int(found.name.removeprefix("global_step_"))
-    run = Run(
-        config=config,
-        run_dir=run_dir,
-        tokenizer=tokenizer,
-        roles=roles,
-        rollouts=Rollouts(
-            loader,
-            build_collector(config, tokenizer, roles["rollout"].generate, config.trainer.seed),
-            scorer,
-            tokenizer,
-            n=config.rollout.n,
-            params=sampling_params(rollout, config.data.max_response_length, stop_ids),
-            group_filter=_group_filter(config),
-        ),
-        columns=columns,
-        estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
-        estimator_options=ADV_ESTIMATORS[config.algorithm.adv_estimator].resolve_options(
-            config.algorithm.adv_options, "algorithm.adv_options"
-        ),
-        policy_objective=_policy_objective(config),
-        value_objective=_value_objective(config) if "critic" in roles else None,
-        kl_controller=_kl_controller(config),
-        val_prompts=val_prompts[: config.data.val_max_prompts],
-        val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
-        total_steps=total_steps,
-        trackers=Trackers(
-            [ConsoleTracker(total_steps, first_step=start_step)] if "console" in config.trainer.logger and not dry_run else []
-        ),
-        metrics_file=_jsonl(run_dir / "metrics.jsonl", config, dry_run),
-        timings_file=_jsonl(run_dir / "timings.jsonl", config, dry_run),
-        callbacks=[load_target(path) for path in config.trainer.callbacks],
-    )
-    if found is not None:
-        run.restore(found)
+    callbacks = [load_target(path) for path in config.trainer.callbacks]
+    run_dir = run_folder(config.trainer)
+    found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
+    start_step = 0 if found is None else checkpoint.step_of(found)
+    console = "console" in config.trainer.logger and not dry_run
+    specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
+    roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
+    try:
+        roles["rollout"].sync(0)
+        stop_ids = stop_token_ids(model_path, tokenizer)
+        run = Run(
+            config=config,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            roles=roles,
+            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"].generate, scorer, stop_ids),
+            columns=columns,
+            estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
+            estimator_options=_estimator_options(config),
+            policy_objective=_policy_objective(config),
+            value_objective=_value_objective(config) if "critic" in roles else None,
+            kl_controller=_kl_controller(config),
+            val_prompts=val_prompts[: config.data.val_max_prompts],
+            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+            total_steps=total_steps,
+            trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
+            metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
+            timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
+            callbacks=callbacks,
+        )
+        if found is not None:
+            run.restore(found)
+    except BaseException:
+        roles["rollout"].close()
+        raise
     return run
 
 
 def plan(config: TrainConfig) -> ColumnPlan:
-    """The columns that the functions in use read, and who gives them."""
+    """The columns that the functions in use read before an update, and who gives them."""
     algorithm = config.algorithm
-    loss = POLICY_LOSSES[algorithm.policy_loss]
+    estimator, loss = ADV_ESTIMATORS[algorithm.adv_estimator], POLICY_LOSSES[algorithm.policy_loss]
     readers = {
-        f"algorithm.adv_estimator={algorithm.adv_estimator}": list(ADV_ESTIMATORS[algorithm.adv_estimator].columns),
-        f"algorithm.policy_loss={algorithm.policy_loss}": [c for c in loss.columns if c not in UPDATE_OUTPUTS | {"old_log_probs"}],
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": [c for c in estimator.columns if c != "returns"],
+        f"algorithm.policy_loss={algorithm.policy_loss}": [c for c in loss.columns if c not in UPDATE_COLUMNS],
     }
+    if uses_critic(algorithm):
+        read = VALUE_LOSSES[config.critic.value_loss].columns
+        readers[f"critic.value_loss={config.critic.value_loss}"] = [c for c in read if c not in CRITIC_COLUMNS]
     if "old_log_probs" in loss.columns and updates_per_step(config.actor, config.data.train_batch_size) > 1:
-        # With one update a step the samples are the current policy's, and its own log-probs, detached, are the old ones.
+        # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
         readers["several updates a step"] = ["old_log_probs"]
     if algorithm.kl.where == "reward":
         readers["algorithm.kl.where=reward"] = ["old_log_probs", "ref_log_probs"]
@@ -181,7 +171,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, model_path, actor_steps),))]
     if "critic" in columns.roles:
         path = config.critic.model_path or model_path
-        specs.append(WorkerSpec("critic", TrainWorker, (trained(config.critic, path, total_steps, is_value_model=True),)))
+        settings = trained(config.critic, path, total_steps, is_value_model=True)
+        specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
     if "ref" in columns.roles:
         read = RoleSettings(
             model_path=config.ref.model_path or model_path,
@@ -198,7 +189,8 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
     if not functions:
-        raise ConfigError(f"reward.function is not set; registered: {', '.join(REWARDS.names())}; or name file.py:function")
+        known = ", ".join(REWARDS.names())
+        raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
     pools = [
         RewardPool(
             each,
@@ -212,11 +204,14 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     if len(pools) == 1:
         return pools[0]
     weights = config.weights or [1.0] * len(pools)
-    labels = [name.rpartition(":")[2] for name in names]
+    short = [name.rpartition(":")[2] for name in names]
+    labels = short if len(set(short)) == len(short) else names
     return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
 
 
-def load_prompts(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> tuple[Prompt, ...]:
+def load_prompts(
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows
+) -> tuple[Prompt, ...]:
     """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
     data = config.data
     prompt_format = PromptFormat(
@@ -240,7 +235,7 @@ def load_prompts(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenize
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
 ) -> Collector:
-    """What runs the config's environment on an engine. The samples of a prompt stay on one rank: it is prefilled once."""
+    """What runs the config's environment on an engine. A prompt's samples stay on one rank, which prefills it once."""
     n = config.rollout.n
 
     def by_group(requests: Sequence[Any]) -> Any:
@@ -258,7 +253,9 @@ def build_collector(
     )
 
 
-def sampling_params(config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(
+    config: SamplingConfig | RolloutConfig, max_new_tokens: int, stop_ids: tuple[int, ...]
+) -> SamplingParams:
     """The sampling parameters of a config."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -267,6 +264,30 @@ def sampling_params(config: SamplingConfig, max_new_tokens: int, stop_ids: tuple
         top_k=config.top_k,
         stop_token_ids=stop_ids,
     )
+
+
+def _rollouts(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    loader: PromptLoader,
+    generate: Callable[..., Any],
+    scorer: Scorer,
+    stop_ids: tuple[int, ...],
+) -> Rollouts:
+    return Rollouts(
+        loader,
+        build_collector(config, tokenizer, generate, config.trainer.seed),
+        scorer,
+        tokenizer,
+        n=config.rollout.n,
+        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
+        group_filter=_group_filter(config),
+    )
+
+
+def _estimator_options(config: TrainConfig) -> dict[str, Any]:
+    entry = ADV_ESTIMATORS[config.algorithm.adv_estimator]
+    return entry.resolve_options(config.algorithm.adv_options, "algorithm.adv_options")
 
 
 def _policy_objective(config: TrainConfig) -> PolicyObjective:
@@ -304,12 +325,9 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     return Filter(entry.load(), options, chosen.metric, chosen.max_refills)
 
 
-def _jsonl(path: Path, config: TrainConfig, dry_run: bool) -> JsonlTracker | Trackers:
-    return JsonlTracker(path) if "jsonl" in config.trainer.logger and not dry_run else Trackers([])
-
-
 def _show_batch(run: Run) -> None:
     """What a dry run says: the size of everything, and the first prompt as the model would read it."""
+    assert run.rollouts.prompts is not None
     prompts = run.rollouts.prompts.take(run.config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(

@@ -31,6 +31,7 @@ from whet.tracking.jsonl import cut_back
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+PREFIX = "global_step_"
 TRAINED_ROLES = ("actor", "critic")
 METRIC_FILES = ("metrics.jsonl", "timings.jsonl")
 
@@ -46,7 +47,7 @@ def save(
     save_limit: int | None,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`.  Returns its folder."""
-    target = run_dir / "checkpoints" / f"global_step_{step}"
+    target = run_dir / "checkpoints" / f"{PREFIX}{step}"
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "model").mkdir(parents=True)
@@ -73,16 +74,24 @@ def open_run_dir(run_dir: Path, resume: str, config_yaml: str) -> Path | None:
     Raises: ConfigError where a fresh start would write into an earlier run; CheckpointError.
     """
     found = find(run_dir, resume)
-    if resume == "never" and (run_dir / "metrics.jsonl").exists():
+    if resume == "never" and any((run_dir / name).exists() for name in ("checkpoints", *METRIC_FILES)):
         raise ConfigError(
             f"trainer.resume=never, and {run_dir} holds an earlier run; choose another trainer.run_dir or "
             "trainer.experiment_name, or delete that folder"
         )
-    log.info("starting afresh in %s", run_dir) if found is None else log.info("resuming from %s", found)
+    if found is None:
+        log.info("starting afresh in %s", run_dir)
+    else:
+        log.info("resuming from %s", found)
     run_dir.mkdir(parents=True, exist_ok=True)
-    cut_back_files(run_dir, -1 if found is None else int(found.name.removeprefix("global_step_")))
+    cut_back_files(run_dir, -1 if found is None else step_of(found))
     (run_dir / "config.yaml").write_text(config_yaml)
     return found
+
+
+def step_of(folder: Path) -> int:
+    """The step after which the complete checkpoint in `folder` was written."""
+    return int(json.loads((folder / "trainer.json").read_text())["step"])
 
 
 def find(run_dir: Path, resume: str) -> Path | None:
@@ -93,8 +102,9 @@ def find(run_dir: Path, resume: str) -> Path | None:
     if resume == "never":
         return None
     if resume != "auto":
-        verify(Path(resume))
-        return Path(resume)
+        folder = Path(resume).expanduser()
+        verify(folder)
+        return folder
     for folder in reversed(_folders(run_dir / "checkpoints")):
         try:
             verify(folder)
@@ -115,12 +125,22 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:
 
 
 def cut_back_files(run_dir: Path, step: int) -> None:
-    """Drops what a killed run wrote after `step`: lines of metric files and whole files of rollouts."""
+    """Drops what a killed run wrote after `step`: lines of metric files and whole files of rollouts.
+
+    Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
+    neither are resumed from nor count for `save_limit`.
+    """
     for name in METRIC_FILES:
         cut_back(run_dir / name, step)
     for path in (run_dir / "rollouts").glob("*_*.jsonl"):
         if int(path.stem.rpartition("_")[2]) > step:
             path.unlink()
+    for folder in _folders(run_dir / "checkpoints"):
+        if _number(folder) > step:
+            aside = folder.with_name(f"{folder.name}.left_behind")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            log.warning("%s is no longer part of this run, which goes on before it; renamed to %s", folder, aside.name)
 
 
 def verify(folder: Path) -> None:
@@ -129,11 +149,16 @@ def verify(folder: Path) -> None:
     if not manifest.exists():
         found = "an unfinished checkpoint" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder} is {found}; expected a folder global_step_N with a {MANIFEST}")
-    for name, expected in json.loads(manifest.read_text()).items():
+    try:
+        entries = json.loads(manifest.read_text())
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error})") from error
+    for name, (size, digest) in expected.items():
         path = folder / name
         if not path.exists():
             raise CheckpointError(f"{folder}: {name} is missing")
-        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+        if path.stat().st_size != size or _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
 
 
@@ -169,8 +194,12 @@ def _sync_folder(folder: Path) -> None:
 
 def _folders(checkpoints: Path) -> list[Path]:
     """Checkpoint folders, oldest step first."""
-    found = [path for path in checkpoints.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("global_step_")))
+    found = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name)]
+    return sorted(found, key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix(PREFIX))
 
 
 def _delete_oldest(checkpoints: Path, limit: int | None) -> None:

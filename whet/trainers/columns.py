@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gives each batch column. The functions in use name the columns, the columns their providers, these the roles to start.
+"""Who gives each batch column. The functions in use name the columns, these their providers, these the roles to start.
 
 A provider is registered under the column's name, with the roles it needs as marks:
     @register_provider("ref_log_probs", roles=("ref",))
@@ -8,7 +8,7 @@ A provider is registered under the column's name, with the roles it needs as mar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,11 +24,13 @@ register_provider = PROVIDERS.register
 
 # What `rollout.to_batch` puts into every batch, and what the loop itself adds before advantages are estimated.
 ROLLOUT_COLUMNS = frozenset(
-    "prompts responses input_ids attention_mask position_ids response_mask turn_ids policy_version rollout_log_probs "
-    "token_level_scores token_level_rewards uid trajectory_uid accuracy reward_parts".split()
+    {
+        *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
+        *("response_mask", "turn_ids", "policy_version", "rollout_log_probs"),
+        *("token_level_scores", "token_level_rewards", "accuracy", "reward_parts"),
+        *("uid", "trajectory_uid"),
+    }
 )
-# What an estimator gives or is given by its caller, and what only exists during an update.
-LATER_COLUMNS = frozenset({"advantages", "returns", "log_probs", "old_values"})
 
 
 class Forward(Protocol):
@@ -57,12 +59,18 @@ class ColumnPlan:
         return batch
 
 
-def plan_columns(readers: Mapping[str, Sequence[str]], fields: Iterable[str], temperature: float) -> ColumnPlan:
+def plan_columns(readers: Mapping[str, Sequence[str]], fields: Sequence[str], temperature: float) -> ColumnPlan:
     """The plan for the columns that `readers` (who: which columns) read; `fields` are what the reward reports.
 
-    Raises: ConfigError naming a column that nobody provides, and who reads it.
+    Raises: ConfigError naming a column that nobody provides, and who reads it; or a field whose name is taken.
     """
-    given = ROLLOUT_COLUMNS | LATER_COLUMNS | frozenset(fields)
+    for name in fields:
+        if name in ROLLOUT_COLUMNS or name in PROVIDERS:
+            raise ConfigError(
+                f"reward.columns names {name!r}, which is a column of every batch or has a provider already; take it "
+                "out, or let the reward report its number under another name"
+            )
+    given = ROLLOUT_COLUMNS | frozenset(fields)
     providers: dict[str, Entry] = {}
     for reader, columns in readers.items():
         for column in columns:
@@ -70,9 +78,9 @@ def plan_columns(readers: Mapping[str, Sequence[str]], fields: Iterable[str], te
                 providers.setdefault(column, PROVIDERS[column])
             elif column not in given:
                 raise ConfigError(
-                    f"{reader} reads the column {column!r}, which nobody provides. Providers: {', '.join(PROVIDERS.names())}; "
-                    f"every batch has: {', '.join(sorted(ROLLOUT_COLUMNS))}. A number that the reward returns becomes a "
-                    "column when reward.columns lists it"
+                    f"{reader} reads the column {column!r}, which nobody provides. Providers: "
+                    f"{', '.join(PROVIDERS.names())}; every batch has: {', '.join(sorted(ROLLOUT_COLUMNS))}. A number "
+                    "that the reward returns becomes a column when reward.columns lists it"
                 )
     roles = frozenset(role for provider in providers.values() for role in provider.marks.get("roles", ()))
     return ColumnPlan(tuple(providers.values()), roles, temperature)
@@ -106,4 +114,3 @@ def ref_log_probs(batch: DataProto, roles: Mapping[str, Forward], temperature: f
 def values(batch: DataProto, roles: Mapping[str, Forward], temperature: float) -> dict[str, torch.Tensor]:
     """The critic's value of the state in which each token was chosen."""
     return {"values": roles["critic"].forward(batch, ("values",), temperature)["values"]}
-

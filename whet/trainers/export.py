@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from whet import serialization
 from whet.errors import CheckpointError
-from whet.models.load import load_config
+from whet.models.load import load_config, without_weight_bars
 from whet.trainers import checkpoint
 
 
@@ -25,7 +25,9 @@ def export(source: Path, out: Path) -> Path:
         raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
-        raise CheckpointError(f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}")
+        raise CheckpointError(
+            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
+        )
     checkpoint.verify(folder)
     config = load_config(folder / "model")
     weights = serialization.load(folder / "actor.state")["model"]
@@ -33,8 +35,11 @@ def export(source: Path, out: Path) -> Path:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if name in dict(model.named_parameters())]  # tied weights are saved once
     if missing or unexpected:
-        raise CheckpointError(f"{folder}: its weights do not fit its config: missing {missing}, unexpected {unexpected}")
+        raise CheckpointError(
+            f"{folder}: its weights do not fit its config: missing {missing}, unexpected {unexpected}"
+        )
     model.to(config.dtype or torch.float32)
-    shutil.copytree(folder / "model", out, dirs_exist_ok=True)
-    model.save_pretrained(out)
+    with without_weight_bars():
+        model.save_pretrained(out)
+    shutil.copytree(folder / "model", out, dirs_exist_ok=True)  # over what was guessed from the config alone
     return out

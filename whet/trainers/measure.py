@@ -9,26 +9,21 @@ import torch
 
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.types import Group, Trajectory
+from whet.types import Group
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
-    """Scores, accuracy and the reward's parts of the answers that did not fail, and how many groups can teach anything."""
+    """Scores, accuracy and the reward's parts of the answers that did not fail, and how many groups cannot teach."""
     answers = [answer for group in groups for answer in group.trajectories if answer.failure is None]
-    _spread(metrics, "critic/score", [score(answer) for answer in answers])
+    _spread(metrics, "critic/score", [answer.score for answer in answers])
     for answer in answers:
         metrics.mean("reward/accuracy", answer.accuracy or 0.0)
         for name, value in answer.parts.items():
             metrics.mean(f"reward/{name}", value)
         metrics.mean("episode/turns", len(answer.turns))
     for group in groups:
-        scores = {score(answer) for answer in group.trajectories if answer.failure is None}
+        scores = {answer.score for answer in group.trajectories if answer.failure is None}
         metrics.mean("reward/groups_all_equal", float(len(scores) <= 1))
-
-
-def score(answer: Trajectory) -> float:
-    """What an answer was paid in all: by the reward function and by its environment."""
-    return (answer.reward or 0.0) + sum(turn.reward for turn in answer.turns)
 
 
 def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:

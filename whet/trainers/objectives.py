@@ -46,7 +46,7 @@ class Objective:
         )
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """A loss per token aggregated; one that was aggregated over the micro-batch, weighed by what it was taken over."""
+        """A loss per token aggregated; one that a function aggregated itself, weighed by its micro-batch's size."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token, batch, counts)
         assert loss.aggregated is not None
@@ -77,7 +77,6 @@ class PolicyObjective(Objective):
     """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
 
     name = "actor"
-
     entropy_coef: float = 0.0
     kl_form: str | None = None  # unset: no KL in the loss
     kl_coef: float = 0.0
@@ -96,18 +95,22 @@ class PolicyObjective(Objective):
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """Without a column of old log-probs the samples are the current policy's own: its log-probs, detached."""
         columns = {"old_log_probs": outputs["log_probs"].detach(), **batch, **outputs}
-        supplied = {"config": self.supplied, "loss_agg_mode": self.aggregation, "batch": columns, "non_tensor_batch": {}}
+        supplied = {
+            "config": self.supplied,
+            "loss_agg_mode": self.aggregation,
+            "batch": columns,
+            "non_tensor_batch": {},
+        }
         result = policy_loss(self.entry, columns, self.options, supplied)
         metrics = Metrics()
         measure(metrics, "actor/", result, batch)
         total = self.total(result, batch, counts)
         measure_share(metrics, "actor/pg_loss", total, batch, counts)
 
-        entropy = self.aggregate(outputs["entropy"], batch, counts)
-        sampled = batch["response_mask"].bool()
-        metrics.mean("actor/entropy", outputs["entropy"].detach().sum() / sampled.sum().clamp(min=1), sampled.sum())
+        tokens = batch["response_mask"].bool().sum()
+        metrics.mean("actor/entropy", outputs["entropy"].detach().sum() / tokens.clamp(min=1), tokens)
         if self.entropy_coef:
-            total = total - self.entropy_coef * entropy
+            total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
         if self.kl_form is not None:
             penalty = kl_penalty(self.kl_form, outputs["log_probs"], batch["ref_log_probs"], batch["response_mask"])
             distance = self.aggregate(penalty, batch, counts)

@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-import whet
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
@@ -36,6 +36,7 @@ NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 10  # steps
 WARM_ENOUGH = 0.24  # mean probability of the right answer
 MISTAKES = 0.05  # share of warm-up answers with a wrong digit: what imitation cannot tell apart, RL will
+VERSION = metadata.version("whet")
 Rows = Sequence[dict[str, str]]
 
 
@@ -46,12 +47,16 @@ def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
     """
     started, console = time.time(), shared_console()
     shutil.rmtree(run_dir, ignore_errors=True)
-    console.rule(f"whet {whet.__version__} quickstart: a small model learns to add, seed {seed}")
+    console.rule(f"whet {VERSION} quickstart: a small model learns to add, seed {seed}")
     train_rows, held_out = write_problems(run_dir, seed)
     console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
     alphabet = "0123456789+="
-    init_model(run_dir / "model", "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed)
-    console.print(f"2  a Qwen3 model with random weights and a tokenizer of {len(alphabet)} characters, in {run_dir}/model")
+    init_model(
+        run_dir / "model", "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed
+    )
+    console.print(
+        f"2  a Qwen3 model with random weights and a tokenizer of {len(alphabet)} characters, in {run_dir}/model"
+    )
 
     console.print("3  supervised warm-up on answers of which one in twenty is wrong")
     warm_up(run_dir, seed, train_rows)
@@ -74,7 +79,7 @@ def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
         "seed": seed,
         "held_out_problems": len(held_out),
         "versions": {
-            "whet": whet.__version__,
+            "whet": VERSION,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -139,18 +144,18 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
     first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
     before = [json.loads(line) for line in first.read_text().splitlines()]
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     shown = []
     for row, answer in wrong[:3]:
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
-        after = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        after = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
         shown.append((row["prompt"], row["answer"], answer["response"].replace(tokenizer.eos_token, ""), after))
     return shown
 
 
-def plot(run_dir: Path, run: Run, accuracies: Sequence[tuple[int, float]]) -> Path:
+def plot(run_dir: Path, run: Run, accuracies: Sequence[tuple[float, float]]) -> Path:
     """The learning curve: reward of every step, accuracy on the held-out problems now and then."""
     rewards = [(record["step"], record["critic/score/mean"]) for record in run.history if "critic/score/mean" in record]
     path = run_dir / "learning_curve.png"
@@ -188,7 +193,8 @@ def show(
         f"      data.val_files={run_dir}/held_out.jsonl algorithm.adv_estimator=rloo\n"
         "  whet algorithms                                    what else there is\n"
         "  whet init-model --arch qwen2.5 --size tiny my_model\n"
-        "  whet train gsm8k model.path=my_model data.train_files=.../gsm8k/train.jsonl data.val_files=.../gsm8k/test.jsonl",
+        "  whet train gsm8k model.path=my_model data.train_files=.../gsm8k/train.jsonl \\\n"
+        "      data.val_files=.../gsm8k/test.jsonl",
         soft_wrap=True,
         markup=False,
     )

@@ -14,7 +14,8 @@ import torch
 
 from whet.algorithms.adapters import estimate
 from whet.algorithms.kl import apply_kl_to_reward
-from whet.algorithms.shaping import soft_overlong
+from whet.algorithms.shaping import pay_on_last_token, soft_overlong
+from whet.config.schema import ActorConfig
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -27,7 +28,8 @@ from whet.types import Group
 def fit(run: Run) -> None:
     """Trains until `run.total_steps`, from wherever `run.step` stands."""
     trainer = run.config.trainer
-    if run.step == 0 and trainer.val_before_train and trainer.val_freq >= 0:
+    validates = bool(run.val_prompts) and trainer.val_freq >= 0
+    if run.step == 0 and trainer.val_before_train and validates:
         run.log(0, validate(run, step=0))
     while run.step < run.total_steps:
         step = run.step + 1
@@ -36,11 +38,10 @@ def fit(run: Run) -> None:
             groups = take(run, step, metrics)
             train_step(run, groups, step, metrics)
         run.step = step
-        is_last = step == run.total_steps
-        if trainer.val_freq >= 0 and (is_last or (trainer.val_freq > 0 and step % trainer.val_freq == 0)):
+        if validates and run.is_due(trainer.val_freq):
             metrics.merge(validate(run, step))
         run.log(step, metrics)
-        if is_last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+        if run.is_due(trainer.save_freq):
             run.save()
 
 
@@ -64,11 +65,11 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
 
     with metrics.time("time/update"):
         if run.value_objective is not None:
-            for mini_batch in mini_batches(run, batch, run.config.critic.mini_batch_size, run.config.critic.epochs, step):
+            for mini_batch in mini_batches(run, batch, run.config.critic, step):
                 metrics.merge(run.roles["critic"].update(mini_batch, run.value_objective))
-        if step > run.config.critic.warmup_steps or run.value_objective is None:
+        if run.value_objective is None or step > run.config.critic.warmup_steps:
             objective = replace(run.policy_objective, kl_coef=run.kl_controller.coef)
-            for mini_batch in mini_batches(run, batch, run.config.actor.mini_batch_size, run.config.actor.epochs, step):
+            for mini_batch in mini_batches(run, batch, run.config.actor, step):
                 metrics.merge(run.roles["actor"].update(mini_batch, objective))
     with metrics.time("time/sync"):
         run.roles["rollout"].sync(step)
@@ -86,8 +87,7 @@ def add_rewards(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
             buffer_length=algorithm.overlong.buffer_length,
             penalty=algorithm.overlong.penalty,
         )
-        last = mask * (mask.flip(1).cumsum(1).flip(1) == 1)  # 1 on a row's last sampled token
-        rewards = rewards + penalty[:, None] * last
+        rewards = rewards + pay_on_last_token(penalty, mask)
         metrics.mean("reward/overlong_penalty", penalty[mask.any(1)].mean(), int(mask.any(1).sum()))
     if algorithm.kl.where == "reward":
         rewards, distance = apply_kl_to_reward(
@@ -106,44 +106,39 @@ def add_rewards(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
 
 
 def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
-    """`advantages`, and `returns` where the estimator gives them, from all rows of the step at once."""
-    assert batch.batch is not None
+    """`advantages`, and `returns` where the estimator gives them or a critic learns them, from all rows at once."""
     supplied = {"config": run.config, "batch": batch.batch, "non_tensor_batch": batch.non_tensor_batch}
-    estimated = estimate(run.estimator, dict(batch.batch.items()), run.estimator_options, supplied)
+    with_returns = run.value_objective is not None
+    estimated = estimate(run.estimator, batch.tensors(), run.estimator_options, supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)
     batch = batch.with_columns(advantages=estimated.advantages)
     return batch if estimated.returns is None else batch.with_columns(returns=estimated.returns)
 
 
-def mini_batches(run: Run, batch: DataProto, prompts: int | None, epochs: int, step: int) -> Iterator[DataProto]:
-    """The step's rows in mini-batches of so many prompts, in a new order every epoch; rows of one prompt stay together."""
+def mini_batches(run: Run, batch: DataProto, role: ActorConfig, step: int) -> Iterator[DataProto]:
+    """A role's passes over the step's rows: mini-batches of whole prompts, in a new order every epoch."""
     groups = batch["uid"].unique()
-    for epoch in range(epochs):
-        if prompts is None or prompts >= len(groups):
-            yield batch
-            continue
+    for epoch in range(role.epochs):
         draw = torch.Generator().manual_seed(key(run.config.trainer.seed, "mini_batches", step, epoch))
         order = groups[torch.randperm(len(groups), generator=draw)]
-        for chosen in order.split(prompts):
+        for chosen in order.split(role.mini_batch_size or len(groups)):
             yield batch[torch.isin(batch["uid"], chosen)]
 
 
 def validate(run: Run, step: int) -> Metrics:
     """Accuracy, reward and length on the held-out prompts, over all and by data source."""
-    metrics = Metrics()
-    sampled = Metrics()
+    metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
-        settings = run.config.trainer.validation
+        # Its own collector: these seconds and failures are no part of a step's.
         groups = run.rollouts.sample(
-            run.val_prompts, settings.n, run.val_params, step=step, metrics=sampled, purpose="validation"
+            run.val_prompts, n, run.val_params, step=step, metrics=Metrics(), purpose="validation"
         )
     for group in groups:
         for answer in group.trajectories:
-            right, reward = (answer.accuracy or 0.0, answer.reward or 0.0) if answer.failure is None else (0.0, 0.0)
             for name in ("val", f"val/{group.prompt.data_source}"):
-                metrics.mean(f"{name}/accuracy", right)
-                metrics.mean(f"{name}/reward", reward)
+                metrics.mean(f"{name}/accuracy", answer.accuracy or 0.0)
+                metrics.mean(f"{name}/reward", answer.score)
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in answer.turns))
             metrics.sum("val/failures", float(answer.failure is not None))
     run.write_rollouts(step, groups, purpose="validation")

@@ -7,19 +7,21 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.kl import AdaptiveKL, FixedKL
-from whet.config.schema import TrainConfig
+from whet.config.schema import TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.metrics import Metrics
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
+from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan
@@ -60,6 +62,10 @@ class Run:
         """What fills up rows."""
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
+
+    def is_due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: only at the end) follows the step just done."""
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers and to the callbacks."""
@@ -105,17 +111,33 @@ class Run:
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        answers = [answer for group in groups for answer in group.trajectories]
-        lines = [json.dumps(readable(answer, self.tokenizer), ensure_ascii=False) + "\n" for answer in answers]
-        path.write_text("".join(lines), encoding="utf-8")
+        write_answers(path, groups, self.tokenizer)
 
     def close(self) -> None:
-        """Ends workers, reward processes and trackers."""
-        for group in self.roles.values():
-            group.close()
-        self.rollouts.scorer.close()
-        for tracker in (self.trackers, self.metrics_file, self.timings_file):
-            tracker.close()
+        """Ends workers, reward processes and trackers, the later ones also where an earlier one fails."""
+        with ExitStack() as stack:
+            for group in self.roles.values():
+                stack.callback(group.close)
+            stack.callback(self.rollouts.scorer.close)
+            for tracker in (self.trackers, self.metrics_file, self.timings_file):
+                stack.callback(tracker.close)
+
+
+def run_folder(trainer: TrainerConfig) -> Path:
+    """Where a run writes."""
+    return Path(trainer.run_dir or Path("runs", trainer.project_name, trainer.experiment_name))
+
+
+def metric_file(trainer: TrainerConfig, path: Path) -> Tracker:
+    """A JSONL file of metrics, or nothing where `trainer.logger` does not ask for it."""
+    return JsonlTracker(path) if "jsonl" in trainer.logger else Trackers([])
+
+
+def write_answers(path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> None:
+    """One JSON object an answer and line."""
+    answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+    lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -129,7 +151,7 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
         "response": tokenizer.decode(list(_response_ids(answer))),
         "ground_truth": answer.prompt.ground_truth,
-        "reward": answer.reward,
+        "reward": None if answer.failure is not None else answer.score,
         "accuracy": answer.accuracy,
         "parts": dict(answer.parts),
         "tokens": len(sampled),
@@ -137,7 +159,7 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "finish_reason": last.finish_reason if last is not None else None,
         "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
         "policy_version": last.policy_version if last is not None else None,
-        "failure": None if answer.failure is None else {"source": answer.failure.source, "message": answer.failure.message},
+        "failure": None if answer.failure is None else asdict(answer.failure),
     }
 
 

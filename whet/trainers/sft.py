@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ from whet.models.load import load_config, load_tokenizer
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
-from whet.tracking.jsonl import JsonlTracker
-from whet.tracking.tracker import Trackers
+from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.objectives import ImitationObjective
+from whet.trainers.run import metric_file, run_folder
 from whet.trainers.workers import RoleSettings, TrainWorker
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class SFTRun:
     val_examples: Sequence[SupervisedExample]
     loader: OrderLoader
     total_steps: int
-    metrics_file: JsonlTracker
-    timings_file: JsonlTracker
+    metrics_file: Tracker
+    timings_file: Tracker
     trackers: Trackers
     callbacks: Sequence[Callable[[SFTRun], None]] = ()  # after every step
     step: int = 0
@@ -66,24 +67,26 @@ class SFTRun:
     def fit(self) -> None:
         """Trains until `total_steps`."""
         trainer = self.config.trainer
+        validates = bool(self.val_examples) and trainer.val_freq >= 0
+        if self.step == 0 and trainer.val_before_train and validates:
+            self.log(self.validate())
         while self.step < self.total_steps:
             metrics = Metrics()
             with metrics.time("time/step"):
                 chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
                 metrics.merge(self.roles["actor"].update(to_batch(chosen, self._pad_token_id), ImitationObjective()))
             self.step += 1
-            if self.val_examples and (self.is_last or (trainer.val_freq > 0 and self.step % trainer.val_freq == 0)):
+            if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
             self.log(metrics)
             for callback in self.callbacks:
                 callback(self)
-            if self.is_last or (trainer.save_freq > 0 and self.step % trainer.save_freq == 0):
+            if self.is_due(trainer.save_freq):
                 self.save()
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the step just done is the last one."""
-        return self.step == self.total_steps
+    def is_due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: only at the end) follows the step just done."""
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     def stop(self) -> None:
         """Makes the step just done the last one: for callbacks."""
@@ -102,7 +105,8 @@ class SFTRun:
         """Hands a step's numbers to the trackers."""
         numbers, timings = metrics.reduce(), metrics.timings()
         self.history.append({"step": self.step, **numbers})
-        timings["perf/throughput"] = numbers.get("perf/total_num_tokens", numbers["sft/tokens"]) / timings["time/step"]
+        if "time/step" in timings:
+            timings["perf/throughput"] = numbers["sft/tokens"] / timings["time/step"]
         self.metrics_file.log(self.step, numbers)
         self.timings_file.log(self.step, timings)
         self.trackers.log(self.step, {**numbers, **timings})
@@ -127,10 +131,11 @@ class SFTRun:
 
     def close(self) -> None:
         """Ends workers and trackers."""
-        for group in self.roles.values():
-            group.close()
-        for tracker in (self.trackers, self.metrics_file, self.timings_file):
-            tracker.close()
+        with ExitStack() as stack:
+            for group in self.roles.values():
+                stack.callback(group.close)
+            for tracker in (self.trackers, self.metrics_file, self.timings_file):
+                stack.callback(tracker.close)
 
     @property
     def _pad_token_id(self) -> int:
@@ -155,30 +160,33 @@ def train_sft(
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
     examples = _examples(config, tokenizer, list(data) if data is not None else config.data.train_files)
+    val_examples = _examples(config, tokenizer, config.data.val_files) if config.data.val_files else ()
+    callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     loader = OrderLoader(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
     epoch_steps = max(1, len(examples) // config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-    run_dir = Path(config.trainer.run_dir or Path("runs", config.trainer.project_name, config.trainer.experiment_name))
+    run_dir = run_folder(config.trainer)
     found = checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
+    start_step = 0 if found is None else checkpoint.step_of(found)
+    console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
     roles = launch(
         [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
         ResourcePool(processes=config.cluster.processes),
         deadline_seconds=config.cluster.deadline_seconds,
     )
-    shown = [ConsoleTracker(total_steps, columns=COLUMNS)] if "console" in config.trainer.logger else []
     run = SFTRun(
         config=config,
         run_dir=run_dir,
         tokenizer=tokenizer,
         roles=roles,
         examples=examples,
-        val_examples=_examples(config, tokenizer, config.data.val_files) if config.data.val_files else (),
+        val_examples=val_examples,
         loader=loader,
         total_steps=total_steps,
-        metrics_file=JsonlTracker(run_dir / "metrics.jsonl"),
-        timings_file=JsonlTracker(run_dir / "timings.jsonl"),
-        trackers=Trackers(shown),
-        callbacks=[*callbacks, *(load_target(path) for path in config.trainer.callbacks)],
+        metrics_file=metric_file(config.trainer, run_dir / "metrics.jsonl"),
+        timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
+        trackers=Trackers(console if "console" in config.trainer.logger else []),
+        callbacks=callbacks,
     )
     try:
         if found is not None:
@@ -190,7 +198,7 @@ def train_sft(
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:
-    """Examples as rows: the first token is the prompt, all others the response, of which the mask says what is learnt."""
+    """Examples as rows: the first token is the prompt, all others the response; the mask says what is learnt."""
     width = max(len(example.input_ids) for example in examples)
 
     def padded(values: Sequence[int], value: int) -> list[int]:

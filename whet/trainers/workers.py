@@ -20,6 +20,7 @@ from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
 from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import ForwardSettings
+from whet.models.value_head import ValueModel
 from whet.protocol import DataProto
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
@@ -51,8 +52,9 @@ class TrainWorker(Worker):
         super().__init__(placement)
         load = load_value_model if settings.is_value_model else load_policy
         self.model = load(settings.model_path)
-        if settings.gradient_checkpointing and isinstance(self.model, PreTrainedModel):
-            self.model.gradient_checkpointing_enable()
+        if settings.gradient_checkpointing:
+            body = self.model.body if isinstance(self.model, ValueModel) else self.model
+            body.gradient_checkpointing_enable()
         packing = settings.engine.packing
         self.engine = SingleEngine(
             self.model,
@@ -104,13 +106,13 @@ class RolloutWorker(Worker):
                 dtype=self.dtype,
                 max_batch_size=config.max_batch_size,
                 kv_cache_bytes=config.kv_cache_bytes,
-                compile=config.compile,
+                compile_decode=config.compile,
                 deadline_seconds=config.deadline_seconds,
             )
         )
         self._owns_module = False
         if model_path is not None:
-            self.engine.adopt(load_policy(model_path))
+            self.engine.attach(load_policy(model_path).to(self.dtype), version=0)  # type: ignore[arg-type]
 
     @register(Dispatch.DP_COMPUTE)
     def generate(self, requests: list[Request]) -> list[Completion]:
@@ -119,7 +121,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> None:
-        """Takes the actor's weights, which are those of `version`: its module itself where both compute in one dtype."""
+        """Takes the actor's weights of `version`: its module itself where both compute in the same dtype."""
         actor = self.neighbours["actor"]
         if not isinstance(actor, TrainWorker) or not isinstance(actor.model, PreTrainedModel):
             raise WorkerError(f"rollout rank {self.rank} has no actor with a language model in its process")

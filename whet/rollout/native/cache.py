@@ -20,7 +20,7 @@ def blocks_for(tokens: int) -> int:
 class BlockCache:
     """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes.
 
-    A block may belong to several sequences (a prompt's blocks to all its samples) and is free when the last one lets go.
+    A block may belong to several sequences (a prompt's to all its samples) and is free when the last one lets go.
     """
 
     def __init__(self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device) -> None:
@@ -29,7 +29,9 @@ class BlockCache:
         per_block = config.num_hidden_layers * 2 * kv_heads * head_dim * BLOCK_SIZE * dtype.itemsize
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:
-            raise EngineError(f"rollout.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens ({per_block} bytes)")
+            raise EngineError(
+                f"rollout.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens ({per_block} bytes)"
+            )
         # Empty, not zero: the operating system hands out pages when they are first written.
         shape = (config.num_hidden_layers, self.num_blocks, kv_heads)
         self.keys = torch.empty(*shape, head_dim, BLOCK_SIZE, dtype=dtype, device=device)
@@ -80,5 +82,14 @@ class PagedBatch:
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         return paged_attention(
-            query, key, value, self.keys[layer], self.values[layer], self.tables, self.rows, self.positions, scale, window
+            query,
+            key,
+            value,
+            self.keys[layer],
+            self.values[layer],
+            self.tables,
+            self.rows,
+            self.positions,
+            scale,
+            window,
         )

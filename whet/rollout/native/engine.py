@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native rollout engine: admit, prefill, decode, finish, until nothing waits and nothing runs.
 
-Every matrix product has at least 16 rows and attention is computed token by token, so a request gives the same tokens alone
-and among others (kernels for fewer rows round differently).
+Every matrix product has at least 16 rows and attention is computed token by token, so a request gives the same tokens
+alone and among others (kernels for fewer rows round differently).
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,9 @@ PREFILL_TOKENS = 4096  # prompts computed together; a longer one is computed alo
 class Running:
     """The requests being decoded, as columns: n rows, one a request, in no order that matters."""
 
-    def __init__(self, sampling: SamplingState, capacity: int, table_width: int, longest: int, device: torch.device) -> None:
+    def __init__(
+        self, sampling: SamplingState, capacity: int, table_width: int, longest: int, device: torch.device
+    ) -> None:
         self.sampling = sampling  # of all requests
         self.index = torch.empty(0, dtype=torch.int64, device=device)  # [n] which request
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)  # [n] sampled last, to be fed next
@@ -107,11 +108,11 @@ class NativeEngine:
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
         kv_cache_bytes: int = 2**30,
-        compile: bool = False,
+        compile_decode: bool = False,
         deadline_seconds: float = 3600.0,
     ) -> None:
         self.dtype, self.max_batch_size, self.kv_cache_bytes = dtype, max_batch_size, kv_cache_bytes
-        self.compile, self.deadline_seconds = compile, deadline_seconds
+        self.compile_decode, self.deadline_seconds = compile_decode, deadline_seconds
         self.version = -1
         self._module: PreTrainedModel | None = None
         self._decode: Callable[..., torch.Tensor] | None = None
@@ -121,14 +122,18 @@ class NativeEngine:
         """Samples from `module` itself, without a copy, from now on.  Raises: EngineError without whet's attention."""
         if module is not self._module:
             if module.config._attn_implementation != NAME:
-                raise EngineError(f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}")
+                raise EngineError(
+                    f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}"
+                )
             self._module, self._cache = module, None
-            self._decode = torch.compile(self._forward) if self.compile else self._forward
+            self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
-        self.attach(copy.deepcopy(module).to(self.dtype).requires_grad_(False), self.version)
+        own = copy.deepcopy(module).requires_grad_(False)
+        torch.nn.Module.to(own, self.dtype)  # in place
+        self.attach(own, self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Fills the engine's own module."""
@@ -174,8 +179,8 @@ class NativeEngine:
                 if time.monotonic() > deadline:
                     self._cache = None
                     raise DeadlineError(
-                        f"the rollout waited {self.deadline_seconds:.0f} s for {len(requests) - len(done)} of {len(requests)} "
-                        "answers; raise rollout.deadline_seconds or shorten the answers"
+                        f"the rollout waited {self.deadline_seconds:.0f} s for {len(requests) - len(done)} of "
+                        f"{len(requests)} answers; raise rollout.deadline_seconds or shorten the answers"
                     )
         return [done[index] for index in range(len(requests))]
 
@@ -220,7 +225,11 @@ class NativeEngine:
         step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 2))
         extra = -len(ids) % step
         positions = F.pad(positions, (0, extra))
-        return F.pad(ids, (0, extra)), positions, PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions)
+        return (
+            F.pad(ids, (0, extra)),
+            positions,
+            PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions),
+        )
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedBatch, keep: torch.Tensor | None
@@ -241,7 +250,10 @@ class NativeEngine:
         if self._cache is None:
             module = self._require_module()
             self._cache = BlockCache(
-                module.config.get_text_config(), dtype=module.dtype, budget_bytes=self.kv_cache_bytes, device=module.device
+                module.config.get_text_config(),
+                dtype=module.dtype,
+                budget_bytes=self.kv_cache_bytes,
+                device=module.device,
             )
         return self._cache
 

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ import torch
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 # No -ffast-math: it would switch the whole process to flush-to-zero when the library is loaded.
-FLAGS = "-O3 -march=native -fopenmp -shared -fPIC -std=c++17 -fno-math-errno -fno-trapping-math".split()
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_DEADLINE_SECONDS = 120
 BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
 
@@ -137,14 +137,16 @@ _library.impl("paged_attention", reference, "CUDA")
 torch.library.register_fake("whet::paged_attention", _shape_only, lib=_library)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
     """The compiled kernel, or None (said once in the log) where no C++ compiler works."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         log.warning("no C++ compiler found: attention over the KV cache runs in plain torch, several times slower")
         return None
-    name = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()).hexdigest()[:16]
+    name = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()).hexdigest()[
+        :16
+    ]
     library = _cache_folder() / f"paged_attention_{name}.so"
     try:
         if not library.exists():
@@ -161,7 +163,9 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
 
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # two processes may compile at once: rename is atomic
+    with tempfile.TemporaryDirectory(
+        dir=library.parent
+    ) as folder:  # two processes may compile at once: rename is atomic
         built = Path(folder) / library.name
         subprocess.run(
             [compiler, *FLAGS, str(SOURCE), "-o", str(built)],
@@ -169,7 +173,7 @@ def _compile(compiler: str, library: Path) -> None:
             capture_output=True,
             timeout=COMPILE_DEADLINE_SECONDS,
         )
-        os.replace(built, library)
+        built.replace(library)
 
 
 def _cache_folder() -> Path:

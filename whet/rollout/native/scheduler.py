@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests run: admission in order, one prefill for equal prompts, blocks for the longest answer reserved at once."""
+"""Which requests run: admission in order, one prefill for equal prompts, blocks reserved for the longest answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whet.rollout.protocol import Request
 
 @dataclass
 class SharedPrompt:
-    """A prompt, the requests that wait to answer it, and, once computed, its blocks and what the model says after it."""
+    """A prompt, the requests that wait to answer it, and, once computed, its blocks and the logits after it."""
 
     token_ids: tuple[int, ...]
     waiting: deque[int]
@@ -69,7 +69,9 @@ class Scheduler:
         while self._prompts and running + len(admitted) < self.max_batch_size:
             prompt = self._prompts[0]
             request = self.requests[prompt.waiting[0]]
-            own = blocks_for(len(prompt.token_ids) + request.params.max_new_tokens) - len(prompt.token_ids) // BLOCK_SIZE
+            own = (
+                blocks_for(len(prompt.token_ids) + request.params.max_new_tokens) - len(prompt.token_ids) // BLOCK_SIZE
+            )
             first = 0 if prompt.blocks else blocks_for(len(prompt.token_ids))
             if own + first > self.cache.num_free:
                 break
@@ -94,10 +96,13 @@ class Scheduler:
     def _check_fits(self, index: int, request: Request) -> None:
         tokens = len(request.token_ids) + request.params.max_new_tokens
         if not request.token_ids or request.params.max_new_tokens < 1:
-            raise EngineError(f"request {index} has {len(request.token_ids)} prompt tokens and max_new_tokens="
-                              f"{request.params.max_new_tokens}; both must be at least 1")
+            raise EngineError(
+                f"request {index} has {len(request.token_ids)} prompt tokens and max_new_tokens="
+                f"{request.params.max_new_tokens}; both must be at least 1"
+            )
         if blocks_for(tokens) + 1 > self.cache.num_blocks:
             raise EngineError(
-                f"request {index} may need {tokens} tokens, the KV cache holds {(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
+                f"request {index} may need {tokens} tokens, the KV cache holds "
+                f"{(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
                 "raise rollout.kv_cache_bytes or lower data.max_response_length"
             )

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole GRPO step, rollout, reward and update: whet's loop against TRL's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from benchmarks.competitor import Entry
+from benchmarks.floors import Machine, Shape, Work, rollout, update
+from benchmarks.machine import machine_of
+from benchmarks.record import Record, speed_up
+from benchmarks.setting import Setting
+from benchmarks.workload import Answers
+
+TITLE = "A GRPO step"
+NOTE = """\
+The whole step of whet's shipped loop and of TRL's `GRPOTrainer`: rollout, reward, advantages, update, logging. Answers
+have the same forced lengths: whet by a limit of each request, TRL by a logits processor that ends a row when it is due.
+TRL runs without gradient checkpointing, in bfloat16 autocast, with four choices of weights and micro-batches; ratios
+are against the fastest of them (bold). In brackets, how many times its floor a phase takes. `rest` is what no phase
+claims, in TRL's columns the optimizer's step too.
+"""
+LEARNING_RATE = 1e-6
+# TRL's weights, and in how many micro-batches it takes a step: it is compared at its fastest.
+TRL_VARIANTS = {
+    "TRL, float32 weights": ("float32", 1),
+    "TRL, float32 weights, 4 micro-batches": ("float32", 4),
+    "TRL, bfloat16 weights": ("bfloat16", 1),
+    "TRL, bfloat16 weights, 4 micro-batches": ("bfloat16", 4),
+}
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Ragged and equal lengths."""
+    return {case: _case(setting, case, answers) for case, answers in setting.scale.step.items()}
+
+
+def _case(setting: Setting, case: str, answers: Answers) -> dict[str, Any]:
+    records = setting.take_turns(_entries(setting, case, answers))
+    return {
+        "answers": asdict(answers),
+        "prompt_lengths": setting.workload.prompt_lengths(answers),
+        "records": {name: asdict(record) for name, record in records.items()},
+    }
+
+
+def _entries(setting: Setting, case: str, answers: Answers) -> dict[str, Entry]:
+    told = {
+        "texts": setting.workload.texts[: answers.prompts],
+        "prompts": answers.prompts,
+        "n": answers.n,
+        "lengths": answers.lengths,
+        "lr": LEARNING_RATE,
+    }
+
+    def run_dir(name: str) -> str:
+        return str(setting.scratch / "runs" / case / name.replace(" ", "_"))
+
+    entries = {}
+    if setting.trl_python is not None:
+        variants = TRL_VARIANTS if setting.scale.is_thorough else dict(islice(TRL_VARIANTS.items(), 1))
+        for name, (weights, micro_batches) in variants.items():
+            options = {"weights": weights, "micro_batches": micro_batches, "run_dir": run_dir(name)}
+            entries[name] = setting.trl("trl_step", **told, **options)
+    entries["whet"] = setting.whet("whet_step", **told, compile=False, run_dir=run_dir("whet"))
+    if setting.scale.is_thorough:
+        entries["whet compiled"] = setting.whet("whet_step", **told, compile=True, run_dir=run_dir("whet compiled"))
+    return entries
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """For each case: steps against TRL's fastest, then the phases against their floors."""
+    shape, machine = Shape(**results["machine"]["shape"]), machine_of(results)
+    lines = []
+    for section in results["grpo_step"].values():
+        answers = Answers(**section["answers"])
+        records = {name: Record(**record) for name, record in section["records"].items()}
+        lines += [
+            f"{answers.prompts} prompts x {answers.n} answers of {min(answers.lengths)} to {answers.longest} tokens "
+            f"({sum(answers.lengths):,} in all), bfloat16, learning rate {LEARNING_RATE:g}, no KL:",
+            "",
+            *_step_table(records),
+            "",
+            *_phase_table(records, shape, machine, section["prompt_lengths"], answers),
+            "",
+        ]
+    return lines
+
+
+def _step_table(records: Mapping[str, Record]) -> list[str]:
+    fastest = min((name for name in records if name in TRL_VARIANTS), key=lambda n: records[n].seconds, default=None)
+    lines = [
+        "| | seconds a step | against TRL's fastest | peak memory | first step beyond a warm one |",
+        "|---|---|---|---|---|",
+    ]
+    for name, record in records.items():
+        against = "" if fastest is None or name in TRL_VARIANTS else str(speed_up(records[fastest], record))
+        shown = f"**{name}**" if name == fastest else name
+        lines.append(
+            f"| {shown} | {record.seconds:.3f} | {against} | {record.peak_bytes / 2**20:,.0f} MiB "
+            f"| {record.start_seconds:.1f} s |"
+        )
+    return lines
+
+
+def _phase_table(
+    records: Mapping[str, Record], shape: Shape, machine: Machine, prompts: list[int], answers: Answers
+) -> list[str]:
+    floors: dict[str, Work] = {
+        "rollout": rollout(shape, prompts, answers.lengths),
+        "update": update(shape, prompts, answers.lengths),
+    }
+    shown = {name: record.phases() for name, record in records.items()}
+    phases = list(dict.fromkeys(phase for by_phase in shown.values() for phase in by_phase))
+    lines = ["| seconds | " + " | ".join(shown) + " | floor |", "|---" * (len(shown) + 2) + "|"]
+    for phase in phases:
+        floor = floors[phase].seconds(machine) if phase in floors else None
+        cells = [_cell(by_phase.get(phase), floor) for by_phase in shown.values()]
+        lines.append(f"| {phase} | " + " | ".join(cells) + f" | {'' if floor is None else f'{floor:.3f}'} |")
+    return lines
+
+
+def _cell(seconds: float | None, floor: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3f}" if floor is None else f"{seconds:.3f} ({seconds / floor:.1f}x)"

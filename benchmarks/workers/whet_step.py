@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""whet's own loop, one step a turn, with answers of given lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workers.turns import Turns
+from benchmarks.workload import score
+from whet.config import TrainConfig, load_config
+from whet.rollout.protocol import Completion, Request
+from whet.tracking.jsonl import read_records
+from whet.trainers.build import build, build_scorer
+from whet.trainers.rl import fit
+from whet.trainers.run import Run
+
+Generate = Callable[[Sequence[Request]], list[Completion]]
+PHASES = ("rollout", "reward", "log_probs", "advantage", "update", "sync")
+
+
+def main() -> None:
+    """Trains until there are no more turns."""
+    turns = Turns()
+    settings = turns.settings
+    config = load_config(TrainConfig, None, overrides(settings), given={"reward", "data"}).config
+    rows = [{"prompt": text, "answer": ""} for text in settings["texts"]]
+    run = build(config, build_scorer(config.reward, compute_score), rows)
+    run.rollouts.collector.generate = with_lengths(run.rollouts.collector.generate, settings["lengths"])
+
+    def end_turn(run: Run, step: int, numbers: Mapping[str, float]) -> None:
+        turns.done(
+            tokens=numbers["response_length/mean"] * len(settings["lengths"]),
+            grad_norm=numbers["actor/grad_norm"],
+            phases=phases(run.run_dir / "timings.jsonl"),
+        )
+        turns.wait()
+
+    run.callbacks = [end_turn]
+    turns.ready()
+    turns.wait()
+    fit(run)
+
+
+def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """whet's defaults, but for what both sides are told."""
+    return {
+        "model.path": settings["model"],
+        "model.dtype": "bfloat16",
+        "data.apply_chat_template": False,
+        "data.shuffle": False,
+        "data.train_batch_size": settings["prompts"],
+        "data.max_response_length": max(settings["lengths"]),
+        "rollout.n": settings["n"],
+        "rollout.compile": settings["compile"],
+        "reward.num_workers": 0,
+        "actor.optim.lr": settings["lr"],
+        "trainer.total_steps": 10**6,
+        "trainer.val_freq": -1,
+        "trainer.logger": ["jsonl"],
+        "trainer.run_dir": settings["run_dir"],
+    }
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """The reward that TRL is given too."""
+    return score(solution_str)
+
+
+def with_lengths(generate: Generate, lengths: Sequence[int]) -> Generate:
+    """Answers of exactly these lengths, in the order of the requests."""
+
+    def generate_these(requests: Sequence[Request]) -> list[Completion]:
+        pairs = zip(requests, lengths, strict=True)
+        return generate(
+            [
+                replace(request, params=replace(request.params, max_new_tokens=length, stop_token_ids=()))
+                for request, length in pairs
+            ]
+        )
+
+    return generate_these
+
+
+def phases(timings: Path) -> dict[str, float]:
+    """Seconds of each phase of the last step."""
+    last = read_records(timings)[-1]
+    return {name: last[f"time/{name}"] for name in PHASES if f"time/{name}" in last}
+
+
+if __name__ == "__main__":
+    main()

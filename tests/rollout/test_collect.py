@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of one and of several turns, with an engine that is told what to say and with a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from scripted import VERSION, Scripted, text_prompt
+from transformers import PreTrainedTokenizerBase
+
+from whet.config import TrainConfig
+from whet.errors import DataError
+from whet.rollout.batch import rows_of, to_batch
+from whet.rollout.collect import Collector
+from whet.rollout.protocol import SamplingParams
+from whet.trainers.build import build, build_scorer
+from whet.trainers.rl import fit
+from whet.types import Message, Prompt, Trajectory
+
+PARAMS = SamplingParams(max_new_tokens=64)
+CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+USER_ENVIRONMENTS = '''
+from whet.environments.calculator import Calculator
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+
+class Unmade:
+    def __init__(self, prompt):
+        raise KeyError(prompt.index)
+
+
+class Broken:
+    """Fails on answers with a 9."""
+
+    def __init__(self, prompt, *, note="seen"):
+        self.note = note
+
+    def step(self, answer):
+        if "9" in answer:
+            raise RuntimeError("nine")
+        return Observation(done=True, reward=0.25, fields={self.note: len(answer)})
+
+
+class Endless:
+    """Never done: says `more`."""
+
+    def __init__(self, prompt):
+        pass
+
+    def step(self, answer):
+        return Observation(done=False, messages=(Message("tool", "more"),), reward=1.0)
+
+
+class Insistent(Calculator):
+    """The calculator for a model that knows nothing: whatever is answered first is a question for 12*3."""
+
+    def __init__(self, prompt):
+        super().__init__(prompt)
+        self.asked = False
+
+    def step(self, answer):
+        if self.asked:
+            return Observation(done=True)
+        self.asked = True
+        return super().step("<calc>12*3</calc>")
+'''
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> str:
+    path = tmp_path / "environments.py"
+    path.write_text(USER_ENVIRONMENTS)
+    return str(path)
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> Prompt:
+    messages = (Message("user", text),)
+    return Prompt("0:0", 0, messages, tuple(tokenizer.encode(rendered(tokenizer, *messages))), "test", None)
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str:
+    """What the chat template makes of the whole conversation, by transformers alone."""
+    dicts = [message.to_dict() for message in messages]
+    return str(tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=True))
+
+
+def one(episodes: list[list[Trajectory]]) -> Trajectory:
+    [[trajectory]] = episodes
+    return trajectory
+
+
+def test_one_question_one_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine, prompt = Scripted(tokenizer, "4"), text_prompt(tokenizer)
+    answer = one(Collector(engine, tokenizer, apply_chat_template=False).collect([prompt], 1, PARAMS, step=1))
+    [turn] = answer.turns
+    assert turn.context_ids == prompt.token_ids
+    assert turn.token_ids == (*tokenizer.encode("4"), tokenizer.eos_token_id)
+    assert turn.log_probs == (-0.5, -0.75) and turn.policy_version == VERSION and turn.finish_reason == "stop"
+    assert answer.messages == (Message("assistant", "4"),) and answer.uid == "0:0:0"
+    assert answer.reward is None and answer.failure is None
+
+
+def test_answers_come_by_prompt_and_every_draw_has_a_key_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = Scripted(tokenizer, "0", "1", "2", "3", "4", "5")
+    prompts = [text_prompt(tokenizer, "1+1=", 0), text_prompt(tokenizer, "2+2=", 1)]
+    collector = Collector(engine, tokenizer, apply_chat_template=False, seed=7)
+    groups = collector.collect(prompts, 3, PARAMS, step=1)
+    assert [[answer.messages[0].content for answer in group] for group in groups] == [["0", "1", "2"], ["3", "4", "5"]]
+    assert [[answer.uid for answer in group] for group in groups][1] == ["0:1:0", "0:1:1", "0:1:2"]
+    collector.collect(prompts, 3, PARAMS, step=2)
+    collector.collect(prompts, 3, PARAMS, step=2, purpose="validation")
+    Collector(engine, tokenizer, apply_chat_template=False, seed=8).collect(prompts, 3, PARAMS, step=1)
+    assert len({request.key for request in engine.requests}) == 24
+    again = Scripted(tokenizer, "0")
+    Collector(again, tokenizer, apply_chat_template=False, seed=7).collect(prompts[1:], 3, PARAMS, step=1)
+    assert [request.key for request in again.requests] == [request.key for request in engine.requests[3:6]]
+
+
+def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    engine, prompt = Scripted(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
+    answer = one(Collector(engine, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
+    asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")
+    assert answer.messages == (asked, told, Message("assistant", "36"))
+    first, second = answer.turns
+    whole = rendered(tokenizer, *prompt.messages, asked, told)
+    assert second.context_ids == tuple(tokenizer.encode(whole))
+    assert second.context_ids[: len(first.context_ids) + len(first.token_ids)] == first.context_ids + first.token_ids
+
+    [row] = rows_of(answer)
+    read = len(row.response_ids) - len(first.token_ids) - len(second.token_ids)
+    expected = [1] * len(first.token_ids) + [0] * read + [1] * len(second.token_ids)
+    assert read > 0 and row.mask == expected
+    assert row.turn_ids == [0] * len(first.token_ids) + [-1] * read + [1] * len(second.token_ids)
+    between = [token for token, sampled in zip(row.response_ids, row.mask, strict=True) if not sampled]
+    assert tokenizer.decode(between) == CHAT_TURN
+
+
+def test_without_a_chat_template_the_tools_words_follow_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine, prompt = Scripted(tokenizer, "<calc>2+2</calc>", "4"), text_prompt(tokenizer)
+    collector = Collector(engine, tokenizer, environment="calculator", apply_chat_template=False)
+    answer = one(collector.collect([prompt], 1, PARAMS, step=1))
+    assert tokenizer.decode(list(answer.turns[1].context_ids)) == "2+2=<calc>2+2</calc><|im_end|>4"
+
+
+def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = Scripted(tokenizer, "4", "<calc>1+1</calc>", "2")
+    prompts = [text_prompt(tokenizer, "2+2=", 0), text_prompt(tokenizer, "1+1=", 1)]
+    collector = Collector(engine, tokenizer, environment="calculator", apply_chat_template=False)
+    [[done], [asking]] = collector.collect(prompts, 1, PARAMS, step=1)
+    assert len(engine.requests) == 3 and len(done.turns) == 1 and len(asking.turns) == 2
+    assert asking.messages[-1].content == "2"
+
+
+def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    engine = Scripted(tokenizer, "5", "9", "77")
+    collector = Collector(engine, tokenizer, environment=f"{environments}:Broken", apply_chat_template=False)
+    [[fine, failed, also_fine]] = collector.collect([text_prompt(tokenizer)], 3, PARAMS, step=1)
+    assert fine.failure is None and also_fine.failure is None
+    assert failed.failure is not None and failed.failure.source == "environment"
+    assert failed.failure.message.startswith("RuntimeError: nine (") and "environments.py:" in failed.failure.message
+    assert len(failed.turns) == 1 and failed.turns[0].reward == 0.0  # the answer stays, to be read
+    assert [row.mask for row in rows_of(failed)] == [[0, 0]]
+    assert fine.turns[0].reward == 0.25 and dict(also_fine.fields) == {"seen": 2}
+
+    unmade = Collector(engine, tokenizer, environment=f"{environments}:Unmade", apply_chat_template=False)
+    before = len(engine.requests)
+    answer = one(unmade.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
+    assert answer.failure is not None and answer.failure.message.startswith("KeyError: 0 (")
+    assert answer.turns == () and len(engine.requests) == before
+
+
+def test_options_reach_the_environment(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    collector = Collector(
+        Scripted(tokenizer, "123"),
+        tokenizer,
+        environment=f"{environments}:Broken",
+        environment_options={"note": "length"},
+        apply_chat_template=False,
+    )
+    assert dict(one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)).fields) == {"length": 3}
+
+
+def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    engine = Scripted(tokenizer, "1")
+    collector = Collector(
+        engine, tokenizer, environment=f"{environments}:Endless", max_turns=3, apply_chat_template=False
+    )
+    answer = one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
+    assert len(answer.turns) == 3 and answer.score == 3.0 and answer.failure is None
+
+
+def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    # two tokens an answer (1, end) and four that are read (m o r e): 2, 6 -> 8, 12 -> the next may have 1 of 13
+    engine = Scripted(tokenizer, "1")
+    collector = Collector(engine, tokenizer, environment=f"{environments}:Endless", apply_chat_template=False)
+    answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=13), step=1))
+    assert [request.params.max_new_tokens for request in engine.requests] == [13, 7, 1]
+    assert [turn.finish_reason for turn in answer.turns] == ["stop", "stop", "length"]
+    assert len(rows_of(answer)[0].response_ids) == 13
+
+    # with 12 nothing is left after the second reading, which is then no part of the row
+    engine = Scripted(tokenizer, "1")
+    collector = Collector(engine, tokenizer, environment=f"{environments}:Endless", apply_chat_template=False)
+    answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=12), step=1))
+    assert len(engine.requests) == 2 and len(rows_of(answer)[0].response_ids) == 8
+
+
+def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreTrainedTokenizerBase) -> None:
+    forgetful = "{% for message in messages[-2:] %}{{ message.role }}\n{{ message.content }}\n{% endfor %}"
+    collector = Collector(
+        Scripted(tokenizer, "<calc>1+1</calc>"),
+        tokenizer,
+        environment="calculator",
+        chat_template_kwargs={"chat_template": forgetful},
+    )
+    with pytest.raises(DataError, match="not append-only"):
+        collector.collect([chat_prompt(tokenizer, "1+1=")], 1, PARAMS, step=1)
+
+
+# ---- with the native engine, through the loop
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_two_turns_through_the_whole_loop(
+    chat: bool, environments: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
+) -> None:
+    """The trainer's log-probs are those of the rollout on the tokens that were sampled, and 0 on the tool's.
+
+    A random model ends its turns by chance, so most episodes have both."""
+    config = train_config(
+        {
+            "environment.name": f"{environments}:Insistent",
+            "data.apply_chat_template": chat,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 64,
+            "data.train_batch_size": 2,
+            "rollout.temperature": 0.8,
+        }
+    )
+    run = build(config, build_scorer(config.reward, lambda solution_str: float(len(solution_str) % 3)), additions)
+    groups = run.rollouts.take(8, step=1).groups
+    batch = to_batch(groups, pad_token_id=run.pad_token_id)
+    mask = batch["response_mask"]
+    assert set(batch["turn_ids"].unique().tolist()) == {-1, 0, 1}
+    assert torch.equal(mask == 1, batch["turn_ids"] >= 0)
+    for row in range(len(batch)):
+        turns, responses = batch["turn_ids"][row].tolist(), batch["responses"][row].tolist()
+        if 1 in turns:
+            told = run.tokenizer.decode(responses[turns.index(-1) : turns.index(1)])
+            stop = run.tokenizer.decode(responses[turns.index(-1) - 1])
+            # a turn that ended with the model's other stop token is closed as the template closes turns
+            closing = "" if stop == "<|im_end|>" else "<|im_end|>"
+            assert told == (closing + CHAT_TURN if chat else "36")
+    log_probs = run.roles["actor"].forward(batch, ("log_probs",), 0.8)["log_probs"]
+    assert (log_probs[mask == 0] == 0).all() and (batch["rollout_log_probs"][mask == 0] == 0).all()
+    gap = (log_probs - batch["rollout_log_probs"])[mask == 1].abs()
+    assert gap.mean() < 5e-6 and gap.max() < 1e-4
+
+    fit(run)
+    run.close()
+    assert [record["step"] for record in run.history] == [1, 2]
+    assert all(record["episode/turns"] > 1 for record in run.history)

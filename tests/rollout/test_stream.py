@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `take` hands out: complete, scored, filtered groups, however the answers turn out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted import Scripted, text_prompt
+from transformers import PreTrainedTokenizerBase
+
+from whet.algorithms.filters import dynamic_sampling
+from whet.data.loader import PromptLoader
+from whet.errors import DataError
+from whet.metrics import Metrics
+from whet.rewards.pool import RewardPool
+from whet.rollout.collect import Collector
+from whet.rollout.protocol import SamplingParams
+from whet.rollout.stream import Filter, Rollouts
+from whet.types import Group
+
+DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
+
+
+def number(solution_str: str) -> dict[str, float]:
+    """The answer is its own reward; 7 cannot be judged, and 8 has no style."""
+    if solution_str == "7":
+        raise ValueError("no sevens")
+    return {"reward": float(solution_str), **({} if solution_str == "8" else {"style": float(solution_str == "2")})}
+
+
+def rollouts(
+    tokenizer: PreTrainedTokenizerBase,
+    *answers: str,
+    group_filter: Filter | None = None,
+    function: Callable[..., Any] = number,
+    environment: str = "single_turn",
+) -> Rollouts:
+    """Two answers a prompt, as told, to endlessly many prompts in order."""
+    pool = RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
+    collector = Collector(
+        Scripted(tokenizer, *answers), tokenizer, environment=environment, apply_chat_template=False, seed=1
+    )
+    prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
+    loader = PromptLoader(prompts, seed=0, shuffle=False)
+    return Rollouts(loader, collector, pool, tokenizer, n=2, params=SamplingParams(8), group_filter=group_filter)
+
+
+def asked(of: Rollouts) -> list[str]:
+    """The texts of the prompts that were answered, without repeats."""
+    assert isinstance(of.collector.generate, Scripted)
+    texts = [of.tokenizer.decode(list(request.token_ids)) for request in of.collector.generate.requests]
+    return list(dict.fromkeys(str(text) for text in texts))
+
+
+def rewards(groups: list[Group]) -> list[list[float | None]]:
+    return [[answer.reward for answer in group.trajectories] for group in groups]
+
+
+def test_n_groups_in_the_order_of_the_data(tokenizer: PreTrainedTokenizerBase) -> None:
+    of = rollouts(tokenizer, "0", "1", "2", "3")
+    taken = of.take(2, step=1)
+    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"]
+    assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0]]
+    assert [[answer.accuracy for answer in group.trajectories] for group in taken.groups] == [[0.0, 1.0], [1.0, 1.0]]
+    assert taken.groups[1].trajectories[0].parts == {"style": 1.0}
+    assert taken.metrics.reduce() == {}
+    assert taken.metrics.timings().keys() == {"time/rollout", "time/reward"}
+    assert [group.prompt.uid for group in of.take(5, step=2).groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
+
+
+def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    # groups: 0 0 | 0 1 | 0 0, two are missing: 1 1 | 0 1, one is missing: 1 0
+    of = rollouts(tokenizer, *"00 01 00 11 01 10".replace(" ", ""), group_filter=DYNAMIC)
+    taken = of.take(3, step=1)
+    assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
+    assert asked(of) == ["0+0=", "1+0=", "2+0=", "3+0=", "4+0=", "5+0="]
+    assert taken.metrics.reduce() == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
+
+
+def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    # one group of the first two differs, and then none of four: 1 + 3 rounds
+    of = rollouts(tokenizer, *"01 00 00 00 00".replace(" ", ""), group_filter=DYNAMIC)
+    taken = of.take(2, step=1)
+    assert rewards(taken.groups) == [[0.0, 1.0]]
+    assert len(asked(of)) == 2 + 3
+    assert taken.metrics.reduce() == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
+
+
+def test_where_everything_is_dropped_the_run_goes_on_with_the_first_of_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    of = rollouts(tokenizer, "1", group_filter=Filter(dynamic_sampling, {}, max_refills=2))
+    taken = of.take(2, step=1)
+    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"]
+    assert taken.metrics.reduce() == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
+
+
+def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTrainedTokenizerBase) -> None:
+    # 7 fails: with it 0 7 is one answer, which cannot differ, and 7 7 is none
+    of = rollouts(tokenizer, *"07 77 01 01".replace(" ", ""), group_filter=DYNAMIC)
+    taken = of.take(2, step=1)
+    assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0]]
+    assert taken.metrics.reduce()["failures/reward"] == 3.0
+
+    unfiltered = rollouts(tokenizer, "0", "7").take(1, step=1)
+    [[fine, failed]] = [group.trajectories for group in unfiltered.groups]
+    assert fine.failure is None and failed.reward is None and failed.accuracy is None
+    assert failed.failure is not None and failed.failure.message.startswith("ValueError: no sevens")
+    assert unfiltered.metrics.reduce() == {"failures/reward": 1.0}
+
+
+def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedTokenizerBase, tmp_path: Any) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("class Broken:\n    def __init__(self, prompt): raise OSError('no room')\n")
+    seen: list[str] = []
+    of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
+    taken = of.take(2, step=1)
+    assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
+    assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
+
+
+def test_a_filter_by_reward_and_by_a_part(tokenizer: PreTrainedTokenizerBase) -> None:
+    by_reward = rollouts(tokenizer, *"11 35".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "reward"))
+    assert rewards(by_reward.take(1, step=1).groups) == [[3.0, 5.0]]
+    by_part = rollouts(tokenizer, *"35 23".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "style"))
+    assert rewards(by_part.take(1, step=1).groups) == [[2.0, 3.0]]
+    absent = rollouts(tokenizer, "2", "8", group_filter=Filter(dynamic_sampling, {}, "style"))
+    with pytest.raises(DataError, match=r"filter\.metric=style, which .* for 0:0:1; it reports accuracy, reward$"):
+        absent.take(1, step=1)
+
+
+def test_the_reward_is_given_the_whole_answer_and_its_ids(tokenizer: PreTrainedTokenizerBase) -> None:
+    seen: list[Any] = []
+
+    def look(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, prompt_str: str) -> list[float]:
+        seen.append((data_source, solution_str, ground_truth, prompt_str))
+        return [0.5, 0.0, 2.0][: len(solution_str) + 1]
+
+    of = rollouts(tokenizer, "12", "34", function=look)
+    [group] = of.take(1, step=1).groups
+    assert seen == [("test", "12", "4", "0+0="), ("test", "34", "4", "0+0=")]
+    assert [answer.token_rewards for answer in group.trajectories] == [(0.5, 0.0, 2.0)] * 2
+    assert [answer.reward for answer in group.trajectories] == [2.5, 2.5]
+
+
+def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: PreTrainedTokenizerBase) -> None:
+    straight, stopped, resumed = (rollouts(tokenizer, "0", "1") for _ in range(3))
+    straight.take(4, step=1)
+    stopped.take(4, step=1)
+    resumed.load_state(stopped.state())
+    expected, got = straight.take(4, step=2).groups, resumed.take(4, step=2).groups
+    assert (
+        [group.prompt.uid for group in got] == [group.prompt.uid for group in expected] == ["0:4", "0:5", "1:0", "1:1"]
+    )
+    keys = [[request.key for request in of.collector.generate.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
+    assert keys[0] == keys[1]
+
+
+def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) -> None:
+    of = rollouts(tokenizer, "1", "2")
+    of.prompts = None
+    prompt, metrics = text_prompt(tokenizer), Metrics()
+    [group] = of.sample([prompt], 2, SamplingParams(8), step=0, metrics=metrics, purpose="evaluation")
+    assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]
+    assert of.sample([], 2, SamplingParams(8), step=0, metrics=metrics) == []
+    assert of.state() == {}
+    with pytest.raises(DataError, match="no source of prompts"):
+        of.take(1, step=1)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was stopped anywhere goes on to the bits of one that never was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet import serialization
+from whet.config import TrainConfig
+from whet.errors import CheckpointError, ConfigError
+from whet.trainers import checkpoint
+from whet.trainers.build import build, build_scorer, train
+from whet.trainers.rl import fit
+from whet.trainers.run import Run
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+GRPO = {"trainer.total_steps": 4, "trainer.save_freq": 1, "trainer.save_limit": None, "actor.mini_batch_size": 2}
+PPO = {
+    **GRPO,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.kl.where": "reward",
+    "algorithm.kl.controller": "adaptive",
+    "algorithm.kl.horizon": 10,
+    "actor.optim.schedule": "cosine",
+    "critic.epochs": 2,
+}
+
+
+def score(solution_str: str) -> dict[str, float]:
+    return {"reward": float(solution_str.count("7")), "length": float(len(solution_str))}
+
+
+def finish(config: TrainConfig, additions: Rows) -> Run:
+    return train(config, reward=score, data=additions)
+
+
+def states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and moments of each role in a checkpoint, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.state")):
+        state = serialization.load(path)
+        moments = {
+            f"{name} {index}": value
+            for index, each in state["optimizer"]["state"].items()
+            for name, value in each.items()
+        }
+        found[path.stem] = {**state["model"], **moments, "steps_done": torch.tensor(state["steps_done"])}
+    return found
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    expected, got = states(one), states(other)
+    assert expected.keys() == got.keys()
+    for role in expected:
+        assert expected[role].keys() == got[role].keys()
+        assert all(torch.equal(expected[role][name], got[role][name]) for name in expected[role])
+
+
+def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    finish(train_config({"algorithm.adv_estimator": "gae"}), additions)
+    [folder] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert folder.name == "global_step_2"
+    assert {path.name for path in folder.iterdir()} == {
+        "actor.state",
+        "critic.state",
+        "trainer.json",
+        "model",
+        "manifest.json",
+    }
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert manifest.keys() == files.keys() - {"manifest.json"}
+    assert all(manifest[name]["bytes"] == files[name].stat().st_size for name in manifest)
+    checkpoint.verify(folder)
+    state = json.loads((folder / "trainer.json").read_text())
+    assert state == {"step": 2, "rollouts": {"epoch": 0, "index": 8}, "kl_controller": {}}
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "gae with a critic"])
+@pytest.mark.parametrize("stopped_after", [1, 3])
+def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(
+    algorithm: dict[str, object], stopped_after: int, train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    """Stopped as a kill stops it: behind the last checkpoint, with more written than it knows of."""
+    straight = train_config({**algorithm, "trainer.run_dir": str(tmp_path / "straight")})
+    finish(straight, additions)
+
+    killed = train_config(algorithm)
+    run = build(killed, build_scorer(killed.reward, score), additions)
+    run.callbacks = [Stop(after=stopped_after + 1)]
+    with pytest.raises(Killed):
+        fit(run)
+    run.close()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 9, "torn')
+    assert [record["step"] for record in run.history] == list(range(1, stopped_after + 2))
+
+    resumed = finish(train_config(algorithm), additions)
+    assert resumed.history[0]["step"] == stopped_after + 1
+    last = Path("checkpoints", "global_step_4")
+    assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
+    assert metrics.read_bytes() == (tmp_path / "straight" / "metrics.jsonl").read_bytes()
+    for path in (tmp_path / "straight" / "rollouts").iterdir():
+        assert path.read_bytes() == (tmp_path / "run" / "rollouts" / path.name).read_bytes()
+    trainer = last / "trainer.json"
+    assert (tmp_path / "straight" / trainer).read_text() == (tmp_path / "run" / trainer).read_text()
+
+
+KILLED = """
+import json, sys
+from whet.config import TrainConfig
+from whet.trainers.build import train
+
+def score(solution_str):
+    return {"reward": float(solution_str.count("7")), "length": float(len(solution_str))}
+
+with open(sys.argv[1]) as file:
+    given = json.load(file)
+train(TrainConfig.model_validate(given["config"]), reward=score, data=given["data"])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_to_the_same_bits(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    overrides = {**PPO, "trainer.total_steps": 12}
+    finish(train_config({**overrides, "trainer.run_dir": str(tmp_path / "straight")}), additions)
+    config = train_config(overrides)
+    (tmp_path / "given.json").write_text(json.dumps({"config": config.model_dump(mode="json"), "data": additions}))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "given.json")])
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+
+    resumed = finish(config, additions)
+    assert 1 < resumed.history[0]["step"] < 12
+    last = Path("checkpoints", "global_step_12")
+    assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
+    assert metrics.read_bytes() == (tmp_path / "straight" / "metrics.jsonl").read_bytes()
+
+
+class Killed(BaseException):
+    """What no one catches."""
+
+
+class Stop:
+    """A callback that ends the run after the metrics of a step, before its checkpoint."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def __call__(self, run: Run, step: int, numbers: Mapping[str, float]) -> None:
+        if step == self.after:
+            raise Killed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, additions: Rows) -> Path:
+    """The folder of a run of four steps that kept all of its checkpoints; not to be written to."""
+    from whet.config import load_config
+
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    overrides = {
+        **GRPO,
+        "model.path": str(model_folder),
+        "data.apply_chat_template": False,
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 6,
+        "rollout.n": 4,
+        "reward.num_workers": 0,
+        "trainer.val_freq": -1,
+        "trainer.logger": ["jsonl"],
+        "trainer.run_dir": str(folder),
+    }
+    finish(load_config(TrainConfig, None, overrides, given={"reward", "data"}).config, additions)
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def newest(run_dir: Path, resume: str = "auto") -> str | None:
+    found = checkpoint.find(run_dir, resume)
+    return None if found is None else found.name
+
+
+def test_the_newest_whole_checkpoint_is_found(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / ".global_step_5.partial").mkdir()  # what a kill leaves
+    (checkpoints / "global_step_11").mkdir()  # newer by number, not by name, and without a manifest
+    assert newest(run_dir) == "global_step_4"
+    with (checkpoints / "global_step_4" / "actor.state").open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 1]))
+    assert newest(run_dir) == "global_step_3"
+    (checkpoints / "global_step_3" / "trainer.json").write_text("{}")
+    assert newest(run_dir) == "global_step_2"
+    (checkpoints / "global_step_2" / "manifest.json").write_text('{"actor.state": {"byt')
+    assert newest(run_dir) == "global_step_1"
+    (checkpoints / "global_step_1" / "actor.state").unlink()
+    assert newest(run_dir) is None
+    told = [record.getMessage().removeprefix(f"{checkpoints}/") for record in caplog.records]
+    assert "global_step_11 is an unfinished checkpoint; expected a folder global_step_N with a manifest.json" in told[0]
+    assert any(each.startswith("global_step_4: actor.state is damaged (its size or checksum") for each in told)
+    assert any(each.startswith("global_step_3: trainer.json is damaged") for each in told)
+    assert any(each.startswith("global_step_2: manifest.json is damaged") for each in told)
+    assert any(each.startswith("global_step_1: actor.state is missing") for each in told)
+
+
+def test_auto_says_what_it_does_and_cuts_the_files_back(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (run_dir / "checkpoints" / "global_step_4" / "manifest.json").unlink()
+    found = checkpoint.open_run_dir(run_dir, "auto", "config: new\n")
+    assert found == run_dir / "checkpoints" / "global_step_3"
+    assert f"resuming from {found}" in caplog.text
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        assert [json.loads(line)["step"] for line in (run_dir / name).read_text().splitlines()] == [1, 2, 3]
+    assert sorted(path.name for path in (run_dir / "rollouts").iterdir()) == [f"step_00000{i}.jsonl" for i in (1, 2, 3)]
+    assert (run_dir / "config.yaml").read_text() == "config: new\n"
+    # the damaged one is out of the way: it neither is found again nor counts for save_limit
+    assert (run_dir / "checkpoints" / "global_step_4.left_behind").is_dir()
+    assert "global_step_4.left_behind" in caplog.text
+
+
+def test_a_folder_without_a_checkpoint_starts_afresh(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    shutil.rmtree(run_dir / "checkpoints")
+    assert checkpoint.open_run_dir(run_dir, "auto", "") is None
+    assert f"starting afresh in {run_dir}" in caplog.text
+    assert (run_dir / "metrics.jsonl").read_text() == "" and not list((run_dir / "rollouts").iterdir())
+
+
+def test_never_does_not_write_into_an_earlier_run(run_dir: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    with pytest.raises(ConfigError, match=r"trainer\.resume=never, and .*/run holds an earlier run; choose another"):
+        checkpoint.open_run_dir(run_dir, "never", "")
+    (run_dir / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        checkpoint.open_run_dir(run_dir, "never", "")
+    del before[run_dir / "metrics.jsonl"]
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    assert checkpoint.open_run_dir(tmp_path / "new", "never", "") is None
+
+
+def test_a_path_is_resumed_from_under_any_name(
+    run_dir: Path, train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    kept = shutil.copytree(run_dir / "checkpoints" / "global_step_2", tmp_path / "kept")
+    overrides = {
+        **GRPO,
+        "actor.optim.lr": 1e-6,
+        "trainer.resume": str(kept),
+        "trainer.run_dir": str(tmp_path / "other"),
+    }
+    run = finish(train_config(overrides), additions)
+    assert [record["step"] for record in run.history] == [3, 4]
+    last = Path("checkpoints", "global_step_4")
+    assert_same_bits(run_dir / last, tmp_path / "other" / last)
+
+
+def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
+    taken_back = run_dir / "checkpoints" / "global_step_2"
+    assert checkpoint.open_run_dir(run_dir, str(taken_back), "") == taken_back
+    assert newest(run_dir) == "global_step_2"
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"global_step_1", "global_step_2", "global_step_3.left_behind", "global_step_4.left_behind"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("global_step_7", "is no such folder; expected"), (".", "is an unfinished checkpoint; expected")],
+)
+def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.find(run_dir, str(run_dir / "checkpoints" / name))
+
+
+def test_only_the_newest_are_kept(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    finish(train_config({**GRPO, "trainer.save_limit": 2}), additions)
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"global_step_3", "global_step_4"}
+
+
+def test_a_damaged_newer_checkpoint_does_not_crowd_out_a_good_one(
+    run_dir: Path, train_config: MakeConfig, additions: Rows
+) -> None:
+    (run_dir / "checkpoints" / "global_step_4" / "manifest.json").unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "global_step_3")
+    config = train_config({**GRPO, "actor.optim.lr": 1e-6, "trainer.total_steps": 3, "trainer.save_limit": 1})
+    finish(config, additions)
+    assert newest(run_dir) == "global_step_3"
+
+
+def test_a_kill_while_saving_leaves_what_was_there(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = train_config({**GRPO, "trainer.total_steps": 2})
+    plain = checkpoint._write_manifest
+
+    def killed(folder: Path) -> None:
+        if "global_step_2" in folder.name:
+            raise Killed
+        plain(folder)
+
+    monkeypatch.setattr(checkpoint, "_write_manifest", killed)
+    with pytest.raises(Killed):
+        finish(config, additions)
+    assert newest(tmp_path / "run") == "global_step_1"
+    assert (tmp_path / "run" / "checkpoints" / ".global_step_2.partial" / "actor.state").exists()
+    monkeypatch.setattr(checkpoint, "_write_manifest", plain)
+    assert [record["step"] for record in finish(config, additions).history] == [2]
+    assert newest(tmp_path / "run") == "global_step_2"
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_a_checkpoint_without_a_role_that_the_run_has_is_named(
+    run_dir: Path, train_config: MakeConfig, additions: Rows
+) -> None:
+    with pytest.raises(CheckpointError, match=r"critic\.state is missing: .* no state for the role 'critic'"):
+        finish(train_config(PPO), additions)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions name columns, columns name providers, providers name roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.config import TrainConfig
+from whet.errors import ConfigError, DataError
+from whet.metrics import Metrics
+from whet.rollout.batch import to_batch
+from whet.trainers.build import build, build_scorer, plan, train
+from whet.trainers.columns import ROLLOUT_COLUMNS, plan_columns
+from whet.trainers.rl import add_advantages, add_rewards, fit
+from whet.trainers.run import Run
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+USER_FUNCTIONS = """
+def by_style(token_level_rewards, response_mask, style, *, weight=1.0):
+    return (token_level_rewards.sum(-1) + weight * style)
+
+
+def by_entropy(token_level_rewards, response_mask, entropy, sum_pi_squared):
+    return token_level_rewards + entropy + sum_pi_squared
+
+
+def unheard_of(token_level_rewards, moon_phase):
+    return token_level_rewards
+
+
+def too_early(token_level_rewards, log_probs):
+    return token_level_rewards
+
+
+def distant(log_probs, old_log_probs, ref_log_probs, advantages, entropy):
+    return -advantages * (log_probs - ref_log_probs)
+
+
+def distant_values(values, old_values, returns, ref_log_probs):
+    return (values - returns).square() + ref_log_probs
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "functions.py"
+    path.write_text(USER_FUNCTIONS)
+    return str(path)
+
+
+def names(config: TrainConfig) -> tuple[list[str], set[str]]:
+    """The providers in order and the roles of a config's plan."""
+    found = plan(config)
+    return [provider.name for provider in found.providers], set(found.roles)
+
+
+def test_grpo_with_one_update_a_step_needs_nobody(train_config: MakeConfig) -> None:
+    assert names(train_config()) == ([], set())
+
+
+@pytest.mark.parametrize("several", [{"actor.mini_batch_size": 2}, {"actor.epochs": 2}])
+def test_several_updates_a_step_need_the_log_probs_before_them(
+    several: dict[str, int], train_config: MakeConfig
+) -> None:
+    assert names(train_config(several)) == (["old_log_probs"], {"actor"})
+    assert names(train_config({**several, "algorithm.policy_loss": "reinforce"})) == ([], set())
+
+
+def test_a_kl_term_starts_the_reference(train_config: MakeConfig) -> None:
+    assert names(train_config({"algorithm.kl.where": "loss"})) == (["ref_log_probs"], {"ref"})
+    assert names(train_config({"algorithm.kl.where": "reward"})) == (
+        ["old_log_probs", "ref_log_probs"],
+        {"actor", "ref"},
+    )
+
+
+def test_an_estimator_that_reads_values_starts_the_critic(train_config: MakeConfig) -> None:
+    assert names(train_config({"algorithm.adv_estimator": "gae"})) == (["values"], {"critic"})
+
+
+def test_losses_name_columns_too(train_config: MakeConfig, functions: str) -> None:
+    # entropy comes from the update's own forward, and is not computed before it
+    assert names(train_config({"algorithm.policy_loss": f"{functions}:distant"})) == (["ref_log_probs"], {"ref"})
+    overrides = {"algorithm.adv_estimator": "gae", "critic.value_loss": f"{functions}:distant_values"}
+    assert names(train_config(overrides)) == (["values", "ref_log_probs"], {"critic", "ref"})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "unheard_of",
+            r"adv_estimator=.*unheard_of reads the column 'moon_phase', which nobody provides.*entropy, old_",
+        ),
+        ("too_early", r"too_early reads the column 'log_probs', which nobody provides"),
+        ("by_style", r"by_style reads the column 'style', .* becomes a column when reward\.columns lists it"),
+    ],
+)
+def test_a_column_that_nobody_provides_is_named(
+    function: str, message: str, train_config: MakeConfig, functions: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(train_config({"algorithm.adv_estimator": f"{functions}:{function}"}))
+
+
+@pytest.mark.parametrize("taken", ["accuracy", "uid", "values"])
+def test_a_reward_column_may_not_take_another_ones_name(taken: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.columns names '{taken}'"):
+        plan_columns({}, [taken], 1.0)
+
+
+@pytest.fixture
+def run(train_config: MakeConfig, additions: Rows, functions: str) -> Iterator[Run]:
+    """A run whose estimator and loss read nearly everything that there is."""
+    config = train_config(
+        {
+            "algorithm.adv_estimator": f"{functions}:by_entropy",
+            "algorithm.kl.where": "reward",
+            "algorithm.kl.coef": 0.5,
+            "algorithm.kl.form": "k1",
+            "rollout.temperature": 0.7,
+        }
+    )
+    built = build(config, build_scorer(config.reward, lambda solution_str: float(len(solution_str))), additions)
+    yield built
+    built.close()
+
+
+def test_providers_say_what_the_roles_compute(run: Run) -> None:
+    metrics = Metrics()
+    before = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
+    assert set(before.tensors()) >= ROLLOUT_COLUMNS - {"token_level_rewards", "reward_parts"}
+    batch = run.columns.add(before, run.roles, metrics)
+    assert [provider.name for provider in run.columns.providers] == [
+        "entropy",
+        "sum_pi_squared",
+        "old_log_probs",
+        "ref_log_probs",
+    ]
+    assert {"actor", "ref", "rollout"} == set(run.roles)
+    expected = run.roles["actor"].forward(before, ("log_probs", "entropy", "sum_pi_squared"), 0.7)
+    torch.testing.assert_close(batch["old_log_probs"], expected["log_probs"])
+    torch.testing.assert_close(batch["ref_log_probs"], expected["log_probs"])  # the reference is the start
+    torch.testing.assert_close(batch["entropy"], expected["entropy"])
+    torch.testing.assert_close(batch["sum_pi_squared"], expected["sum_pi_squared"])
+    torch.testing.assert_close(batch["old_log_probs"], batch["rollout_log_probs"], atol=1e-4, rtol=0)
+    assert metrics.timings().keys() == {"time/log_probs"}
+
+    batch = add_rewards(run, batch.with_columns(ref_log_probs=batch["old_log_probs"] - 0.5), metrics)
+    mask = batch["response_mask"]
+    torch.testing.assert_close(batch["token_level_rewards"], (before["token_level_scores"] - 0.25) * mask)
+    assert metrics.reduce()["actor/reward_kl_penalty"] == pytest.approx(0.5, abs=1e-6)
+    batch = add_advantages(run, batch, metrics)
+    summed = batch["token_level_rewards"] + batch["entropy"] + batch["sum_pi_squared"]
+    torch.testing.assert_close(batch["advantages"], summed * mask)
+
+
+def test_a_column_that_is_there_is_not_asked_for(run: Run) -> None:
+    batch = to_batch(run.rollouts.take(1, step=1).groups, pad_token_id=run.pad_token_id)
+    mine = {name: torch.full(batch["responses"].shape, 3.0) for name in ("entropy", "sum_pi_squared", "old_log_probs")}
+    added = run.columns.add(batch.with_columns(**mine, ref_log_probs=mine["entropy"]), {}, Metrics())
+    assert all(torch.equal(added[name], column) for name, column in mine.items())
+
+
+def style(solution_str: str) -> dict[str, float]:
+    return {"reward": 1.0, "style": float(len(solution_str))}
+
+
+def test_numbers_of_the_reward_become_columns(train_config: MakeConfig, additions: Rows, functions: str) -> None:
+    config = train_config(
+        {
+            "algorithm.adv_estimator": f"{functions}:by_style",
+            "algorithm.adv_options": {"weight": 2.0},
+            "reward.columns": ["style"],
+            "trainer.total_steps": 1,
+        }
+    )
+    run = build(config, build_scorer(config.reward, style), additions)
+    groups = run.rollouts.take(4, step=1).groups
+    batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=config.reward.columns)
+    batch = add_advantages(run, add_rewards(run, batch, Metrics()), Metrics())
+    assert batch["style"].unique().numel() > 1
+    torch.testing.assert_close(batch["advantages"], (1.0 + 2.0 * batch["style"])[:, None] * batch["response_mask"])
+    fit(run)
+    run.close()
+    assert run.history[0]["critic/advantages/max"] > 1.0
+
+
+def test_a_column_that_the_reward_never_reports_is_an_error_that_names_it(
+    train_config: MakeConfig, additions: Rows, functions: str
+) -> None:
+    config = train_config({"algorithm.adv_estimator": f"{functions}:by_style", "reward.columns": ["style"]})
+    with pytest.raises(DataError, match="'style', which no answer of this step reports; they report nothing"):
+        train(config, reward=lambda solution_str: 1.0, data=additions)
