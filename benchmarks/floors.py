@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least time that a phase can take on a machine: its arithmetic, or its memory traffic, at the measured rate.
 
-Only what has to be done is counted: no padding, no recomputation, no element-wise arithmetic. A multiplication with an
-addition is 2 operations. Sizes are of bfloat16 where the benchmarks compute in it, of float32 where the optimizer does.
+Only what has to be done is counted: no padding, no recomputation, no prompt twice, no element-wise arithmetic. A
+multiplication with an addition is 2 operations. Sizes are of bfloat16, the optimizer's of float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 BFLOAT16, FLOAT32 = 2, 4  # bytes
@@ -43,9 +43,9 @@ class Shape:
         layer = 4 * self.hidden_size + attention * self.head_dim + 3 * self.intermediate_size
         return self.num_hidden_layers * layer
 
-    def attention_flops(self, context: int) -> int:
-        """Scores and weighted values of one token that sees `context` tokens, itself included."""
-        return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context
+    def attention_flops(self, pairs: int) -> int:
+        """Scores and weighted values, where tokens see `pairs` tokens in all."""
+        return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * pairs
 
     @property
     def cached_bytes(self) -> int:
@@ -58,7 +58,6 @@ class Machine:
     """What was measured: operations and bytes a second, all cores together."""
 
     bfloat16_flops: float
-    float32_flops: float
     bytes_per_second: float
 
 
@@ -74,37 +73,63 @@ class Work:
         return max(self.flops / machine.bfloat16_flops, self.bytes / machine.bytes_per_second)
 
 
-def rollout(shape: Shape, prompts: Sequence[int], lengths: Sequence[int]) -> Work:
-    """Each prompt read once, then `lengths` tokens sampled, the answers to one prompt side by side.
+@dataclass(frozen=True)
+class Reading:
+    """What a model has to read so that every sampled token has its probability, once.
 
-    The last sampled token is fed to nobody. Weights are read once a step of the longest answer, each token's keys and
-    values once for every token after it.
+    The answers to one prompt stand side by side and share it, the logits after it too. Nobody reads an answer's last
+    token.
     """
-    n = len(lengths) // len(prompts)
-    flops = bytes_ = 0
-    for prompt in prompts:
-        flops += 2 * shape.body_weights * prompt + sum(shape.attention_flops(1 + at) for at in range(prompt))
-        flops += 2 * shape.head_weights
-        bytes_ += prompt * shape.cached_bytes
-    for row, length in enumerate(lengths):
-        contexts = range(prompts[row // n] + 1, prompts[row // n] + length)
-        flops += len(contexts) * 2 * (shape.body_weights + shape.head_weights)
-        flops += sum(shape.attention_flops(context) for context in contexts)
-        bytes_ += sum(contexts) * shape.cached_bytes
+
+    prompts: Sequence[int]  # tokens of each
+    lengths: Sequence[int]  # tokens of each answer
+
+    @property
+    def contexts(self) -> Iterator[int]:
+        """For each token that is read, how many tokens it sees, itself included."""
+        for prompt in self.prompts:
+            yield from range(1, prompt + 1)
+        yield from self.answer_contexts
+
+    @property
+    def answer_contexts(self) -> Iterator[int]:
+        """The same for the tokens of answers only: what decoding reads one by one."""
+        n = len(self.lengths) // len(self.prompts)
+        for row, length in enumerate(self.lengths):
+            prompt = self.prompts[row // n]
+            yield from range(prompt + 1, prompt + length)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return sum(self.prompts) + self.logits - len(self.prompts)
+
+    @property
+    def logits(self) -> int:
+        """Tokens after which something is sampled."""
+        return len(self.prompts) + sum(self.lengths) - len(self.lengths)
+
+    def flops(self, shape: Shape) -> int:
+        """Operations of one forward pass."""
+        products = 2 * (shape.body_weights * self.tokens + shape.head_weights * self.logits)
+        return products + shape.attention_flops(sum(self.contexts))
+
+
+def rollout(shape: Shape, reading: Reading) -> Work:
+    """Each prompt read at once, answers token by token.
+
+    Weights are read once a step of the longest answer, each token's keys and values once by every token that sees it.
+    """
     weights = (shape.body_weights + shape.head_weights) * BFLOAT16
-    return Work(flops, bytes_ + max(lengths) * weights)
+    cached = (sum(reading.prompts) + sum(reading.answer_contexts)) * shape.cached_bytes
+    return Work(reading.flops(shape), cached + max(reading.lengths) * weights)
 
 
-def update(shape: Shape, prompts: Sequence[int], lengths: Sequence[int]) -> Work:
-    """Forward, backward (twice the forward) and AdamW on rows of prompt and answer; logits of sampled tokens only.
+def update(shape: Shape, reading: Reading) -> Work:
+    """Forward, backward (twice the forward) and AdamW.
 
     A matrix product reads its input and writes its output; AdamW reads weight, gradient, two moments and writes three.
     """
-    n = len(lengths) // len(prompts)
-    rows = [prompts[row // n] + length for row, length in enumerate(lengths)]
-    tokens, sampled = sum(rows), sum(lengths)
-    flops = 3 * 2 * (shape.body_weights * tokens + shape.head_weights * sampled)
-    flops += 3 * sum(shape.attention_flops(1) * row * (row + 1) // 2 for row in rows)
-    activations = shape.activations * tokens + (shape.hidden_size + shape.vocab_size) * sampled
+    activations = shape.activations * reading.tokens + (shape.hidden_size + shape.vocab_size) * reading.logits
     optimizer = 7 * (shape.body_weights + shape.head_weights) * FLOAT32
-    return Work(flops, 3 * activations * BFLOAT16 + optimizer)
+    return Work(3 * reading.flops(shape), 3 * activations * BFLOAT16 + optimizer)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.competitor import Entry
-from benchmarks.floors import Machine, Shape, Work, rollout, update
+from benchmarks.floors import Machine, Reading, Shape, rollout, update
 from benchmarks.machine import machine_of
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
@@ -109,10 +109,8 @@ def _step_table(records: Mapping[str, Record]) -> list[str]:
 def _phase_table(
     records: Mapping[str, Record], shape: Shape, machine: Machine, prompts: list[int], answers: Answers
 ) -> list[str]:
-    floors: dict[str, Work] = {
-        "rollout": rollout(shape, prompts, answers.lengths),
-        "update": update(shape, prompts, answers.lengths),
-    }
+    reading = Reading(prompts, answers.lengths)
+    floors = {"rollout": rollout(shape, reading), "update": update(shape, reading)}
     shown = {name: record.phases() for name, record in records.items()}
     phases = list(dict.fromkeys(phase for by_phase in shown.values() for phase in by_phase))
     lines = ["| seconds | " + " | ".join(shown) + " | floor |", "|---" * (len(shown) + 2) + "|"]

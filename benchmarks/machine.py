@@ -65,7 +65,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
 
 def machine_of(results: Mapping[str, Any]) -> Machine:
     """The rates, for floors."""
-    return Machine(**results["machine"]["rates"])
+    rates = results["machine"]["rates"]
+    return Machine(rates["bfloat16_flops"], rates["bytes_per_second"])
 
 
 def shape_of(model: Path) -> Shape:

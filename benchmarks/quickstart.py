@@ -48,13 +48,13 @@ def run(setting: Setting) -> dict[str, Any]:
     """TRL's best choice with the first seed, then both in turn with each seed, from the SFT model of that seed."""
     folders = {seed: _prepare(setting, seed) for seed in setting.scale.quickstart_seeds}
     trials: dict[Choice, Record] = {}
-    if setting.trl_python is not None:
+    if setting.trl_python is not None and setting.scale.is_thorough:
         trials = _trials(setting, *next(iter(folders.items())))
-    best = min(trials, key=lambda choice: _seconds(trials[choice])) if trials else None
+    best = min(trials, key=lambda choice: _seconds(trials[choice]), default=Choice(LEARNING_RATES[0]))
     summaries = [folder / "summary.json" for folder in folders.values()]
     races = {}
     for seed, folder in folders.items():
-        entries = {} if best is None else {"TRL": _trl(setting, seed, folder, best)}
+        entries = {} if setting.trl_python is None else {"TRL": _trl(setting, seed, folder, best)}
         entries["whet"] = setting.whet("whet_race", **_told(setting, seed, folder))
         records = take_turns(entries, rounds=1, warm_up=0, scratch=setting.scratch)
         races[str(seed)] = {name: asdict(record) for name, record in records.items()}
@@ -90,17 +90,15 @@ def _trials(setting: Setting, seed: int, folder: Path) -> dict[Choice, Record]:
     trials: dict[Choice, Record] = {}
 
     def attempt(choice: Choice) -> None:
-        if choice not in trials:
-            log.info("TRL, %s", choice)
-            entry = _trl(setting, seed, folder, choice)
-            trials[choice] = take_turns({"TRL": entry}, rounds=1, warm_up=0, scratch=setting.scratch)["TRL"]
+        log.info("TRL, %s", choice)
+        entry = _trl(setting, seed, folder, choice)
+        trials[choice] = take_turns({"TRL": entry}, rounds=1, warm_up=0, scratch=setting.scratch)["TRL"]
 
-    attempt(Choice(LEARNING_RATES[0]))
-    if setting.scale.is_thorough:
-        attempt(Choice(LEARNING_RATES[0], bf16=False))
-        fastest = min(trials, key=lambda choice: _seconds(trials[choice]))
-        for lr in LEARNING_RATES[1:]:
-            attempt(replace(fastest, lr=lr))
+    for bf16 in (True, False):
+        attempt(Choice(LEARNING_RATES[0], bf16=bf16))
+    faster = min(trials, key=lambda choice: _seconds(trials[choice]))
+    for lr in LEARNING_RATES[1:]:
+        attempt(replace(faster, lr=lr))
     return trials
 
 
@@ -129,16 +127,20 @@ def _seconds(record: Record) -> float:
 def report(results: Mapping[str, Any]) -> list[str]:
     """The quickstart's own figures, the race, and what TRL was tried with."""
     section = results["quickstart"]
-    lines = [
-        "| `whet quickstart` | accuracy after SFT | after RL | in all | to the first RL step |",
-        "|---|---|---|---|---|",
-        *(
-            f"| seed {each['seed']} | {each['sft_accuracy']:.3f} | {each['rl_accuracy']:.3f} "
-            f"| {each['seconds_total']:.0f} s | {each['seconds_to_first_rl_step']:.1f} s |"
-            for each in section["summaries"]
-        ),
-        "",
-        f"From the SFT model to {section['target']:g} held-out accuracy; TRL with {section['choice']}:",
+    lines = []
+    if section["summaries"]:
+        lines += [
+            "| `whet quickstart` | accuracy after SFT | after RL | in all | to the first RL step |",
+            "|---|---|---|---|---|",
+            *(
+                f"| seed {each['seed']} | {each['sft_accuracy']:.3f} | {each['rl_accuracy']:.3f} "
+                f"| {each['seconds_total']:.0f} s | {each['seconds_to_first_rl_step']:.1f} s |"
+                for each in section["summaries"]
+            ),
+            "",
+        ]
+    lines += [
+        f"From the SFT model to {section['target']:g} held-out accuracy:",
         "",
         "| | TRL | steps | whet | steps | whet against TRL |",
         "|---|---|---|---|---|---|",
@@ -148,8 +150,12 @@ def report(results: Mapping[str, Any]) -> list[str]:
         cells = [cell for name in ("TRL", "whet") for cell in _cells(records.get(name))]
         ratio = str(speed_up(records["TRL"], records["whet"])) if "TRL" in records else ""
         lines.append(f"| seed {seed} | {' | '.join(cells)} | {ratio} |")
-    lines += ["", "| TRL, seed 0, was tried with | seconds to the target | steps |", "|---|---|---|"]
-    lines += [f"| {choice} | {' | '.join(_cells(Record(**record)))} |" for choice, record in section["trials"].items()]
+    if section["trials"]:
+        lines += ["", f"TRL ran with {section['choice']}, the best of:", ""]
+        lines += ["| tried with seed 0 | seconds to the target | steps |", "|---|---|---|"]
+        lines += [
+            f"| {choice} | {' | '.join(_cells(Record(**tried)))} |" for choice, tried in section["trials"].items()
+        ]
     return lines
 
 

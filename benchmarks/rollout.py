@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.floors import Shape, rollout
+from benchmarks.floors import Reading, Shape, rollout
 from benchmarks.machine import machine_of
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
@@ -50,7 +50,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
         answers = Answers(**section["answers"])
         records = {name: Record(**record) for name, record in section["records"].items()}
         tokens, prompt_lengths = sum(answers.lengths), section["prompt_lengths"]
-        work = rollout(shape, prompt_lengths, answers.lengths)
+        work = rollout(shape, Reading(prompt_lengths, answers.lengths))
         floor = work.seconds(machine)
         lines += [
             f"{len(answers.lengths)} requests of {min(answers.lengths)} to {answers.longest} new tokens "

@@ -105,6 +105,16 @@ def test_a_users_estimator_works_unchanged(user_file: Path) -> None:
     assert result.returns is None
 
 
+def test_a_critic_learns_the_reward_to_go_where_an_estimator_gives_no_returns(user_file: Path) -> None:
+    for name in (f"{user_file}:my_advantage_estimator", "grpo"):
+        result = estimate(ADV_ESTIMATORS[name], BATCH, {}, with_returns=True)
+        assert result.returns is not None
+        assert result.returns.tolist() == [[3.0, 3.0, 2.0], [4.0, 0.0, 0.0]]
+    own = estimate(ADV_ESTIMATORS["gae"], BATCH, {"gamma": 0.0}, with_returns=True)
+    assert own.returns is not None
+    assert own.returns.tolist() == [[0.0, 1.0, 2.0], [4.0, 0.0, 0.0]]  # its own, discounted
+
+
 def test_returns_of_the_batch_are_taken_where_there_are_some(user_file: Path) -> None:
     entry = ADV_ESTIMATORS[f"{user_file}:my_advantage_estimator"]
     result = estimate(entry, {**BATCH, "returns": torch.ones(2, 3)}, {})

@@ -119,6 +119,12 @@ SECTIONS_AND_REFUSALS = [
         "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}",
         "cluster.processes=3 is more than the 2 rows of an optimizer step",
     ),
+    ("rollout: {name: hf, compile: true}", "rollout.compile is for rollout.name=native, not hf; unset one of them"),
+    ("rollout: {max_staleness: 1}", "rollout.max_staleness=1 lets samples lag behind the weights that they train, but"),
+    (
+        "algorithm: {kl: {controller: adaptive, where: loss}}",
+        "algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is loss",
+    ),
 ]
 
 
@@ -141,6 +147,7 @@ def test_values_that_do_not_go_together_are_refused_with_the_reason(folder: Path
         "{algorithm: {policy_loss: gspo, loss_agg_mode: seq-mean-token-mean}}",
         "{algorithm: {policy_loss: vanilla, loss_options: {clip_ratio_c: 4}, kl: {form: k3+, where: loss}}}",
         "{actor: {mini_batch_size: 1}, cluster: {processes: 8}}",
+        "algorithm: {kl: {controller: adaptive, where: reward}}",
         "algorithm: {adv_estimator: 'mine.py:with_options', adv_options: {strength: 2}}",
     ],
 )
@@ -226,4 +233,6 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
         "all 3 answers"
         in problems(EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}}))[0]
     )
+    stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
+    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 lets samples lag")
     assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]

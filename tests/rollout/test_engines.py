@@ -129,11 +129,14 @@ def test_empty_prompts_and_limits_are_refused(model: PreTrainedModel) -> None:
         native.generate([Request((), SamplingParams(4), 0)])
 
 
-def test_a_rollout_that_takes_too_long_is_named(model: PreTrainedModel) -> None:
-    native = NativeEngine(deadline_seconds=0.0)
-    native.attach(model, 0)
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_a_rollout_that_takes_too_long_is_named(
+    make: type[NativeEngine] | type[HFEngine], model: PreTrainedModel
+) -> None:
+    late = make(deadline_seconds=0.0)
+    late.attach(model, 0)
     with pytest.raises(DeadlineError, match=r"answers; raise rollout\.deadline_seconds"):
-        native.generate(suite.requests())
+        late.generate(suite.requests())
 
 
 def test_no_weights_yet(engine: RolloutEngine) -> None:

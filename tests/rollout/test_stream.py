@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ from whet.rollout.stream import Filter, Rollouts
 from whet.types import Group
 
 DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
+PAYING = """
+from whet.environments.protocol import Observation
+
+
+class Paying:
+    def __init__(self, prompt):
+        pass
+
+    def step(self, answer):
+        return Observation(done=True, reward=len(answer))
+"""
 
 
 def number(solution_str: str) -> dict[str, float]:
@@ -111,7 +123,7 @@ def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTr
     assert unfiltered.metrics.reduce() == {"failures/reward": 1.0}
 
 
-def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedTokenizerBase, tmp_path: Any) -> None:
+def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("class Broken:\n    def __init__(self, prompt): raise OSError('no room')\n")
     seen: list[str] = []
@@ -156,6 +168,20 @@ def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: Pr
     )
     keys = [[request.key for request in of.collector.generate.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
     assert keys[0] == keys[1]
+
+
+def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "paying.py"
+    path.write_text(PAYING)
+    of = rollouts(tokenizer, "5", "12", environment=f"{path}:Paying")
+    of.scorer, of.correct_threshold = None, 2.0
+    [group] = of.take(1, step=1).groups
+    assert [(answer.reward, answer.score, answer.accuracy) for answer in group.trajectories] == [
+        (0.0, 1.0, 0.0),
+        (0.0, 2.0, 1.0),
+    ]
 
 
 def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -155,7 +155,7 @@ def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> 
         partial(_check_reward, config.reward, environment, given),
         partial(_check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
         partial(_check_sampling, "rollout", config.rollout),
-        partial(_check_staleness, config.rollout),
+        partial(_check_rollout, config.rollout),
     ]
 
 
@@ -265,12 +265,14 @@ def _check_sampling(key: str, sampling: RolloutConfig | SamplingConfig) -> None:
         )
 
 
-def _check_staleness(rollout: RolloutConfig) -> None:
+def _check_rollout(rollout: RolloutConfig) -> None:
     if rollout.max_staleness > 0:
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness:g} lets samples lag behind the weights that they train, "
             "but whet does not sample and train at the same time yet: it takes them in turn; set it to 0"
         )
+    if rollout.compile and rollout.name != "native":
+        raise ConfigError(f"rollout.compile is for rollout.name=native, not {rollout.name}; unset one of them")
 
 
 def _check_kl_controller(kl: KLConfig) -> None:

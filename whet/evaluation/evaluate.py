@@ -22,7 +22,7 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
-from whet.trainers.build import build_collector, build_scorer, load_prompts, sampling_params
+from whet.trainers.build import build_collector, load_prompts, sampling_params, scorer_of
 from whet.trainers.run import write_answers
 from whet.trainers.workers import RolloutWorker
 from whet.types import Group
@@ -62,8 +62,9 @@ def evaluate(
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     with ExitStack() as started:
-        scorer = build_scorer(config.reward, reward)
-        started.callback(scorer.close)
+        scorer = scorer_of(config, reward)
+        if scorer is not None:
+            started.callback(scorer.close)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
         prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.val_files))
@@ -74,7 +75,8 @@ def evaluate(
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids)
         collector = build_collector(config, tokenizer, engine.generate, config.seed)
         n = config.rollout.n
-        rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params)
+        threshold = config.reward.correct_threshold
+        rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
         asked = prompts[: config.data.val_max_prompts]
         groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
     evaluation = summarise(groups)

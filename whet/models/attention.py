@@ -3,7 +3,7 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. What to attend to comes by keyword
 through the model's forward: `packed=Layout` (rows end to end), `paged=PagedContext` (a block KV cache), or neither
-(each row from the left edge, padding on its right). All three are causal.
+(each row from the left edge, padding on its right). All three are causal, and none drops anything out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     packed: Layout | None = None,
     paged: PagedContext | None = None,
@@ -55,22 +54,20 @@ def attention(
         return out[None], None
     if packed is not None:
         query, key, value = (packed.pad(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))
-    out = _causal(query, key, value, scale, dropout, sliding_window).transpose(1, 2)
+    out = _causal(query, key, value, scale, sliding_window).transpose(1, 2)
     return (packed.unpad(out)[None] if packed is not None else out.contiguous()), None
 
 
 def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     length = query.shape[2]
     if window is None or window >= length:
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=length > 1, scale=scale, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scale, enable_gqa=grouped)
     distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
     near = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(query, key, value, near, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, near, scale=scale, enable_gqa=grouped)
 
 
 AttentionInterface.register(NAME, attention)

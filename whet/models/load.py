@@ -28,7 +28,10 @@ CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_policy(path: str | Path) -> PreTrainedModel:
-    """The causal language model at `path` in float32, with whet's attention.  Raises: ModelError."""
+    """The causal language model at `path` in float32, with whet's attention and without dropout.  Raises: ModelError.
+
+    Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
+    """
     config = load_config(path)
     changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
     if changed:
@@ -42,6 +45,9 @@ def load_policy(path: str | Path) -> PreTrainedModel:
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return model
 
 

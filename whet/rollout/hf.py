@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from whet.errors import EngineError
+from whet.errors import DeadlineError, EngineError
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
 
@@ -18,8 +19,10 @@ from whet.rollout.sampling import SamplingState, is_stop, sample
 class HFEngine:
     """Works for every causal language model that transformers has; the native engine is measured against it."""
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32, max_batch_size: int = 256) -> None:
-        self.dtype, self.max_batch_size = dtype, max_batch_size
+    def __init__(
+        self, *, dtype: torch.dtype = torch.float32, max_batch_size: int = 256, deadline_seconds: float = 3600.0
+    ) -> None:
+        self.dtype, self.max_batch_size, self.deadline_seconds = dtype, max_batch_size, deadline_seconds
         self.version = -1
         self._module: PreTrainedModel | None = None
 
@@ -47,14 +50,15 @@ class HFEngine:
         """Does nothing: the cache lives only during `generate`."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order."""
+        """One completion a request, in order.  Raises: EngineError, DeadlineError."""
+        deadline = time.monotonic() + self.deadline_seconds
         done: list[Completion] = []
         for start in range(0, len(requests), self.max_batch_size):
-            done += self._generate_batch(requests[start : start + self.max_batch_size])
+            done += self._generate_batch(requests[start : start + self.max_batch_size], deadline)
         return done
 
     @torch.no_grad()
-    def _generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+    def _generate_batch(self, requests: Sequence[Request], deadline: float) -> list[Completion]:
         module = self._require_module()
         device = module.device
         width = max(len(request.token_ids) for request in requests)
@@ -71,6 +75,11 @@ class HFEngine:
         running = lengths < state.limits
         with _plain_attention(module):
             while bool(running.any()):
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the rollout waited {self.deadline_seconds:.0f} s for answers; "
+                        "raise rollout.deadline_seconds or shorten the answers"
+                    )
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                 out = module(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
                 chosen, chosen_log_probs = sample(out.logits[:, -1], state, lengths)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.errors import DataError
 from whet.metrics import Metrics
 from whet.rewards.adapter import RewardItem
-from whet.rewards.result import Outcome
+from whet.rewards.result import Outcome, RewardResult
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.protocol import SamplingParams
@@ -74,21 +74,24 @@ class Rollouts:
     Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills; where it leaves
     none at all, groups that it dropped, which teach nothing but keep the run going.
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
+    Without a scorer an answer is worth what its environment paid, and right from `correct_threshold` on.
     """
 
     def __init__(
         self,
         prompts: PromptSource | None,
         collector: Collector,
-        scorer: Scorer,
+        scorer: Scorer | None,
         tokenizer: PreTrainedTokenizerBase,
         *,
         n: int,
         params: SamplingParams,
         group_filter: Filter | None = None,
+        correct_threshold: float = 1.0,
     ) -> None:
         self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
+        self.correct_threshold = correct_threshold
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
@@ -142,7 +145,12 @@ class Rollouts:
 
     def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         alive = [index for index, trajectory in enumerate(trajectories) if trajectory.failure is None]
-        outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
+        outcomes: Sequence[Outcome]
+        if self.scorer is not None:
+            outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
+        else:
+            right = [trajectories[index].score >= self.correct_threshold for index in alive]
+            outcomes = [RewardResult(0.0, float(each)) for each in right]
         scored = list(trajectories)
         for index, outcome in zip(alive, outcomes, strict=True):
             scored[index] = _judged(scored[index], outcome)

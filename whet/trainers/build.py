@@ -57,24 +57,25 @@ def train(
     batch of prompts is loaded and shown, and nothing is trained or written.
     Raises: WhetError for everything that a user can mend.
     """
-    scorer = build_scorer(config.reward, reward)  # its processes start before a model is in memory
+    loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
+    scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
         run = build(config, scorer, data, dry_run=dry_run)
     except BaseException:
-        scorer.close()
+        if scorer is not None:
+            scorer.close()
         raise
     try:
         if dry_run:
             _show_batch(run)
         else:
-            loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
             loop(run)
     finally:
         run.close()
     return run
 
 
-def build(config: TrainConfig, scorer: Scorer, data: Rows | None = None, *, dry_run: bool = False) -> Run:
+def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, *, dry_run: bool = False) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     model_path = _required(config.model.path, "model.path")
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
@@ -184,6 +185,13 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
 
 
+def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
+    """The reward processes of a run; None where no function is named and an environment pays."""
+    if function is None and not config.reward.function and config.environment.name != "single_turn":
+        return None
+    return build_scorer(config.reward, function)
+
+
 def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
     """The reward processes of one function, or of several with weights.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
@@ -271,7 +279,7 @@ def _rollouts(
     tokenizer: PreTrainedTokenizerBase,
     loader: PromptLoader,
     generate: Callable[..., Any],
-    scorer: Scorer,
+    scorer: Scorer | None,
     stop_ids: tuple[int, ...],
 ) -> Rollouts:
     return Rollouts(
@@ -282,6 +290,7 @@ def _rollouts(
         n=config.rollout.n,
         params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
         group_filter=_group_filter(config),
+        correct_threshold=config.reward.correct_threshold,
     )
 
 

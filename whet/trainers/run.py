@@ -118,7 +118,8 @@ class Run:
         with ExitStack() as stack:
             for group in self.roles.values():
                 stack.callback(group.close)
-            stack.callback(self.rollouts.scorer.close)
+            if self.rollouts.scorer is not None:
+                stack.callback(self.rollouts.scorer.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
                 stack.callback(tracker.close)
 

@@ -54,7 +54,9 @@ class TrainWorker(Worker):
         self.model = load(settings.model_path)
         if settings.gradient_checkpointing:
             body = self.model.body if isinstance(self.model, ValueModel) else self.model
-            body.gradient_checkpointing_enable()
+            # transformers renames the method between 5.17 and 6
+            name = "activation_checkpointing_enable"
+            getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
         packing = settings.engine.packing
         self.engine = SingleEngine(
             self.model,
@@ -100,7 +102,7 @@ class RolloutWorker(Worker):
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
         self.engine: RolloutEngine = (
-            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size)
+            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
             if config.name == "hf"
             else NativeEngine(
                 dtype=self.dtype,

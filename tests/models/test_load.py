@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.utils.logging import set_tqdm_hook, tqdm
+
+from whet.errors import ModelError
+from whet.models.init import init_model
+from whet.models.load import load_policy, load_tokenizer, load_value_model, stop_token_ids, without_weight_bars
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(model_folder, tmp_path / "model")
+
+
+def test_writing_and_loading_draw_no_bars(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_policy(init_model(tmp_path / "model", "qwen3", "nano", alphabet="01", num_layers=1))
+    out, err = capfd.readouterr()
+    assert "shard" not in (out + err) and "it/s" not in (out + err)
+
+
+def test_bars_are_left_as_they_were(capfd: pytest.CaptureFixture[str]) -> None:
+    def mine(bar: object, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
+        return [1, 2]
+
+    before = set_tqdm_hook(mine)
+    try:
+        with pytest.raises(KeyError), without_weight_bars():
+            assert list(tqdm([5], desc="weights")) == [5]
+            raise KeyError
+        assert tqdm([5]) == [1, 2]
+    finally:
+        set_tqdm_hook(before)
+    assert capfd.readouterr().err == ""
+
+
+def test_answers_end_with_the_tokenizers_token_and_with_those_of_the_model(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert stop_token_ids(folder, tokenizer) == (0, 1)  # the generation config names both
+    (folder / "generation_config.json").unlink()
+    assert stop_token_ids(folder, tokenizer) == (tokenizer.eos_token_id,) == (1,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert stop_token_ids(folder, tokenizer) == (1, 5)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(folder).pad_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match="no end token: no answer would end"):
+        load_tokenizer(folder)
+
+
+def test_a_value_model_has_the_body_of_the_policy(model_folder: Path) -> None:
+    policy, critic = load_policy(model_folder), load_value_model(model_folder)
+    body = dict(policy.base_model.named_parameters())
+    assert all(torch.equal(body[name], weight) for name, weight in critic.body.named_parameters())
+    assert not critic.value_head.weight.any()
+
+
+def test_models_with_scaled_logits_are_refused(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"logit_scale": 0.5,', 1))
+    with pytest.raises(ModelError, match=r"scales its logits \(logit_scale\)"):
+        load_policy(folder)
+
+
+def test_nothing_is_dropped_out_in_training(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
+    ids = torch.arange(10, 30)[None]
+    model = load_policy(folder)
+    assert model.config.attention_dropout == 0.5
+    with torch.no_grad():
+        assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("load", [load_policy, load_tokenizer])
+def test_what_cannot_be_loaded_is_named(load: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load(tmp_path)  # type: ignore[operator]
