@@ -35,7 +35,6 @@ NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 10  # steps
 WARM_ENOUGH = 0.24  # mean probability of the right answer
-MISTAKES = 0.05  # share of warm-up answers with a wrong digit: what imitation cannot tell apart, RL will
 VERSION = metadata.version("whet")
 Rows = Sequence[dict[str, str]]
 
@@ -55,10 +54,10 @@ def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
         run_dir / "model", "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed
     )
     console.print(
-        f"2  a Qwen3 model with random weights and a tokenizer of {len(alphabet)} characters, in {run_dir}/model"
+        f"2  a Qwen3 model with random weights and a tokenizer of the characters {alphabet}, in {run_dir}/model"
     )
 
-    console.print("3  supervised warm-up on answers of which one in twenty is wrong")
+    console.print("3  supervised warm-up on right answers, stopped early")
     warm_up(run_dir, seed, train_rows)
     sft_model = export(run_dir / "sft", run_dir / "sft_model")
 
@@ -104,11 +103,9 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
 
 def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
     """SFT until the right answer's mean probability on some training problems is `WARM_ENOUGH`."""
-    draw = random.Random(key(seed, "quickstart mistakes"))
-    imitated = [{"prompt": row["prompt"], "response": _with_mistake(row["answer"], draw)} for row in rows]
-    checked = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows[:NUM_CHECKED]]
+    imitated = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
     tokenizer = load_tokenizer(run_dir / "model")
-    examples = build_examples(checked, PromptFormat(tokenizer, apply_chat_template=False)).examples
+    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat(tokenizer, apply_chat_template=False)).examples
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 
@@ -198,11 +195,3 @@ def show(
         soft_wrap=True,
         markup=False,
     )
-
-
-def _with_mistake(answer: str, draw: random.Random) -> str:
-    """The answer, or now and then the answer with one digit replaced."""
-    if draw.random() >= MISTAKES:
-        return answer
-    at = draw.randrange(len(answer))
-    return answer[:at] + draw.choice("0123456789") + answer[at + 1 :]
