@@ -44,11 +44,40 @@ inline floats load(const bfloat16* from) {
   return out;
 }
 
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, bfloat16* out) {  // to nearest, ties to even
-  uint32_t wide;
+inline void store(floats x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+inline void store(floats x, bfloat16* to) {  // to nearest, ties to even
+  words wide;
   std::memcpy(&wide, &x, sizeof(wide));
-  out->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+  const halves narrow = __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, halves);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
+inline float largest_of(floats x) {
+  float largest = x[0];
+  for (int i = 1; i < LANES; ++i) largest = std::max(largest, x[i]);
+  return largest;
+}
+inline float sum_of(floats x) {
+  float total = x[0];
+  for (int i = 1; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+// e^x for x <= 0, relative error below 2e-7, 0 below -87. (libm's is scalar here: its vector form needs -ffast-math.)
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series, 2^n by the exponent's bits.
+inline floats exp(floats x) {
+  const floats zero = {}, lowest = zero - 87.f, kept = x < lowest ? lowest : x;
+  constexpr float shifter = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+  const floats shifted = kept * 1.44269504f + shifter, n = shifted - shifter;
+  const floats r = (kept - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts, the first short
+  floats sum = zero + 1.f / 5040;
+  for (const float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) sum = sum * r + factor;
+  words bits, exponent;
+  std::memcpy(&bits, &sum, sizeof(bits));
+  std::memcpy(&exponent, &shifted, sizeof(exponent));
+  bits += exponent << 23;
+  std::memcpy(&sum, &bits, sizeof(sum));
+  return x < lowest ? zero : x == x ? sum : x;
 }
 
 struct Shape {
@@ -72,17 +101,32 @@ struct Attention {
   int64_t last() const { return (end + LANES - 1) / LANES; }
   float* row(int g) const { return scores + g * (last() - first()) * LANES; }
 
-  // scores[g][position] = query[g] . key[position]; keys lie as [head_dim][LANES], so no sum runs across a vector.
-  void score(const float* query) const {
-    for (int64_t b = first(); b < last(); ++b) {
-      const T* block = keys + table[b] * shape.block_stride();
-      floats sums[G] = {};
-      for (int64_t i = 0; i < shape.head_dim; ++i) {
-        const floats key = load(block + i * LANES);
-        for (int g = 0; g < G; ++g) sums[g] += query[g * shape.head_dim + i] * key;
-      }
-      for (int g = 0; g < G; ++g) std::memcpy(row(g) + (b - first()) * LANES, &sums[g], sizeof(floats));
+  // scores[g][position] = query[g] . key[position] for B blocks at once, so that enough sums are under way to hide the
+  // latency of each; keys lie as [head_dim][LANES], so no sum runs across a vector.
+  // While it works on these it asks for the blocks that come next: they lie anywhere.
+  template <int B>
+  void score_blocks(const float* query, int64_t b) const {
+    const T *block[B], *next[B];
+    for (int n = 0; n < B; ++n) {
+      block[n] = keys + table[b + n] * shape.block_stride();
+      next[n] = keys + table[std::min(b + B + n, last() - 1)] * shape.block_stride();
     }
+    floats sums[B][G] = {};
+    for (int64_t i = 0; i < shape.head_dim; ++i)
+      for (int n = 0; n < B; ++n) {
+        __builtin_prefetch(next[n] + i * LANES);
+        const floats key = load(block[n] + i * LANES);
+        for (int g = 0; g < G; ++g) sums[n][g] += query[g * shape.head_dim + i] * key;
+      }
+    for (int n = 0; n < B; ++n)
+      for (int g = 0; g < G; ++g) store(sums[n][g], row(g) + (b + n - first()) * LANES);
+  }
+
+  void score(const float* query) const {
+    constexpr int B = 8 / G;
+    int64_t b = first();
+    for (; b + B <= last(); b += B) score_blocks<B>(query, b);
+    for (; b < last(); ++b) score_blocks<1>(query, b);
   }
 
   // Turns scores into weights in place, zero outside begin..end, and returns one over their sum.
@@ -90,15 +134,18 @@ struct Attention {
     float* weights = row(g) - first() * LANES;  // indexed by position
     std::fill(weights + first() * LANES, weights + begin, -INFINITY);
     std::fill(weights + end, weights + last() * LANES, -INFINITY);
-    float largest = -INFINITY, total = 0.f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t j = begin; j < end; ++j) largest = std::max(largest, weights[j]);
-#pragma omp simd reduction(+ : total)
-    for (int64_t j = first() * LANES; j < last() * LANES; ++j) {
-      weights[j] = std::exp(weights[j] - largest);
-      total += weights[j];
+    floats top = floats{} - INFINITY, total = {};
+    for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
+      const floats scores = load(weights + j);
+      top = scores > top ? scores : top;
     }
-    return 1.f / total;
+    const floats largest = floats{} + largest_of(top);
+    for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
+      const floats weight = exp(load(weights + j) - largest);
+      store(weight, weights + j);
+      total += weight;
+    }
+    return 1.f / sum_of(total);
   }
 
   // out[g] = sum over positions of weight * value, C vectors of the head at a time.
@@ -106,16 +153,20 @@ struct Attention {
   void mix(const float* inverse, T* out) const {
     for (int64_t part = 0; part < shape.head_dim; part += C * LANES) {
       floats sums[G][C] = {};
-      for (int64_t j = begin; j < end; ++j) {
-        const T* value = values + table[j / LANES] * shape.block_stride() + (j % LANES) * shape.head_dim + part;
-        for (int c = 0; c < C; ++c) {
-          const floats piece = load(value + c * LANES);
-          for (int g = 0; g < G; ++g) sums[g][c] += row(g)[j - first() * LANES] * piece;
+      for (int64_t b = first(); b < last(); ++b) {
+        const T* block = values + table[b] * shape.block_stride() + part;
+        const T* next = values + table[std::min(b + 1, last() - 1)] * shape.block_stride() + part;
+        const int64_t stop = std::min(end, (b + 1) * LANES);
+        for (int64_t j = std::max(begin, b * LANES); j < stop; ++j) {
+          for (int c = 0; c < C; ++c) {
+            __builtin_prefetch(next + (j % LANES) * shape.head_dim + c * LANES);
+            const floats piece = load(block + (j % LANES) * shape.head_dim + c * LANES);
+            for (int g = 0; g < G; ++g) sums[g][c] += row(g)[j - first() * LANES] * piece;
+          }
         }
       }
       for (int g = 0; g < G; ++g)
-        for (int c = 0; c < C; ++c)
-          for (int i = 0; i < LANES; ++i) narrow(sums[g][c][i] * inverse[g], out + g * shape.head_dim + part + c * LANES + i);
+        for (int c = 0; c < C; ++c) store(sums[g][c] * inverse[g], out + g * shape.head_dim + part + c * LANES);
     }
   }
 
