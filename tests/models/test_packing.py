@@ -58,3 +58,46 @@ def test_nothing_sampled_at_all() -> None:
     empty["response_mask"] = torch.zeros_like(empty["response_mask"])
     where = layout(empty)
     assert where.num_rows == 0 and len(where.targets) == 0
+
+
+def test_rows_of_similar_length_are_bunched_the_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 10, 8, 7, 9, 10]
+    width = max(lengths)
+    mask = torch.tensor([[1] * length + [0] * (width - length) for length in lengths])
+    rows = {
+        "input_ids": torch.arange(len(lengths) * width).view(len(lengths), width),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask[:, 1:],
+    }
+
+    def bunches() -> list[tuple[int, int, int, int]]:
+        where = layout(rows)
+        assert where.input_ids[:10].tolist() == list(range(10, 20)) and where.input_ids[-3:].tolist() == [0, 1, 2]
+        grids = [bunch.pad(where.input_ids) for bunch in where.bunches]
+        back = [bunch.unpad(grid) for bunch, grid in zip(where.bunches, grids, strict=True)]
+        assert torch.equal(torch.cat(back), where.input_ids)
+        return [(each.tokens.start, each.tokens.stop, each.num_rows, each.width) for each in where.bunches]
+
+    # 10, 10, 9 and 8 tokens, then 7, which is less than eight tenths of 10, then 3
+    assert bunches() == [(0, 37, 4, 10), (37, 44, 1, 7), (44, 47, 1, 3)]
+    monkeypatch.setattr("whet.models.packing.BUNCH_PAIRS", 200)
+    assert bunches() == [(0, 20, 2, 10), (20, 37, 2, 9), (37, 44, 1, 7), (44, 47, 1, 3)]
+    monkeypatch.setattr("whet.models.packing.BUNCH_PAIRS", 1)
+    assert [each[2] for each in bunches()] == [1] * 6
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whet.models import attention
+
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 9, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(3, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    results = []
+    for short in (0, 8):
+        monkeypatch.setattr(attention, "SHORT", short)
+        out = attention._causal(query, key, value, 0.3, window)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -8,17 +8,40 @@ causal mask alone: padding comes after everything that is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from whet.errors import DataError
 
+# Attention sees rows of similar length together: the shortest of a bunch has this share of the longest's tokens, and
+# all of them have no more than so many (query, key) pairs, which for few heads fit into a cache.
+LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
+
+
+@dataclass(frozen=True)
+class Bunch:
+    """Rows of similar length that stand beside one another among the T tokens."""
+
+    tokens: slice
+    slots: torch.Tensor  # [tokens] each token's place in the grid [num_rows, width], flattened
+    num_rows: int
+    width: int
+
+    def pad(self, flat: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [num_rows, width, ...] with zeros in the padding; differentiable."""
+        grid = Pad.apply(flat[self.tokens], self.slots, self.num_rows * self.width, 0)
+        return grid.unflatten(0, (self.num_rows, self.width))
+
+    def unpad(self, grid: torch.Tensor) -> torch.Tensor:
+        """[num_rows, width, ...] -> [tokens, ...]; differentiable."""
+        return Unpad.apply(grid.flatten(0, 1), self.slots)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """T real tokens of b rows, of which N were sampled by the policy."""
+    """T real tokens of b rows, the longest row first, of which N were sampled by the policy."""
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
@@ -29,6 +52,7 @@ class Layout:
     targets: torch.Tensor  # [N] the sampled token
     places: torch.Tensor  # [N] where it stands in the batch's [B, R], flattened
     shape: tuple[int, int]  # B, R
+    bunches: tuple[Bunch, ...]  # all T tokens, in order
 
     def pad(self, flat: torch.Tensor, value: float = 0) -> torch.Tensor:
         """[T, ...] -> [b, width, ...] with `value` in the padding; differentiable."""
@@ -48,9 +72,10 @@ def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
 
     Raises: DataError when a response has no prompt token before it to be chosen after.
     """
-    input_ids, response_mask = batch["input_ids"], batch["response_mask"].bool()
+    real = batch["attention_mask"].bool() & batch["response_mask"].bool().any(1, keepdim=True)
+    by_length = real.sum(1).argsort(descending=True, stable=True)
+    real, input_ids, response_mask = (x[by_length] for x in (real, batch["input_ids"], batch["response_mask"].bool()))
     prompt_width = input_ids.shape[1] - response_mask.shape[1]
-    real = batch["attention_mask"].bool() & response_mask.any(1, keepdim=True)
     lengths = real.sum(1)
     lengths = lengths[lengths > 0]
     width = int(lengths.max()) if len(lengths) else 0
@@ -63,7 +88,7 @@ def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
     chosen_at = order[rows, prompt_width + columns]
     if len(rows) and bool(((within[chosen_at] == 0) | (chosen_at < 0)).any()):
         raise DataError("a sampled token has no token before it, or is masked as padding: every prompt needs one token")
-    positions = batch["position_ids"]
+    positions = batch["position_ids"][by_length]
     return Layout(
         input_ids=input_ids[real],
         position_ids=positions[real] if positions.dim() == 2 else positions.transpose(0, 1)[:, real],
@@ -72,9 +97,28 @@ def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
         width=width,
         states=chosen_at - 1,
         targets=input_ids[rows, prompt_width + columns],
-        places=rows * response_mask.shape[1] + columns,
+        places=by_length[rows] * response_mask.shape[1] + columns,
         shape=(response_mask.shape[0], response_mask.shape[1]),
+        bunches=tuple(_bunches(lengths.tolist(), within)),
     )
+
+
+def _bunches(lengths: Sequence[int], within: torch.Tensor) -> Iterator[Bunch]:
+    """Bunches of rows of falling `lengths`; `within` [T] is each token's place in its row."""
+    row = token = 0
+    while row < len(lengths):
+        width, end = lengths[row], row
+        while (
+            end < len(lengths)
+            and lengths[end] >= LEAST_SHARE * width
+            and (end == row or (end + 1 - row) * width**2 <= BUNCH_PAIRS)
+        ):
+            end += 1
+        tokens = slice(token, token + sum(lengths[row:end]))
+        sizes = torch.tensor(lengths[row:end], device=within.device)
+        starts = torch.arange(end - row, device=within.device).repeat_interleave(sizes) * width
+        yield Bunch(tokens, starts + within[tokens], end - row, width)
+        row, token = end, tokens.stop
 
 
 class Pad(torch.autograd.Function):
