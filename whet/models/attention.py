@@ -59,8 +59,8 @@ def attention(
     flat = [x[0].transpose(0, 1) for x in (query, key, value)]
     outs = []
     for bunch in packed.bunches:
-        padded = (bunch.pad(x).transpose(1, 2) for x in flat)
-        outs.append(bunch.unpad(_causal(*padded, scale, sliding_window).transpose(1, 2)))
+        q, k, v = (bunch.pad(x).transpose(1, 2) for x in flat)
+        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window).transpose(1, 2)))
     return torch.cat(outs)[None], None
 
 
