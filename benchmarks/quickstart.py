@@ -20,7 +20,7 @@ from benchmarks.setting import Setting
 TITLE = "The quickstart"
 NOTE = """\
 Training by a clock that stands still while the held-out problems are answered greedily, every 10 steps. whet trains by
-its recipe. TRL trains on the same problems with 256 samples a step, with the best learning rate and dtype of those tried.
+its recipe. TRL trains on the same problems with 256 samples a step, with the best learning rate and dtype tried.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
