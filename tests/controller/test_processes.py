@@ -35,12 +35,9 @@ def running(pids: Sequence[int]) -> list[int]:
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # ended, not yet waited for
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (
-        stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
-    )  # ended, and not yet waited for
 
 
 def wait_until_gone(pids: Sequence[int], seconds: float) -> None:
