@@ -21,17 +21,17 @@ LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
 
 
 @dataclass(frozen=True)
-class Bunch:
-    """Rows of similar length that stand beside one another among the T tokens."""
+class Grid:
+    """Rows that stand beside one another among T tokens."""
 
-    tokens: slice
+    tokens: slice  # which of the T
     slots: torch.Tensor  # [tokens] each token's place in the grid [num_rows, width], flattened
     num_rows: int
     width: int
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [num_rows, width, ...] with zeros in the padding; differentiable."""
-        grid = Pad.apply(flat[self.tokens], self.slots, self.num_rows * self.width, 0)
+        grid = Pad.apply(flat[self.tokens], self.slots, self.num_rows * self.width)
         return grid.unflatten(0, (self.num_rows, self.width))
 
     def unpad(self, grid: torch.Tensor) -> torch.Tensor:
@@ -40,31 +40,20 @@ class Bunch:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """T real tokens of b rows, the longest row first, of which N were sampled by the policy."""
+class Layout(Grid):
+    """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled."""
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
-    slots: torch.Tensor  # [T] each token's place in the padded grid [b, width], flattened
-    num_rows: int  # b: rows with at least one sampled token; the others are not computed
-    width: int
     states: torch.Tensor  # [N] index into the T tokens: the token after which the sampled one was chosen
     targets: torch.Tensor  # [N] the sampled token
     places: torch.Tensor  # [N] where it stands in the batch's [B, R], flattened
     shape: tuple[int, int]  # B, R
-    bunches: tuple[Bunch, ...]  # all T tokens, in order
-
-    def pad(self, flat: torch.Tensor, value: float = 0) -> torch.Tensor:
-        """[T, ...] -> [b, width, ...] with `value` in the padding; differentiable."""
-        return Pad.apply(flat, self.slots, self.num_rows * self.width, value).unflatten(0, (self.num_rows, self.width))
-
-    def unpad(self, grid: torch.Tensor) -> torch.Tensor:
-        """[b, width, ...] -> [T, ...]; differentiable."""
-        return Unpad.apply(grid.flatten(0, 1), self.slots)
+    bunches: tuple[Grid, ...]  # all T tokens, in order, by rows of similar length
 
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
         """[N] -> [B, R], zero where nothing was sampled; differentiable."""
-        return Pad.apply(sampled, self.places, self.shape[0] * self.shape[1], 0).view(self.shape)
+        return Pad.apply(sampled, self.places, self.shape[0] * self.shape[1]).view(self.shape)
 
 
 def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
@@ -90,6 +79,7 @@ def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
         raise DataError("a sampled token has no token before it, or is masked as padding: every prompt needs one token")
     positions = batch["position_ids"][by_length]
     return Layout(
+        tokens=slice(None),
         input_ids=input_ids[real],
         position_ids=positions[real] if positions.dim() == 2 else positions.transpose(0, 1)[:, real],
         slots=row_starts + within,
@@ -103,7 +93,7 @@ def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
     )
 
 
-def _bunches(lengths: Sequence[int], within: torch.Tensor) -> Iterator[Bunch]:
+def _bunches(lengths: Sequence[int], within: torch.Tensor) -> Iterator[Grid]:
     """Bunches of rows of falling `lengths`; `within` [T] is each token's place in its row."""
     row = token = 0
     while row < len(lengths):
@@ -117,22 +107,22 @@ def _bunches(lengths: Sequence[int], within: torch.Tensor) -> Iterator[Bunch]:
         tokens = slice(token, token + sum(lengths[row:end]))
         sizes = torch.tensor(lengths[row:end], device=within.device)
         starts = torch.arange(end - row, device=within.device).repeat_interleave(sizes) * width
-        yield Bunch(tokens, starts + within[tokens], end - row, width)
+        yield Grid(tokens, starts + within[tokens], end - row, width)
         row, token = end, tokens.stop
 
 
 class Pad(torch.autograd.Function):
-    """Rows of `flat` to their `slots` among `size`. No slot is used twice, so the gradient is a plain read."""
+    """Rows of `flat` to their `slots` among `size`, zeros elsewhere. No slot is used twice: the gradient is a read."""
 
     @staticmethod
-    def forward(ctx, flat: torch.Tensor, slots: torch.Tensor, size: int, value: float) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(slots)
-        return flat.new_full((size, *flat.shape[1:]), value).index_copy_(0, slots, flat)
+        return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, slots, flat)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         (slots,) = ctx.saved_tensors
-        return grad.index_select(0, slots), None, None, None
+        return grad.index_select(0, slots), None, None
 
 
 class Unpad(torch.autograd.Function):
