@@ -10,12 +10,14 @@ from typing import Any
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers
+from whet.trainers.workers import MICRO_BATCH_TOKENS
 
 TITLE = "Packed or padded"
 NOTE = """\
-The update alone. The default of `actor.engine.packing` on each device follows from this table.
+The update alone, in micro-batches of the default size. The defaults of `actor.engine.packing` and `share_prompts` on
+each device follow from this table.
 """
-MAX_TOKENS_PER_MICRO_BATCH = 16_384  # the default of actor.max_tokens_per_micro_batch
+LAYOUTS = {"padded": (False, False), "packed": (True, False), "prompts shared": (True, True)}
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -26,12 +28,13 @@ def run(setting: Setting) -> dict[str, Any]:
             entries = {
                 layout: setting.whet(
                     "packing",
-                    packing=layout == "packed",
+                    packing=packing,
+                    share_prompts=share_prompts,
                     dtype=dtype,
                     requests=setting.workload.requests(answers),
-                    max_tokens_per_micro_batch=MAX_TOKENS_PER_MICRO_BATCH,
+                    max_tokens_per_micro_batch=MICRO_BATCH_TOKENS["cpu"],
                 )
-                for layout in ("padded", "packed")
+                for layout, (packing, share_prompts) in LAYOUTS.items()
             }
             records = setting.take_turns(entries)
             found[f"{case} {dtype}"] = {
@@ -44,15 +47,17 @@ def run(setting: Setting) -> dict[str, Any]:
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table."""
     lines = [
-        "| update of | padded | packed | packed against padded | memory, padded | memory, packed |",
-        "|---|---|---|---|---|---|",
+        "| update of | " + " | ".join(LAYOUTS) + " | packed against padded | shared against packed | memory |",
+        "|---" * (len(LAYOUTS) + 4) + "|",
     ]
     for case, section in results["packing"].items():
         answers = Answers(**section["answers"])
-        padded, packed = (Record(**section["records"][name]) for name in ("padded", "packed"))
+        records = [Record(**section["records"][name]) for name in LAYOUTS]
+        padded, packed, shared = records
         lines.append(
             f"| {len(answers.lengths)} rows, {case} ({min(answers.lengths)} to {answers.longest} tokens) "
-            f"| {padded.seconds:.3f} s | {packed.seconds:.3f} s | {speed_up(padded, packed)} "
-            f"| {padded.peak_bytes / 2**20:,.0f} MiB | {packed.peak_bytes / 2**20:,.0f} MiB |"
+            f"| {' | '.join(f'{record.seconds:.3f} s' for record in records)} "
+            f"| {speed_up(padded, packed)} | {speed_up(packed, shared)} "
+            f"| {', '.join(f'{record.peak_bytes / 2**20:,.0f}' for record in records)} MiB |"
         )
     return lines

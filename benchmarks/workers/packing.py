@@ -22,7 +22,11 @@ def main() -> None:
     engine = SingleEngine(
         load_policy(settings["model"]),
         OptimConfig(lr=1e-6),
-        forward=ForwardSettings(packing=settings["packing"], dtype=torch_dtype(settings["dtype"])),
+        forward=ForwardSettings(
+            packing=settings["packing"],
+            share_prompts=settings["share_prompts"],
+            dtype=torch_dtype(settings["dtype"]),
+        ),
         max_tokens_per_micro_batch=settings["max_tokens_per_micro_batch"],
         grad_clip=1.0,
     )

@@ -37,7 +37,7 @@ REFUSED = {
     "rollout.n=two": 'rollout.n="two" (command line) is text; expected a whole number > 0',
     "data.train_batch_size=8.5": "data.train_batch_size=8.5 (command line) is a number; expected a whole number > 0",
     "ref.max_tokens_per_micro_batch=0": (
-        "ref.max_tokens_per_micro_batch=0 (command line) is a whole number; expected a whole number > 0"
+        "ref.max_tokens_per_micro_batch=0 (command line) is a whole number; expected a whole number > 0 or null"
     ),
     "actor.epochs=true": "actor.epochs=true (command line) is true or false; expected a whole number > 0",
     "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",

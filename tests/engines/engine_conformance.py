@@ -32,11 +32,13 @@ MakeEngine = Callable[[Variant, OptimConfig], TrainEngine]
 
 
 def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
-    """Rows of 3 to 30 tokens with tool text in the middle; one failed row."""
+    """Rows of 3 to 30 tokens with tool text in the middle, three to a prompt; one failed row."""
     draw = torch.Generator().manual_seed(seed)
     prompt, response = 10, 20
     input_ids = torch.randint(3, 40, (rows, prompt + response), generator=draw)
     left = torch.randint(0, prompt - 1, (rows, 1), generator=draw)
+    asked = torch.arange(rows) // 3 * 3
+    input_ids[:, :prompt], left = input_ids[asked, :prompt], left[asked]
     right = torch.randint(2, response + 1, (rows, 1), generator=draw)
     at = torch.arange(prompt + response)
     attention_mask = ((at >= left) & (at < prompt + right)).long()

@@ -21,6 +21,16 @@ def test_pairs_stay_together_and_a_large_one_goes_alone() -> None:
     assert micro_batches([1, 1, 9, 9, 2, 2], 6, packing=True, block=2) == [[2, 3], [4, 5, 0, 1]]
 
 
+def test_rows_of_one_prompt_follow_one_another_and_pay_for_it_once() -> None:
+    # prompt 0 of 3 tokens has rows of 5, 4 and 6, prompt 1 of 1 token rows of 3 and 8; budget 10
+    lengths, prompts = [5, 3, 4, 8, 6], [(0, 3), (1, 1), (0, 3), (1, 1), (0, 3)]
+    # prompt 1: 8 + 2 = 10 | prompt 0: 6 + 2 + 1 = 9
+    assert micro_batches(lengths, 10, packing=True, prompts=prompts) == [[3, 1], [4, 0, 2]]
+    # 8 | 3, and nothing more: 3 + 6 is 9 | 6 + 2 | 4
+    assert micro_batches(lengths, 8, packing=True, prompts=prompts) == [[3], [1], [4, 0], [2]]
+    assert micro_batches(lengths, 9, packing=True, prompts=prompts) == [[3], [1, 4], [0, 2]]
+
+
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 100), st.booleans(), st.integers(1, 4))
 def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int, packing: bool, block: int) -> None:
     batches = micro_batches(lengths, budget, packing=packing, block=block)

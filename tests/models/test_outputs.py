@@ -15,7 +15,7 @@ from whet.models.outputs import ForwardSettings, model_outputs
 
 
 def random_batch(rows: int = 5, prompt: int = 9, response: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Ragged rows with tool text in the middle and one failed row."""
+    """Ragged rows with tool text in the middle and one failed row; rows 0 and 3 answer one prompt, 2 and 4 another."""
     draw = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, 40, (rows, prompt + response), generator=draw)
     attention_mask = torch.ones_like(input_ids)
@@ -28,6 +28,11 @@ def random_batch(rows: int = 5, prompt: int = 9, response: int = 12, seed: int =
         response_mask[row, response - right :] = 0
         response_mask[row, 1:2] = 0
     response_mask[1] = 0
+    for row, other in {3: 0, 4: 2}.items():
+        input_ids[row, :prompt], attention_mask[row, :prompt] = (
+            input_ids[other, :prompt],
+            attention_mask[other, :prompt],
+        )
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -68,16 +73,49 @@ def test_log_probs_and_entropy_equal_transformers(
     torch.testing.assert_close(got["entropy"], entropy, atol=2e-5, rtol=0)
 
 
-def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
+@pytest.mark.parametrize("short", [8, 0])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_prompt_read_once_gives_the_same_log_probs_and_gradients(
+    short: int, window: int | None, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, where the two differ by rounding alone, by both ways to compute attention."""
+    from whet.models import attention
+
+    monkeypatch.setattr(attention, "SHORT", short)
+    path = model_folder if window is None else windowed(model_folder, tmp_path, window)
+    batch = random_batch(rows=12)
+    for row in range(5, 12):
+        batch["input_ids"][row, :9], batch["attention_mask"][row, :9] = (
+            batch[name][row % 3, :9] for name in ("input_ids", "attention_mask")
+        )
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    found = []
+    for share in (False, True):
+        model = load_policy(path).double()
+        settings = ForwardSettings(share_prompts=share, dtype=torch.float64)
+        log_probs = model_outputs(model, batch, frozenset({"log_probs"}), settings)["log_probs"]
+        (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((log_probs.detach(), gradient))
+    (plain, plain_gradient), (shared, shared_gradient) = found
+    # the rotary angles are taken in float32
+    torch.testing.assert_close(shared, plain, atol=1e-6, rtol=0)
+    assert (shared_gradient - plain_gradient).norm() < 1e-6 * plain_gradient.norm()
+
+
+def windowed(folder: Path, out: Path, window: int) -> Path:
+    """A model like that in `folder` whose first layer sees `window` tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config.from_pretrained(model_folder)
-    config.use_sliding_window, config.sliding_window, config.layer_types = (
-        True,
-        4,
-        ["sliding_attention", "full_attention"],
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    config = Qwen3Config.from_pretrained(folder)
+    config.use_sliding_window, config.sliding_window = True, window
+    config.layer_types = ["sliding_attention", "full_attention"]
+    Qwen3ForCausalLM(config).save_pretrained(out)
+    return out
+
+
+def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
+    windowed(model_folder, tmp_path, 4)
     batch = random_batch()
     with torch.no_grad():
         got = model_outputs(load_policy(tmp_path), batch, frozenset({"log_probs"}), ForwardSettings())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from whet.errors import DataError
-from whet.models.packing import layout
+from whet.models.packing import layout, same_prompt
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -87,6 +87,52 @@ def test_rows_of_similar_length_are_bunched_the_longest_first(monkeypatch: pytes
     assert [each[2] for each in bunches()] == [1] * 6
 
 
+def answers_to_one_prompt() -> dict[str, torch.Tensor]:
+    # rows 0, 2 and 3 have prompt 11 12 and answers of 1, 3 and 2 tokens; row 1 has prompt 21 and 2 tokens
+    return {
+        "input_ids": torch.tensor([[11, 12, 1, 0, 0], [0, 21, 4, 5, 0], [11, 12, 6, 7, 8], [11, 12, 9, 10, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+        "position_ids": torch.tensor([[0, 1, 2, 2, 2], [0, 0, 1, 2, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 3]]),
+        "response_mask": torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 0]]),
+    }
+
+
+def test_a_shared_prompt_is_read_once_by_its_first_row() -> None:
+    rows = answers_to_one_prompt()
+    assert same_prompt(rows).tolist() == [0, 1, 0, 0]
+    where = layout(rows, share_prompts=True)
+    # by their own tokens: row 0 (3, with the prompt), row 1 (3), row 2 (3), row 3 (2)
+    assert where.input_ids.tolist() == [11, 12, 1, 21, 4, 5, 6, 7, 8, 9, 10]
+    assert where.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 2, 3, 4, 2, 3]
+    assert where.targets.tolist() == [1, 4, 5, 6, 7, 8, 9, 10]
+    assert where.states.tolist() == [1, 3, 4, 1, 6, 7, 1, 9]  # the first of each answer comes after token 12
+    assert where.places.tolist() == [0, 3, 4, 6, 7, 8, 9, 10]
+    assert [(bunch.num_rows, bunch.prefix_width, bunch.width) for bunch in where.bunches] == [(3, 2, 3), (1, 2, 2)]
+    first, second = (grid.tolist() for grid in where.keys(where.input_ids))
+    assert first == [[0, 0, 11, 12, 1], [0, 0, 21, 4, 5], [11, 12, 6, 7, 8]] and second == [[11, 12, 9, 10]]
+    assert [grid.tolist() for grid in where.queries(where.input_ids)][1] == [[9, 10]]
+    assert (~where.bunches[0].hidden[0]).int().tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert (~where.bunches[0].hidden[2]).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert (~where.bunches[1].hidden).int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+
+
+def test_gradients_of_queries_and_keys() -> None:
+    where = layout(answers_to_one_prompt(), share_prompts=True)
+    flat = torch.randn(11, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: tuple(grid.square() for grid in where.queries(x)), flat)
+    assert torch.autograd.gradcheck(lambda x: tuple(grid.square() for grid in where.keys(x)), flat)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "position_ids"])
+def test_a_prompt_is_another_with_another_token_padding_or_position(name: str) -> None:
+    rows = answers_to_one_prompt()
+    rows[name][2, 0] += 1
+    assert same_prompt(rows).tolist() == [0, 1, 2, 0]
+    rows[name][2] = rows[name][0]
+    rows[name][2, 2:] += 1  # an answer's does not matter
+    assert same_prompt(rows).tolist() == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.models import attention
@@ -97,7 +143,7 @@ def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch:
     results = []
     for short in (0, 8):
         monkeypatch.setattr(attention, "SHORT", short)
-        out = attention._causal(query, key, value, 0.3, window)
+        out = attention._causal(query, key, value, 0.3, window, None)
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -322,7 +322,7 @@ def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
             f"try {near}"
         )
     longest = data.max_prompt_length + data.max_response_length
-    if role.max_tokens_per_micro_batch < longest:
+    if role.max_tokens_per_micro_batch is not None and role.max_tokens_per_micro_batch < longest:
         raise ConfigError(
             f"{key}.max_tokens_per_micro_batch={role.max_tokens_per_micro_batch} cannot hold one row of "
             f"data.max_prompt_length + data.max_response_length = {longest} tokens; set it to {longest} or more"

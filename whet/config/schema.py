@@ -196,6 +196,9 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
 
 
+MICRO_BATCH = "tokens a forward pass, per device; unset: what suits the device, and one row at least"
+
+
 class EngineConfig(Section):
     """What trains a role's model."""
 
@@ -203,6 +206,7 @@ class EngineConfig(Section):
     packing: bool | None = Field(
         None, description="lay rows end to end without padding; unset: what is faster on the device"
     )
+    share_prompts: bool = Field(True, description="where rows are packed, read a prompt once for all its answers")
     logits_chunk_tokens: PositiveInt = Field(1024, description="tokens whose logits exist at once")
 
 
@@ -227,7 +231,7 @@ class ActorConfig(Section):
         None, description="prompts an optimizer step; unset: data.train_batch_size"
     )
     epochs: PositiveInt = Field(1, description="passes over a step's samples")
-    max_tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens a forward pass, per device")
+    max_tokens_per_micro_batch: PositiveInt | None = Field(None, description=MICRO_BATCH)
     grad_clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient")
 
 
@@ -246,7 +250,7 @@ class RefConfig(Section):
 
     engine: EngineConfig = EngineConfig()
     model_path: str | None = Field(None, description="unset: model.path as it was at the start")
-    max_tokens_per_micro_batch: PositiveInt = Field(32_768, description="tokens a forward pass, per device")
+    max_tokens_per_micro_batch: PositiveInt | None = Field(None, description=MICRO_BATCH)
 
 
 class TrainerConfig(Section):
@@ -321,7 +325,7 @@ class SFTConfig(Section):
     data: SupervisedDataConfig = SupervisedDataConfig()
     engine: EngineConfig = EngineConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    max_tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens a forward pass, per device")
+    max_tokens_per_micro_batch: PositiveInt | None = Field(None, description=MICRO_BATCH)
     grad_clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient")
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()

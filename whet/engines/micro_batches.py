@@ -6,25 +6,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, *, packing: bool, block: int = 1) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    packing: bool,
+    block: int = 1,
+    prompts: Sequence[tuple[int, int]] | None = None,
+) -> list[list[int]]:
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
     padding inside the model's attention (and outside, where rows are padded) stays small. `block` consecutive rows stay
-    together. Rows of length 0 cost nothing and are left out.
+    together. Rows of length 0 cost nothing and are left out. `prompts` are for each row the number of its prompt and
+    that prompt's length, where packed rows share it: those rows come one after another, and it costs once.
     """
+    shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
+    longest_with: dict[int, int] = {}
+    for (prompt, _), length in zip(shared, lengths, strict=True):
+        longest_with[prompt] = max(length, longest_with.get(prompt, 0))
+
+    def by_length(rows: list[int]) -> tuple[int, int, int]:
+        prompt = shared[rows[0]][0]
+        return -longest_with[prompt], prompt, -max(lengths[row] for row in rows)
+
     blocks = [list(range(start, min(start + block, len(lengths)))) for start in range(0, len(lengths), block)]
-    blocks = [rows for rows in blocks if any(lengths[row] for row in rows)]
-    blocks.sort(key=lambda rows: max(lengths[row] for row in rows), reverse=True)
+    blocks = sorted((rows for rows in blocks if any(lengths[row] for row in rows)), key=by_length)
+
     batches: list[list[int]] = []
-    current: list[int] = []
     tokens = longest = 0
+    read: set[int] = set()  # prompts of the current micro-batch
     for rows in blocks:
-        tokens += sum(lengths[row] for row in rows)
-        longest = max(longest, max(lengths[row] for row in rows))
-        cost = tokens if packing else longest * (len(current) + len(rows))
-        if current and cost > max_tokens:
-            batches.append(current)
-            current, tokens, longest = [], sum(lengths[row] for row in rows), max(lengths[row] for row in rows)
-        current = current + rows
-    return [*batches, current] if current else batches
+        longest = max(longest, *(lengths[row] for row in rows))
+        total = tokens + _tokens(rows, lengths, shared, read)
+        if batches and (total if packing else longest * (len(batches[-1]) + len(rows))) <= max_tokens:
+            batches[-1].extend(rows)
+            tokens = total
+        else:
+            batches.append(rows)
+            read, longest = set(), max(lengths[row] for row in rows)
+            tokens = _tokens(rows, lengths, shared, read)
+        read.update(shared[row][0] for row in rows)
+    return batches
+
+
+def _tokens(rows: list[int], lengths: Sequence[int], shared: Sequence[tuple[int, int]], read: set[int]) -> int:
+    """What `rows` add to a micro-batch in which the prompts `read` are."""
+    prompts = dict(shared[row] for row in rows if lengths[row])
+    answers = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
+    return answers + sum(length for prompt, length in prompts.items() if prompt not in read)

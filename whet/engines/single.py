@@ -16,6 +16,7 @@ from whet.engines.protocol import Columns, Objective
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.packing import same_prompt
 from whet.protocol import DataProto
 
 
@@ -122,8 +123,14 @@ class SingleEngine:
     def _split(self, columns: Columns, block: int) -> list[list[int]]:
         counted = columns["response_mask"].bool().any(1)
         lengths = (columns["attention_mask"].sum(1) * counted).tolist()
-        packing = self.forward_settings.packing
-        return micro_batches(lengths, self.max_tokens_per_micro_batch, packing=packing, block=block)
+        settings, prompts = self.forward_settings, None
+        if settings.packing and settings.share_prompts:
+            prompt_width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
+            prompt_lengths = columns["attention_mask"][:, :prompt_width].sum(1)
+            prompts = list(zip(same_prompt(columns).tolist(), prompt_lengths.tolist(), strict=True))
+        return micro_batches(
+            lengths, self.max_tokens_per_micro_batch, packing=settings.packing, block=block, prompts=prompts
+        )
 
     def _sum_over_ranks(self, counts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.process_group is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from whet.errors import ModelError
-from whet.models.packing import Layout
+from whet.models.packing import Bunch, Layout
 
 NAME = "whet"
 # Rows of up to so many times the head size: all weights of a layer take no more memory than so many of its queries.
@@ -55,46 +55,52 @@ def attention(
         out = paged.attend(module.layer_idx, query, key, value, scale, sliding_window or 0)  # type: ignore[arg-type]
         return out[None], None
     if packed is None:
-        return _causal(query, key, value, scale, sliding_window).transpose(1, 2).contiguous(), None
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+        return _causal(query, key, value, scale, sliding_window, None).transpose(1, 2).contiguous(), None
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
     outs = []
-    for bunch in packed.bunches:
-        q, k, v = (bunch.pad(x).transpose(1, 2) for x in flat)
-        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window).transpose(1, 2)))
+    for bunch, *heads in grids:
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window, bunch).transpose(1, 2)))
     return torch.cat(outs)[None], None
 
 
 def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, bunch: Bunch | None
 ) -> torch.Tensor:
+    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, D] -> [b, H, Q, D]; the queries are the last Q of the keys' tokens."""
     length, head_dim = query.shape[2:]
-    if window is not None and window >= length:
-        window = None
+    window = None if window is None or window >= key.shape[2] else window
     if query.device.type == "cpu" and length <= SHORT * head_dim:
-        return _written_out(query, key, value, scale, window)
-    near = None if window is None else ~_hidden(length, window, query.device)
-    grouped, is_causal = query.shape[1] != key.shape[1], near is None and length > 1
-    return F.scaled_dot_product_attention(query, key, value, near, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return _written_out(query, key, value, scale, _hidden(query, key, window, bunch))
+    is_causal = window is None and length == key.shape[2]
+    seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 def _written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, hidden: torch.Tensor
 ) -> torch.Tensor:
     """softmax(query key^T) value, heads of one key together: on a CPU faster than the fused kernel for short rows."""
     (rows, heads, length, dim), kv_heads = query.shape, key.shape[1]
     group = heads // kv_heads
-    hidden = _hidden(length, window, query.device)
-    bias = query.new_zeros(length, length).masked_fill(hidden, float("-inf")).repeat(group, 1)
+    bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
+    # One mask for all rows is broadcast by the product itself.
+    alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
+    bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
     query, key, value = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key, value))
     weights = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale).softmax(-1)
     return torch.bmm(weights, value).view(rows, heads, length, dim)
 
 
-def _hidden(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[query, key]: True where the key comes later, or is `window` tokens back or more."""
-    at = torch.arange(length, device=device)
-    back = at[:, None] - at
-    return back < 0 if window is None else (back < 0) | (back >= window)
+def _hidden(query: torch.Tensor, key: torch.Tensor, window: int | None, bunch: Bunch | None) -> torch.Tensor:
+    """[b or 1, Q, K]: True where the key is padding, comes later, or is `window` tokens back or more."""
+    length, seen = query.shape[2], key.shape[2]
+    at = torch.arange(seen, device=query.device)
+    back = at[seen - length :, None] - at
+    hidden = (back < 0)[None] if bunch is None else bunch.hidden
+    return hidden if window is None else hidden | (back >= window)
 
 
 AttentionInterface.register(NAME, attention)

@@ -21,6 +21,7 @@ from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
 from whet.models import attention
+from whet.models.fused import fuse
 from whet.models.value_head import ValueModel
 
 # Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities.
@@ -48,6 +49,7 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    fuse(model)
     return model
 
 

@@ -24,6 +24,7 @@ class ForwardSettings:
     """How a forward pass is computed; none of it changes what is computed beyond rounding."""
 
     packing: bool = True
+    share_prompts: bool = True  # rows with the same prompt read it once, where they are packed
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
 
@@ -44,7 +45,7 @@ def model_outputs(
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
         raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
-    where = layout(batch)
+    where = layout(batch, settings.packing and settings.share_prompts)
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     device_type = where.input_ids.device.type

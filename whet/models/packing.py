@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,6 +19,7 @@ from whet.errors import DataError
 # Attention sees rows of similar length together: the shortest of a bunch has this share of the longest's tokens, and
 # all of them have no more than so many (query, key) pairs, which for few heads fit into a cache.
 LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")  # what makes two prompts the same
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,34 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Bunch(Grid):
+    """Rows of similar length as attention sees them: a row's own tokens ask; they see the prompt that it shares too.
+
+    A row's keys are [padding | the shared prompt | its own tokens | padding]; a row that shares none has its prompt
+    among its own.
+    """
+
+    key_slots: torch.Tensor  # [tokens] each own token's place in the grid of keys [num_rows, prefix_width + width]
+    prefix_tokens: torch.Tensor  # [P] tokens of shared prompts among the T, once for each row that shares them
+    prefix_slots: torch.Tensor  # [P] their places in the grid of keys
+    prefix_lengths: torch.Tensor  # [num_rows]
+    prefix_width: int  # the longest
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        """[num_rows or 1, width, prefix_width + width]: True where a token does not see a key."""
+        at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
+        later = at > at[self.prefix_width :, None]
+        absent = self.prefix_width - self.prefix_lengths
+        return (later | (at < absent[:, None, None])) if bool(absent.any()) else later[None]
+
+
+@dataclass(frozen=True)
 class Layout(Grid):
-    """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled."""
+    """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
+
+    Where prompts are shared, the first row with a prompt has its tokens, the others begin after it.
+    """
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
@@ -49,66 +77,161 @@ class Layout(Grid):
     targets: torch.Tensor  # [N] the sampled token
     places: torch.Tensor  # [N] where it stands in the batch's [B, R], flattened
     shape: tuple[int, int]  # B, R
-    bunches: tuple[Grid, ...]  # all T tokens, in order, by rows of similar length
+    bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
 
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
         """[N] -> [B, R], zero where nothing was sampled; differentiable."""
         return Pad.apply(sampled, self.places, self.shape[0] * self.shape[1]).view(self.shape)
 
+    def queries(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, ...] -> for each bunch [num_rows, width, ...]; differentiable."""
+        return Queries.apply(flat, self.bunches)
 
-def layout(batch: Mapping[str, torch.Tensor]) -> Layout:
+    def keys(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, ...] -> for each bunch [num_rows, prefix_width + width, ...]; differentiable."""
+        return Keys.apply(flat, self.bunches)
+
+
+def layout(batch: Mapping[str, torch.Tensor], share_prompts: bool = False) -> Layout:
     """The layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R].
 
+    With `share_prompts` a prompt is read once for all its rows, as nothing that comes after it changes it.
     Raises: DataError when a response has no prompt token before it to be chosen after.
     """
-    real = batch["attention_mask"].bool() & batch["response_mask"].bool().any(1, keepdim=True)
-    by_length = real.sum(1).argsort(descending=True, stable=True)
-    real, input_ids, response_mask = (x[by_length] for x in (real, batch["input_ids"], batch["response_mask"].bool()))
-    prompt_width = input_ids.shape[1] - response_mask.shape[1]
-    lengths = real.sum(1)
-    lengths = lengths[lengths > 0]
-    width = int(lengths.max()) if len(lengths) else 0
-    within = real.cumsum(1)[real] - 1
-    row_starts = torch.arange(len(lengths), device=input_ids.device).repeat_interleave(lengths) * width
+    response_mask = batch["response_mask"].bool()
+    prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
+    kept = response_mask.any(1).nonzero()[:, 0]
+    row_at = torch.arange(len(kept), device=kept.device)
+    real = batch["attention_mask"].bool()[kept]
+    own, first = real, row_at
+    if share_prompts:
+        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)})
+        own = real.clone()
+        own[first != row_at, :prompt_width] = False
+
+    by_length = own.sum(1).argsort(descending=True, stable=True)
+    kept, real, own, first = kept[by_length], real[by_length], own[by_length], by_length.argsort()[first[by_length]]
+    input_ids, response_mask = batch["input_ids"][kept], response_mask[kept]
+    lengths, prefix_lengths = own.sum(1), (real & ~own).sum(1)
+    index = torch.full(real.shape, -1, device=real.device)  # of each real token among the T
+    index[own] = torch.arange(int(lengths.sum()), device=real.device)
+    index = torch.where(own, index, index[first])
+    in_order = torch.full(real.shape, -1, device=real.device)  # the same without the gaps
+    order = real.cumsum(1) - 1
+    in_order[real.nonzero()[:, 0], order[real]] = index[real]
 
     rows, columns = response_mask.nonzero(as_tuple=True)
-    order = torch.full(real.shape, -1, device=input_ids.device)
-    order[real] = torch.arange(len(within), device=input_ids.device)
     chosen_at = order[rows, prompt_width + columns]
-    if len(rows) and bool(((within[chosen_at] == 0) | (chosen_at < 0)).any()):
+    if bool(((chosen_at == 0) | ~real[rows, prompt_width + columns]).any()):
         raise DataError("a sampled token has no token before it, or is masked as padding: every prompt needs one token")
-    positions = batch["position_ids"][by_length]
+    width = int(lengths.max()) if len(lengths) else 0
+    within = own.cumsum(1)[own] - 1
+    positions = batch["position_ids"][kept]
     return Layout(
         tokens=slice(None),
-        input_ids=input_ids[real],
-        position_ids=positions[real] if positions.dim() == 2 else positions.transpose(0, 1)[:, real],
-        slots=row_starts + within,
+        input_ids=input_ids[own],
+        position_ids=positions[own] if positions.dim() == 2 else positions.transpose(0, 1)[:, own],
+        slots=row_at.repeat_interleave(lengths) * width + within,
         num_rows=len(lengths),
         width=width,
-        states=chosen_at - 1,
+        states=in_order[rows, chosen_at - 1],
         targets=input_ids[rows, prompt_width + columns],
-        places=by_length[rows] * response_mask.shape[1] + columns,
-        shape=(response_mask.shape[0], response_mask.shape[1]),
-        bunches=tuple(_bunches(lengths.tolist(), within)),
+        places=kept[rows] * response_mask.shape[1] + columns,
+        shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
+        bunches=tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
     )
 
 
-def _bunches(lengths: Sequence[int], within: torch.Tensor) -> Iterator[Grid]:
-    """Bunches of rows of falling `lengths`; `within` [T] is each token's place in its row."""
+def same_prompt(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[B] for each row the first one with the same prompt: the same tokens and positions with the same padding."""
+    rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
+    prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
+    _, prompt = torch.unique(torch.cat(prompts, 1), dim=0, return_inverse=True)
+    at = torch.arange(rows, device=prompt.device)
+    return torch.full_like(prompt, rows).scatter_reduce(0, prompt, at, "amin")[prompt]
+
+
+def _bunches(
+    lengths: Sequence[int], prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
+) -> Iterator[Bunch]:
+    """Bunches of rows of falling `lengths`; `within` [T] is each token's place among its row's own.
+
+    prefix_lengths [rows], in_order [rows, L] the tokens of each row among the T, its shared prompt's first.
+    """
+    prefixes, device = prefix_lengths.tolist(), within.device
     row = token = 0
     while row < len(lengths):
-        width, end = lengths[row], row
-        while (
-            end < len(lengths)
-            and lengths[end] >= LEAST_SHARE * width
-            and (end == row or (end + 1 - row) * width**2 <= BUNCH_PAIRS)
-        ):
-            end += 1
+        width, end, deepest = lengths[row], row, 0
+        while end < len(lengths) and lengths[end] >= LEAST_SHARE * width:
+            deeper = max(deepest, prefixes[end])
+            if end > row and (end + 1 - row) * width * (deeper + width) > BUNCH_PAIRS:
+                break
+            end, deepest = end + 1, deeper
+        sizes, before = torch.tensor(lengths[row:end], device=device), prefix_lengths[row:end]
         tokens = slice(token, token + sum(lengths[row:end]))
-        sizes = torch.tensor(lengths[row:end], device=within.device)
-        starts = torch.arange(end - row, device=within.device).repeat_interleave(sizes) * width
-        yield Grid(tokens, starts + within[tokens], end - row, width)
+        slots = torch.arange(end - row, device=device).repeat_interleave(sizes) * width + within[tokens]
+        at = torch.arange(deepest, device=device)
+        is_prefix = at >= deepest - before[:, None]
+        source = (at - deepest + before[:, None]).clamp(min=0)
+        yield Bunch(
+            tokens=tokens,
+            slots=slots,
+            num_rows=end - row,
+            width=width,
+            key_slots=slots + (slots // width + 1) * deepest,
+            prefix_tokens=in_order[row:end].gather(1, source)[is_prefix],
+            prefix_slots=(torch.arange(end - row, device=device)[:, None] * (deepest + width) + at)[is_prefix],
+            prefix_lengths=before,
+            prefix_width=deepest,
+        )
         row, token = end, tokens.stop
+
+
+class Queries(torch.autograd.Function):
+    """Each bunch's tokens to its grid. One function for all, so that the gradient is one tensor and not a sum."""
+
+    @staticmethod
+    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...]):  # type: ignore[no-untyped-def]
+        ctx.bunches = bunches
+        grids = []
+        for bunch in bunches:
+            grid = flat.new_zeros((bunch.num_rows * bunch.width, *flat.shape[1:]))
+            grids.append(_rows(grid.index_copy_(0, bunch.slots, flat[bunch.tokens]), bunch.num_rows))
+        return tuple(grids)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
+        pairs = zip(ctx.bunches, grads, strict=True)
+        return torch.cat([grad.flatten(0, 1).index_select(0, bunch.slots) for bunch, grad in pairs]), None
+
+
+class Keys(torch.autograd.Function):
+    """Each bunch's tokens and the prompts that they share to its grid of keys."""
+
+    @staticmethod
+    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...]):  # type: ignore[no-untyped-def]
+        ctx.bunches = bunches
+        grids = []
+        for bunch in bunches:
+            grid = flat.new_zeros((bunch.num_rows * (bunch.prefix_width + bunch.width), *flat.shape[1:]))
+            grid.index_copy_(0, bunch.key_slots, flat[bunch.tokens])
+            grid.index_copy_(0, bunch.prefix_slots, flat.index_select(0, bunch.prefix_tokens))
+            grids.append(_rows(grid, bunch.num_rows))
+        return tuple(grids)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
+        pairs = list(zip(ctx.bunches, (grad.flatten(0, 1) for grad in grads), strict=True))
+        flat = torch.cat([grad.index_select(0, bunch.key_slots) for bunch, grad in pairs])
+        tokens = torch.cat([bunch.prefix_tokens for bunch in ctx.bunches])
+        if len(tokens):
+            parts = [grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs]
+            flat.index_add_(0, tokens, torch.cat(parts))
+        return flat, None
+
+
+def _rows(grid: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return grid.unflatten(0, (num_rows, -1))
 
 
 class Pad(torch.autograd.Function):

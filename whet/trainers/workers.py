@@ -28,6 +28,7 @@ from whet.rollout.protocol import Completion, Request, RolloutEngine
 
 # Measured by `make bench` (docs/benchmarks.md): rows end to end are never slower than rows with padding.
 PACKING_BY_DEVICE = {"cpu": True, "cuda": True}
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RoleSettings:
     model_path: str
     engine: EngineConfig
     dtype: Literal["float32", "bfloat16"]
-    max_tokens_per_micro_batch: int
+    max_tokens_per_micro_batch: int | None = None  # unset: MICRO_BATCH_TOKENS of the device
     optim: OptimConfig | None = None  # unset: the model is only read
     grad_clip: float | None = None
     total_steps: int = 1  # optimizer steps of the run, for the schedule
@@ -57,16 +58,17 @@ class TrainWorker(Worker):
             # transformers renames the method between 5.17 and 6
             name = "activation_checkpointing_enable"
             getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
-        packing = settings.engine.packing
+        packing, max_tokens = settings.engine.packing, settings.max_tokens_per_micro_batch
         self.engine = SingleEngine(
             self.model,
             settings.optim,
             forward=ForwardSettings(
                 packing=PACKING_BY_DEVICE["cpu"] if packing is None else packing,
+                share_prompts=settings.engine.share_prompts,
                 chunk_tokens=settings.engine.logits_chunk_tokens,
                 dtype=torch_dtype(settings.dtype),
             ),
-            max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS["cpu"] if max_tokens is None else max_tokens,
             grad_clip=settings.grad_clip,
             total_steps=settings.total_steps,
             process_group=self.process_group,
