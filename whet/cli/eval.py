@@ -21,8 +21,10 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     evaluation = run(loaded.config)
     for name, value in evaluation.summary().items():
         typer.echo(f"{name:<22}{_shown(value)}")
-    if loaded.config.output is not None:
-        typer.echo(f"wrote {loaded.config.output}")
+    if loaded.config.output is None:
+        typer.echo("with output=DIR every answer is written to DIR/answers.jsonl")
+    else:
+        typer.echo(f"wrote {loaded.config.output}/answers.jsonl and summary.json")
 
 
 def _shown(value: Any) -> str:
