@@ -47,7 +47,8 @@ def test_training_from_python(qwen25_folder: Path, tmp_path: Path, monkeypatch: 
     assert names["run"].config.rollout.n == 8
 
 
-def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
+def test_an_estimator_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.ADV_ESTIMATORS, "_live", dict(registry.ADV_ESTIMATORS._live))
     file = tmp_path / "my_file.py"
     file.write_text(snippet("register_adv_est"))
     entry = registry.ADV_ESTIMATORS[f"{file}:mine"]

@@ -71,6 +71,8 @@ def test_rows_of_similar_length_are_bunched_the_longest_first(monkeypatch: pytes
         "response_mask": mask[:, 1:],
     }
 
+    monkeypatch.setattr("whet.models.packing.FEW_PAIRS", 0)
+
     def bunches() -> list[tuple[int, int, int, int]]:
         where = layout(rows)
         assert where.input_ids[:10].tolist() == list(range(10, 20)) and where.input_ids[-3:].tolist() == [0, 1, 2]
@@ -97,7 +99,8 @@ def answers_to_one_prompt() -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_shared_prompt_is_read_once_by_its_first_row() -> None:
+def test_a_shared_prompt_is_read_once_by_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.models.packing.FEW_PAIRS", 0)
     rows = answers_to_one_prompt()
     assert same_prompt(rows).tolist() == [0, 1, 0, 0]
     where = layout(rows, share_prompts=True)

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from whet.controller.balance import balanced_partition, inverse_order, sequence_workload
@@ -131,14 +131,6 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class _HasTokens(Protocol):
-    """A request or a prompt: an item of a list whose cost its tokens say."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
 def _data_parallel(
     layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int, workload: Workload | None
 ) -> Plan:
@@ -173,7 +165,7 @@ def _workloads(rows: DataProto | list[Any], workload: Workload | None, caller: s
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
-        lengths = [len(row.token_ids) if isinstance(row, _HasTokens) else 1 for row in rows]
+        lengths = [len(getattr(row, "token_ids", "1")) for row in rows]
     return [sequence_workload(length) for length in lengths]
 
 

@@ -22,6 +22,9 @@ def micro_batches(
     that prompt's length, where packed rows share it: those rows come one after another, and it costs once.
     """
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
+    counted = [row for row, length in enumerate(lengths) if length]
+    if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
+        return [counted]
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))

@@ -74,7 +74,7 @@ class SingleEngine:
             return metrics
         optimizer.zero_grad(set_to_none=True)
         for rows in self._split(columns, objective.block):
-            part = {name: column[rows] for name, column in columns.items()}
+            part = columns if len(rows) == len(batch) else {name: column[rows] for name, column in columns.items()}
             outputs = model_outputs(self.model, part, objective.needs, self.forward_settings, objective.temperature)
             loss, measured = objective.loss(outputs, part, counts)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -56,13 +56,15 @@ def attention(
         return out[None], None
     if packed is None:
         return _causal(query, key, value, scale, sliding_window, None).transpose(1, 2).contiguous(), None
-    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    real = len(packed.input_ids)
+    queries, keys, values = (x[0].transpose(0, 1)[:real] for x in (query, key, value))
     grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
         outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window, bunch).transpose(1, 2)))
-    return torch.cat(outs)[None], None
+    padding = queries.new_zeros(query.shape[2] - real, *queries.shape[1:])
+    return torch.cat([*outs, padding])[None], None
 
 
 def _causal(

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import EngineError
 from whet.models.log_probs import token_statistics
-from whet.models.packing import Layout, layout
+from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.value_head import ValueModel
 
 POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
@@ -50,29 +51,39 @@ def model_outputs(
     assert isinstance(body, PreTrainedModel)
     device_type = where.input_ids.device.type
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
-        hidden = hidden_states(body, where, settings.packing).index_select(0, where.states)
+        num_sampled = len(where.states)
+        states, targets = (
+            F.pad(x, (0, rounded(num_sampled, TOKENS_STEP) - num_sampled)) for x in (where.states, where.targets)
+        )
+        hidden = hidden_states(body, where, settings.packing).index_select(0, states)
         if isinstance(model, ValueModel):
-            return {"values": where.to_columns(model.values(hidden))}
+            return {"values": where.to_columns(model.values(hidden)[:num_sampled])}
     head = body.get_output_embeddings()
     statistics = token_statistics(
         hidden.to(settings.dtype),
         head.weight,
         head.bias,
-        where.targets,
+        targets,
         temperature=temperature,
         chunk_tokens=settings.chunk_tokens,
         entropy="entropy" in needs,
         sum_pi_squared="sum_pi_squared" in needs,
     )
-    return {name: where.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
+    return {
+        name: where.to_columns(value[:num_sampled]) for name, value in statistics._asdict().items() if name in needs
+    }
 
 
 def hidden_states(model: PreTrainedModel, where: Layout, packing: bool) -> torch.Tensor:
-    """The last hidden state after each of the T real tokens, [T, H]."""
+    """The last hidden state after each of the T real tokens, [T, H]; packed, with more rows that say nothing."""
     body = model.base_model
     if packing:
-        positions = where.position_ids[..., None, :]  # [1, T], or [3, 1, T]
-        out = body(input_ids=where.input_ids[None], position_ids=positions, use_cache=False, packed=where)
+        num_tokens = len(where.input_ids)
+        ids, positions = (
+            F.pad(x, (0, rounded(num_tokens, TOKENS_STEP) - num_tokens)) for x in (where.input_ids, where.position_ids)
+        )
+        # [1, T], or [3, 1, T]
+        out = body(input_ids=ids[None], position_ids=positions[..., None, :], use_cache=False, packed=where)
         flat: torch.Tensor = out.last_hidden_state[0]
         return flat
     positions = where.position_ids

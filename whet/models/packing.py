@@ -19,6 +19,11 @@ from whet.errors import DataError
 # Attention sees rows of similar length together: the shortest of a bunch has this share of the longest's tokens, and
 # all of them have no more than so many (query, key) pairs, which for few heads fit into a cache.
 LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
+# Up to so many pairs rows of any length go together: another bunch would cost more than their padding.
+FEW_PAIRS = 2**16
+# Matrix products are compiled anew for every shape, which takes longer than small ones do: counts of tokens and rows,
+# and widths, are padded so that they come again.
+TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")  # what makes two prompts the same
 
 
@@ -146,9 +151,10 @@ def same_prompt(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """[B] for each row the first one with the same prompt: the same tokens and positions with the same padding."""
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
-    _, prompt = torch.unique(torch.cat(prompts, 1), dim=0, return_inverse=True)
-    at = torch.arange(rows, device=prompt.device)
-    return torch.full_like(prompt, rows).scatter_reduce(0, prompt, at, "amin")[prompt]
+    first: dict[bytes, int] = {}
+    table = torch.cat(prompts, 1).cpu().numpy()
+    found = [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(table)]
+    return torch.tensor(found, dtype=torch.int64, device=batch["input_ids"].device)
 
 
 def _bunches(
@@ -162,13 +168,16 @@ def _bunches(
     row = token = 0
     while row < len(lengths):
         width, end, deepest = lengths[row], row, 0
-        while end < len(lengths) and lengths[end] >= LEAST_SHARE * width:
+        while end < len(lengths):
             deeper = max(deepest, prefixes[end])
-            if end > row and (end + 1 - row) * width * (deeper + width) > BUNCH_PAIRS:
+            limit = BUNCH_PAIRS if lengths[end] >= LEAST_SHARE * width else FEW_PAIRS
+            if end > row and (end + 1 - row) * width * (deeper + width) > limit:
                 break
             end, deepest = end + 1, deeper
         sizes, before = torch.tensor(lengths[row:end], device=device), prefix_lengths[row:end]
         tokens = slice(token, token + sum(lengths[row:end]))
+        num_rows, width = rounded(end - row, ROWS_STEP), rounded(width, WIDTH_STEP)
+        deepest = rounded(deepest, WIDTH_STEP)
         slots = torch.arange(end - row, device=device).repeat_interleave(sizes) * width + within[tokens]
         at = torch.arange(deepest, device=device)
         is_prefix = at >= deepest - before[:, None]
@@ -176,15 +185,20 @@ def _bunches(
         yield Bunch(
             tokens=tokens,
             slots=slots,
-            num_rows=end - row,
+            num_rows=num_rows,
             width=width,
             key_slots=slots + (slots // width + 1) * deepest,
             prefix_tokens=in_order[row:end].gather(1, source)[is_prefix],
             prefix_slots=(torch.arange(end - row, device=device)[:, None] * (deepest + width) + at)[is_prefix],
-            prefix_lengths=before,
+            prefix_lengths=torch.nn.functional.pad(before, (0, num_rows - len(before))),
             prefix_width=deepest,
         )
         row, token = end, tokens.stop
+
+
+def rounded(count: int, step: int) -> int:
+    """`count`, from twice `step` on the next multiple of it."""
+    return count if count < 2 * step else -(-count // step) * step
 
 
 class Queries(torch.autograd.Function):

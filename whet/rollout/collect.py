@@ -108,7 +108,8 @@ class Collector:
     def _request(self, episode: Episode, params: SamplingParams, step: int, purpose: str, turn: int) -> Request:
         draw = key(self.seed, purpose, step, episode.prompt.uid, episode.sample, turn)
         left = params.max_new_tokens - episode.tokens_used
-        return Request(episode.context_ids, replace(params, max_new_tokens=left), draw)
+        own = params if left == params.max_new_tokens else replace(params, max_new_tokens=left)
+        return Request(episode.context_ids, own, draw)
 
     def _answer(self, episode: Episode, request: Request, completion: Completion) -> None:
         """Appends the turn, lets the environment answer, and sets the next turn's context, or ends the episode."""

@@ -54,9 +54,10 @@ class Running:
         """Rows for new requests; their first token comes with `record`."""
         device = self.index.device
         slots = [self._free_slots.pop() for _ in admitted]
-        for slot, each in zip(slots, admitted, strict=True):
-            self.blocks[each.index] = each.blocks
-            self.tables[slot, : len(each.blocks)] = torch.tensor(each.blocks, dtype=torch.int32)
+        self.blocks.update({each.index: each.blocks for each in admitted})
+        width = max(len(each.blocks) for each in admitted)
+        tables = [each.blocks + [0] * (width - len(each.blocks)) for each in admitted]
+        self.tables[slots, :width] = torch.tensor(tables, dtype=torch.int32, device=device)
         new = {
             "index": [each.index for each in admitted],
             "tokens": [0] * len(admitted),
