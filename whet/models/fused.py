@@ -23,8 +23,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]. Under autocast float32 states come out as the matrix product after them reads them."""
-        out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
-        return out
+        if torch.is_grad_enabled():
+            out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+            return out
+        return _rms_norm(x, self.weight, self.eps)[0]
 
 
 class GatedMLP(nn.Module):
@@ -36,7 +38,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        out: torch.Tensor = self.down_proj(_SiluGate.apply(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gated = _SiluGate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+        out: torch.Tensor = self.down_proj(gated)
         return out
 
 
@@ -74,18 +78,24 @@ def _same(module: nn.Module, other: nn.Module) -> bool:
     return bool((got - expected).norm() <= TOLERANCE * expected.norm())
 
 
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    wide = _at_least_float32(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    out = (wide * scale).to(x.dtype) * weight
+    device = x.device.type
+    narrow = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return (out.to(torch.get_autocast_dtype(device)) if narrow else out), scale
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps x and one number a row."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float):  # type: ignore[no-untyped-def]
-        wide = _at_least_float32(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out, scale = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        out = (wide * scale).to(x.dtype) * weight
-        device = x.device.type
-        narrow = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
-        return out.to(torch.get_autocast_dtype(device)) if narrow else out
+        return out
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]

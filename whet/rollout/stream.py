@@ -158,10 +158,11 @@ class Rollouts:
 
     def _item(self, trajectory: Trajectory) -> RewardItem:
         prompt = trajectory.prompt
-        response_ids = tuple(rows_of(trajectory)[-1].response_ids)
-        # One turn was decoded already, for its environment.
-        is_single = len(trajectory.turns) == 1 and len(trajectory.messages) == 1
-        text = trajectory.messages[0].content if is_single else self._decode(response_ids)
+        if len(trajectory.turns) == 1 and len(trajectory.messages) == 1:  # decoded already, for its environment
+            response_ids, text = trajectory.turns[0].token_ids, trajectory.messages[0].content
+        else:
+            response_ids = tuple(rows_of(trajectory)[-1].response_ids)
+            text = self._decode(response_ids)
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,

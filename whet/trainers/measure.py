@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import torch
 
@@ -16,14 +17,16 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
     """Scores, accuracy and the reward's parts of the answers that did not fail, and how many groups cannot teach."""
     answers = [answer for group in groups for answer in group.trajectories if answer.failure is None]
     _spread(metrics, "critic/score", [answer.score for answer in answers])
+    _average(metrics, "reward/accuracy", [answer.accuracy or 0.0 for answer in answers])
+    _average(metrics, "episode/turns", [len(answer.turns) for answer in answers])
+    parts: dict[str, list[float]] = {}
     for answer in answers:
-        metrics.mean("reward/accuracy", answer.accuracy or 0.0)
         for name, value in answer.parts.items():
-            metrics.mean(f"reward/{name}", value)
-        metrics.mean("episode/turns", len(answer.turns))
-    for group in groups:
-        scores = {answer.score for answer in group.trajectories if answer.failure is None}
-        metrics.mean("reward/groups_all_equal", float(len(scores) <= 1))
+            parts.setdefault(name, []).append(value)
+    for name, values in parts.items():
+        _average(metrics, f"reward/{name}", values)
+    scores = [{answer.score for answer in group.trajectories if answer.failure is None} for group in groups]
+    _average(metrics, "reward/groups_all_equal", [float(len(each) <= 1) for each in scores])
 
 
 def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:
@@ -41,6 +44,11 @@ def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) 
         if name in batch:
             _spread(metrics, f"critic/{name}", batch[name][mask])
     metrics.sum("perf/total_num_tokens", int(batch["attention_mask"][counted].sum()))
+
+
+def _average(metrics: Metrics, name: str, values: Sequence[float]) -> None:
+    if values:
+        metrics.mean(name, fmean(values), len(values))
 
 
 def _spread(metrics: Metrics, name: str, values: torch.Tensor | Iterable[float]) -> None:
