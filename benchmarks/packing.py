@@ -14,8 +14,8 @@ from whet.trainers.workers import MICRO_BATCH_TOKENS
 
 TITLE = "Packed or padded"
 NOTE = """\
-The update alone, in micro-batches of the default size. The defaults of `actor.engine.packing` and `share_prompts` on
-each device follow from this table.
+The update alone, in micro-batches of the default size. The defaults of `actor.engine.packing` and `share_prompts`
+follow from this table.
 """
 LAYOUTS = {"padded": (False, False), "packed": (True, False), "prompts shared": (True, True)}
 

@@ -103,6 +103,29 @@ def test_a_prompt_read_once_gives_the_same_log_probs_and_gradients(
     assert (shared_gradient - plain_gradient).norm() < 1e-6 * plain_gradient.norm()
 
 
+@pytest.mark.parametrize("short", [8, 0])
+def test_shapes_that_are_padded_to_come_again_change_nothing(
+    short: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many wide rows, so that tokens, rows, widths and shared prompts are all rounded up; in few bunches and many."""
+    from whet.models import attention, packing
+
+    monkeypatch.setattr(attention, "SHORT", short)
+    batch = random_batch(rows=75, prompt=45, response=60)
+    for column in (batch["input_ids"], batch["attention_mask"]):
+        column[5:, :45] = column[torch.arange(5, 75) % 4, :45]
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    where = packing.layout(batch, share_prompts=True)
+    assert max(bunch.num_rows for bunch in where.bunches) >= 32 and max(b.prefix_width for b in where.bunches) >= 32
+    assert where.bunches[0].width >= 32
+    expected = plain_log_probs(model_folder, batch, 1.0)[0]
+    for few_pairs in (0, packing.FEW_PAIRS, 2**22):
+        monkeypatch.setattr(packing, "FEW_PAIRS", few_pairs)
+        with torch.no_grad():
+            got = model_outputs(load_policy(model_folder), batch, frozenset({"log_probs"}), ForwardSettings())
+        torch.testing.assert_close(got["log_probs"], expected, atol=2e-5, rtol=0)
+
+
 def windowed(folder: Path, out: Path, window: int) -> Path:
     """A model like that in `folder` whose first layer sees `window` tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -165,7 +165,7 @@ def _workloads(rows: DataProto | list[Any], workload: Workload | None, caller: s
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
-        lengths = [len(getattr(row, "token_ids", "1")) for row in rows]
+        lengths = [len(getattr(row, "token_ids", (row,))) for row in rows]
     return [sequence_workload(length) for length in lengths]
 
 

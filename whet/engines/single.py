@@ -58,7 +58,7 @@ class SingleEngine:
         training = self.model.training
         self.model.eval()
         for rows in self._split(columns, block=1):
-            part = {name: column[rows] for name, column in columns.items()}
+            part = _rows(columns, rows)
             for name, value in model_outputs(self.model, part, needs, self.forward_settings, temperature).items():
                 outputs[name][rows] = value
         self.model.train(training)
@@ -74,7 +74,7 @@ class SingleEngine:
             return metrics
         optimizer.zero_grad(set_to_none=True)
         for rows in self._split(columns, objective.block):
-            part = columns if len(rows) == len(batch) else {name: column[rows] for name, column in columns.items()}
+            part = _rows(columns, rows)
             outputs = model_outputs(self.model, part, objective.needs, self.forward_settings, objective.temperature)
             loss, measured = objective.loss(outputs, part, counts)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -161,3 +161,10 @@ class SingleEngine:
     def _require_settings(self) -> OptimSettings:
         assert self._optim_settings is not None
         return self._optim_settings
+
+
+def _rows(columns: Columns, rows: list[int]) -> Columns:
+    """These rows of all columns; no copy where they are all of them in order."""
+    if rows == list(range(len(columns["response_mask"]))):
+        return columns
+    return {name: column[rows] for name, column in columns.items()}

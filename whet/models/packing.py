@@ -21,8 +21,8 @@ from whet.errors import DataError
 LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
 # Up to so many pairs rows of any length go together: another bunch would cost more than their padding.
 FEW_PAIRS = 2**16
-# Matrix products are compiled anew for every shape, which takes longer than small ones do: counts of tokens and rows,
-# and widths, are padded so that they come again.
+# On a CPU a bfloat16 product is compiled anew for every shape, which takes longer than a small one does: counts of
+# tokens and rows, and widths, are padded so that they come again.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")  # what makes two prompts the same
 
@@ -54,11 +54,16 @@ class Bunch(Grid):
     among its own.
     """
 
-    key_slots: torch.Tensor  # [tokens] each own token's place in the grid of keys [num_rows, prefix_width + width]
     prefix_tokens: torch.Tensor  # [P] tokens of shared prompts among the T, once for each row that shares them
-    prefix_slots: torch.Tensor  # [P] their places in the grid of keys
+    prefix_slots: torch.Tensor  # [P] their places in the grid of keys [num_rows, prefix_width + width]
     prefix_lengths: torch.Tensor  # [num_rows]
     prefix_width: int  # the longest
+
+    def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
+        """Each own token's slot in the grid of keys, or of queries, and the width of that grid."""
+        if not with_prompts:
+            return self.slots, self.width
+        return self.slots + (self.slots // self.width + 1) * self.prefix_width, self.prefix_width + self.width
 
     @cached_property
     def hidden(self) -> torch.Tensor:
@@ -90,11 +95,11 @@ class Layout(Grid):
 
     def queries(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, ...] -> for each bunch [num_rows, width, ...]; differentiable."""
-        return Queries.apply(flat, self.bunches)
+        return Spread.apply(flat, self.bunches, False)
 
     def keys(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, ...] -> for each bunch [num_rows, prefix_width + width, ...]; differentiable."""
-        return Keys.apply(flat, self.bunches)
+        return Spread.apply(flat, self.bunches, True)
 
 
 def layout(batch: Mapping[str, torch.Tensor], share_prompts: bool = False) -> Layout:
@@ -187,7 +192,6 @@ def _bunches(
             slots=slots,
             num_rows=num_rows,
             width=width,
-            key_slots=slots + (slots // width + 1) * deepest,
             prefix_tokens=in_order[row:end].gather(1, source)[is_prefix],
             prefix_slots=(torch.arange(end - row, device=device)[:, None] * (deepest + width) + at)[is_prefix],
             prefix_lengths=torch.nn.functional.pad(before, (0, num_rows - len(before))),
@@ -201,51 +205,30 @@ def rounded(count: int, step: int) -> int:
     return count if count < 2 * step else -(-count // step) * step
 
 
-class Queries(torch.autograd.Function):
-    """Each bunch's tokens to its grid. One function for all, so that the gradient is one tensor and not a sum."""
+class Spread(torch.autograd.Function):
+    """Each bunch's tokens to its grid, with the prompts that they share or without. One function for all bunches, so
+    that the gradient is one tensor and not a sum."""
 
     @staticmethod
-    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...]):  # type: ignore[no-untyped-def]
-        ctx.bunches = bunches
+    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
+        ctx.bunches, ctx.with_prompts = bunches, with_prompts
         grids = []
         for bunch in bunches:
-            grid = flat.new_zeros((bunch.num_rows * bunch.width, *flat.shape[1:]))
-            grids.append(_rows(grid.index_copy_(0, bunch.slots, flat[bunch.tokens]), bunch.num_rows))
-        return tuple(grids)
-
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
-        pairs = zip(ctx.bunches, grads, strict=True)
-        return torch.cat([grad.flatten(0, 1).index_select(0, bunch.slots) for bunch, grad in pairs]), None
-
-
-class Keys(torch.autograd.Function):
-    """Each bunch's tokens and the prompts that they share to its grid of keys."""
-
-    @staticmethod
-    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...]):  # type: ignore[no-untyped-def]
-        ctx.bunches = bunches
-        grids = []
-        for bunch in bunches:
-            grid = flat.new_zeros((bunch.num_rows * (bunch.prefix_width + bunch.width), *flat.shape[1:]))
-            grid.index_copy_(0, bunch.key_slots, flat[bunch.tokens])
-            grid.index_copy_(0, bunch.prefix_slots, flat.index_select(0, bunch.prefix_tokens))
-            grids.append(_rows(grid, bunch.num_rows))
+            slots, width = bunch.places(with_prompts)
+            grid = flat.new_zeros((bunch.num_rows * width, *flat.shape[1:])).index_copy_(0, slots, flat[bunch.tokens])
+            if with_prompts:
+                grid.index_copy_(0, bunch.prefix_slots, flat.index_select(0, bunch.prefix_tokens))
+            grids.append(grid.unflatten(0, (bunch.num_rows, width)))
         return tuple(grids)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
         pairs = list(zip(ctx.bunches, (grad.flatten(0, 1) for grad in grads), strict=True))
-        flat = torch.cat([grad.index_select(0, bunch.key_slots) for bunch, grad in pairs])
-        tokens = torch.cat([bunch.prefix_tokens for bunch in ctx.bunches])
-        if len(tokens):
-            parts = [grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs]
-            flat.index_add_(0, tokens, torch.cat(parts))
-        return flat, None
-
-
-def _rows(grid: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return grid.unflatten(0, (num_rows, -1))
+        flat = torch.cat([grad.index_select(0, bunch.places(ctx.with_prompts)[0]) for bunch, grad in pairs])
+        if ctx.with_prompts:
+            tokens = torch.cat([bunch.prefix_tokens for bunch, _ in pairs])
+            flat.index_add_(0, tokens, torch.cat([grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs]))
+        return flat, None, None
 
 
 class Pad(torch.autograd.Function):

@@ -183,7 +183,7 @@ def show(
         f"after that stage began.\n\n"
         f"learning curve   {curve}\n"
         f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
-        f"answers          {run_dir}/rl/rollouts/ (of every tenth step, and of validation)\n"
+        f"answers          {run_dir}/rl/rollouts/\n"
         f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
         "What to try next\n"
         "  whet config train quickstart                       what this run was, and where each value came from\n"

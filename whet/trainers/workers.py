@@ -26,9 +26,9 @@ from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, RolloutEngine
 
-# Measured by `make bench` (docs/benchmarks.md): rows end to end are never slower than rows with padding.
-PACKING_BY_DEVICE = {"cpu": True, "cuda": True}
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+# By `make bench` (docs/benchmarks.md, "Packed or padded"): another device comes in with its own measurement.
+PACKING_BY_DEVICE = {"cpu": True}
+MICRO_BATCH_TOKENS = {"cpu": 2048}
 
 
 @dataclass(frozen=True)
