@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from whet.config.schema import OptimConfig
-from whet.engines.optim import adamw, learning_rate
+from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for
+from whet.models.load import load_policy
+from whet.models.value_head import ValueModel
 
 
 def test_warmup_then_constant() -> None:
@@ -27,7 +32,7 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 
 def test_only_matrices_decay() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    optimizer = adamw(model, OptimConfig(lr=1.0, weight_decay=0.5))
+    optimizer = optimizer_for(model, OptimConfig(lr=1.0, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -35,3 +40,63 @@ def test_only_matrices_decay() -> None:
     # without a gradient AdamW only decays: w -= lr * decay * w
     for old, new in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old * (0.5 if old.dim() == 2 else 1.0))
+
+
+def test_muon_has_the_matrices_between_embedding_and_output(model_folder: Path) -> None:
+    model = load_policy(model_folder)
+    layers = [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
+    parts = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+    expected = {f"{layer}.{part}.weight" for layer in layers for part in parts}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in inner_matrices(model)} == expected
+    # The head that values are read from maps to one number: no direction of it is worth as much as another.
+    assert {names[id(p)] for p in inner_matrices(ValueModel(model))} == expected
+
+
+def test_muon_steps_by_an_orthogonal_matrix_of_adamws_size() -> None:
+    """All singular values become about 1, times 0.2 sqrt(longer side) lr; a vector steps by Adam's lr."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = optimizer_for(model, OptimConfig(name="muon", lr=0.1, weight_decay=0.0))
+    draw = torch.Generator().manual_seed(0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+    grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.step()
+    weight, bias = (new.detach() - old for new, old in zip(model.parameters(), before, strict=True))
+    left, values, right = torch.linalg.svd(grads[0], full_matrices=False)
+    steps = (left.T @ weight @ right.T) / -(0.1 * 0.2 * 4**0.5)
+    assert ((steps.diagonal() > 0.6) & (steps.diagonal() < 1.3)).all()  # Newton-Schulz does not converge, by design
+    assert values.max() > 2 * values.min()
+    torch.testing.assert_close(steps - steps.diagonal().diag(), torch.zeros(3, 3), atol=0.05, rtol=0)
+    torch.testing.assert_close(bias, -0.1 * grads[1].sign())
+
+
+def test_several_optimizers_as_one_resume() -> None:
+    start = [torch.ones(4, 3), torch.ones(4), torch.ones(4), torch.ones(4)]
+    _, straight = steps_of_muon(range(4), {}, start)
+    state, half = steps_of_muon(range(2), {}, start)
+    _, resumed = steps_of_muon(range(2, 4), state, half)
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def steps_of_muon(
+    steps: range, state: dict[str, Any], start: list[torch.Tensor]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The optimizer's state and the parameters after steps along random gradients, each step's its own."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    for parameter, value in zip(model.parameters(), start, strict=True):
+        parameter.data.copy_(value)
+    optimizer = optimizer_for(model, OptimConfig(name="muon", lr=0.1))
+    assert isinstance(optimizer, Together)
+    if state:
+        optimizer.load_state_dict(state)
+    for step in steps:
+        optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+    return optimizer.state_dict(), [parameter.detach().clone() for parameter in model.parameters()]

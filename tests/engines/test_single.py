@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -109,8 +110,9 @@ def test_gradient_is_clipped_and_its_norm_before_that_is_told(model_folder: Path
     assert torch.stack([g.norm() for g in grads]).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_state_resumes_to_the_same_bits(model_folder: Path) -> None:
-    optim = OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=2)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_resumes_to_the_same_bits(name: Literal["adamw", "muon"], model_folder: Path) -> None:
+    optim = OptimConfig(name=name, lr=1e-3, schedule="cosine", warmup_steps=2)
     straight, stopped, resumed = (engine(model_folder, suite.Variant(True, 64), optim) for _ in range(3))
     for step in range(4):
         straight.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])

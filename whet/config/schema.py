@@ -196,6 +196,10 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
 
 
+MUON = (
+    "adamw, or muon (Jordan et al. 2024): torch's, for the matrices between embedding and output, with steps as large "
+    "as AdamW's; AdamW for all others"
+)
 MICRO_BATCH = "tokens a forward pass, per device; unset: what suits the device, and one row at least"
 
 
@@ -211,10 +215,12 @@ class EngineConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """An optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = Field("adamw", description=MUON)
     lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two moments")
+    momentum: NonNegativeFloat = Field(0.95, lt=1.0, description="of muon")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of AdamW's two moments")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled; not on biases and norms")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW and the learning rate as a function of the step."""
+"""AdamW, Muon, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 class OptimSettings(Protocol):
     """The part of the config that an optimizer reads; see `OptimConfig`."""
 
     @property
+    def name(self) -> Literal["adamw", "muon"]: ...
+    @property
     def lr(self) -> float: ...
+    @property
+    def momentum(self) -> float: ...
     @property
     def betas(self) -> tuple[float, float]: ...
     @property
@@ -44,11 +50,96 @@ def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 
-def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; biases, norms and other vectors are not decayed."""
+class Optimizer(Protocol):
+    """What the engine asks of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Settings by group of parameters; `lr` is set before every step."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        ...
+
+    def step(self) -> Any:
+        """Changes the parameters."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resume needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        ...
+
+
+def optimizer_for(model: nn.Module, settings: OptimSettings) -> Optimizer:
+    """The optimizer that the settings name, over the trainable parameters."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.name == "adamw":
+        return adamw(trainable, settings)
+    inner = {id(p) for p in inner_matrices(model)}
+    chosen, rest = ([p for p in trainable if (id(p) in inner) is is_inner] for is_inner in (True, False))
+    muon = torch.optim.Muon(
+        chosen,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Together([muon, adamw(rest, settings)])
+
+
+def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings) -> torch.optim.AdamW:
+    """AdamW; biases, norms and other vectors are not decayed."""
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """Weights that map hidden states to hidden states: of linear layers, but not of the output or a value head."""
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    ends = {
+        id(layer.weight)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for layer in (module.get_input_embeddings(), module.get_output_embeddings())
+        if layer is not None
+    }
+    return [weight for weight in linear if min(weight.shape) > 1 and id(weight) not in ends and weight.requires_grad]
+
+
+class Together:
+    """Several optimizers, each over parameters of its own, as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them, in order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of all."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        """A step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each one's state, by its place."""
+        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        for place, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(place)])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whet.engines.micro_batches import micro_batches
-from whet.engines.optim import OptimSettings, adamw, learning_rate
+from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimizer_for
 from whet.engines.protocol import Columns, Objective
 from whet.errors import EngineError
 from whet.metrics import Metrics
@@ -46,7 +46,7 @@ class SingleEngine:
         self.process_group = process_group
         self.steps_done = 0
         self._optim_settings = optim
-        self.optimizer = adamw(model, optim) if optim is not None else None
+        self.optimizer = optimizer_for(model, optim) if optim is not None else None
         if optim is None:
             model.requires_grad_(False)
 
@@ -153,7 +153,7 @@ class SingleEngine:
         with_grad = [p for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(with_grad, self.grad_clip if self.grad_clip is not None else float("inf"))
 
-    def _require_optimizer(self) -> torch.optim.AdamW:
+    def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:
             raise EngineError("this model is only read: it was built without an optimizer")
         return self.optimizer

@@ -56,7 +56,9 @@ def attention(
         return out[None], None
     if packed is None:
         return _causal(query, key, value, scale, sliding_window, None).transpose(1, 2).contiguous(), None
-    real = len(packed.input_ids)
+    device, real = query.device.type, len(packed.input_ids)
+    if torch.is_autocast_enabled(device):  # once, and not in every grid
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     queries, keys, values = (x[0].transpose(0, 1)[:real] for x in (query, key, value))
     grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
     outs = []

@@ -11,22 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.models.rms_norm import RMSNorm
+
 TOLERANCE = 1e-5  # relative, in float32
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, normalised in float32."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]. Under autocast float32 states come out as the matrix product after them reads them."""
-        if torch.is_grad_enabled():
-            out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
-            return out
-        return _rms_norm(x, self.weight, self.eps)[0]
 
 
 class GatedMLP(nn.Module):
@@ -78,36 +65,6 @@ def _same(module: nn.Module, other: nn.Module) -> bool:
     return bool((got - expected).norm() <= TOLERANCE * expected.norm())
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
-    wide = _at_least_float32(x)
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    out = (wide * scale).to(x.dtype) * weight
-    device = x.device.type
-    narrow = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
-    return (out.to(torch.get_autocast_dtype(device)) if narrow else out), scale
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number a row."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float):  # type: ignore[no-untyped-def]
-        out, scale = _rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        """With u = x scale and g = grad weight: d x = scale (g - u mean(g u)), d weight = sum of grad u over rows."""
-        x, weight, scale = ctx.saved_tensors
-        unit, grad = _at_least_float32(x) * scale, _at_least_float32(grad)
-        grad_weight = (grad * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        grad = grad * weight
-        along = (grad * unit).mean(-1, keepdim=True)
-        return unit.mul_(along).neg_().add_(grad).mul_(scale).to(x.dtype), grad_weight, None
-
-
 class _SiluGate(torch.autograd.Function):
     """silu(gate) up; keeps both and not silu(gate)."""
 
@@ -120,7 +77,3 @@ class _SiluGate(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
-
-
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -227,7 +227,9 @@ class Spread(torch.autograd.Function):
         flat = torch.cat([grad.index_select(0, bunch.places(ctx.with_prompts)[0]) for bunch, grad in pairs])
         if ctx.with_prompts:
             tokens = torch.cat([bunch.prefix_tokens for bunch, _ in pairs])
-            flat.index_add_(0, tokens, torch.cat([grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs]))
+            prefixes = torch.cat([grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs])
+            wide = torch.promote_types(flat.dtype, torch.float32)  # many rows may share a prompt: a long sum
+            flat = flat.to(wide).index_add_(0, tokens, prefixes.to(wide)).to(flat.dtype)
         return flat, None, None
 
 

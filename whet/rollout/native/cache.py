@@ -66,8 +66,9 @@ class BlockCache:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block contents in all layers."""
         if sources:
-            self.keys[:, targets] = self.keys[:, sources]
-            self.values[:, targets] = self.values[:, sources]
+            source, target = (torch.tensor(blocks, device=self.keys.device) for blocks in (sources, targets))
+            for tensor in (self.keys, self.values):
+                tensor.index_copy_(1, target, tensor.index_select(1, source))
 
 
 class PagedBatch:

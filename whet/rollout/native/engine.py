@@ -222,8 +222,8 @@ class NativeEngine:
     def _padded(
         self, cache: BlockCache, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-        """Inputs of `_forward`, padded to one of few sizes: a quarter more rows at the most."""
-        step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 2))
+        """Inputs of `_forward`, padded to one of few sizes: an eighth more rows at the most, of many."""
+        step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
         extra = -len(ids) % step
         positions = F.pad(positions, (0, extra))
         return (

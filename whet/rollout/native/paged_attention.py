@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator `whet::paged_attention`: a C++ kernel on the CPU where there is a compiler, plain torch everywhere else.
-
-The kernel is compiled once for this machine's instruction set and kept in the user's cache folder.
-"""
+"""The operator `whet::paged_attention`: a C++ kernel on a CPU with a compiler, else plain torch."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
-log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_suffix(".cpp")
-# No -ffast-math: it would switch the whole process to flush-to-zero when the library is loaded.
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"]
-COMPILE_DEADLINE_SECONDS = 120
+from whet.compiled import library
+
 BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
 
-_library = torch.library.Library("whet", "DEF")
-_library.define(
+_operators = torch.library.Library("whet", "DEF")
+_operators.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables, "
     "Tensor rows, Tensor positions, float scale, int window) -> Tensor"
 )
@@ -132,59 +119,18 @@ def _shape_only(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
-_library.impl("paged_attention", _cpu, "CPU")
-_library.impl("paged_attention", reference, "CUDA")
-torch.library.register_fake("whet::paged_attention", _shape_only, lib=_library)
+_operators.impl("paged_attention", _cpu, "CPU")
+_operators.impl("paged_attention", reference, "CUDA")
+torch.library.register_fake("whet::paged_attention", _shape_only, lib=_operators)
 
 
 @cache
 def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
-    """The compiled kernel, or None (said once in the log) where no C++ compiler works."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        log.warning("no C++ compiler found: attention over the KV cache runs in plain torch, several times slower")
+    """The compiled kernel, or None where no C++ compiler works."""
+    compiled = library(Path(__file__).with_suffix(".cpp"))
+    if compiled is None:
         return None
-    name = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()).hexdigest()[
-        :16
-    ]
-    library = _cache_folder() / f"paged_attention_{name}.so"
-    try:
-        if not library.exists():
-            _compile(compiler, library)
-        function = ctypes.CDLL(str(library)).whet_paged_attention
-    except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
-        log.warning("the attention kernel did not compile, plain torch takes its place, several times slower: %s", said)
-        return None
+    function = compiled.whet_paged_attention
     function.restype = None
     function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, ctypes.POINTER(ctypes.c_int64), ctypes.c_float]
     return function
-
-
-def _compile(compiler: str, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=library.parent
-    ) as folder:  # two processes may compile at once: rename is atomic
-        built = Path(folder) / library.name
-        subprocess.run(
-            [compiler, *FLAGS, str(SOURCE), "-o", str(built)],
-            check=True,
-            capture_output=True,
-            timeout=COMPILE_DEADLINE_SECONDS,
-        )
-        built.replace(library)
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "whet"
-
-
-def _instruction_set() -> str:
-    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
