@@ -336,6 +336,9 @@ VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
 FILTERS = Registry("filter", "algorithms", "register_filter")
+WEIGHTS = Registry("token weight", "algorithms", "register_weight")
+REJECTIONS = Registry("rejection", "algorithms", "register_rejection")
+WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 SHAPINGS = Registry("reward shaping", "algorithms", "register_shaping")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
@@ -346,16 +349,22 @@ register_value_loss = VALUE_LOSSES.register
 register_aggregation = AGGREGATIONS.register
 register_kl = KL_FORMS.register
 register_filter = FILTERS.register
+register_weight = WEIGHTS.register
+register_rejection = REJECTIONS.register
+register_wrapper = WRAPPERS.register
 register_shaping = SHAPINGS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
 
 KINDS: tuple[Registry, ...] = (
     ADV_ESTIMATORS,
+    WRAPPERS,
     POLICY_LOSSES,
     VALUE_LOSSES,
     AGGREGATIONS,
     KL_FORMS,
+    WEIGHTS,
+    REJECTIONS,
     FILTERS,
     SHAPINGS,
     REWARDS,

@@ -46,11 +46,32 @@ def _make_batch(seed: int, rows: int = 12, positions: int = 9, poison: bool = Fa
         "log_probs": old_log_probs + 0.3 * normal(),
         "ref_log_probs": old_log_probs + 0.3 * normal(),
     }
-    masked = torch.nan if poison else 0.0
-    return {name: column.masked_fill(mask == 0, masked) for name, column in columns.items()} | {
-        "response_mask": mask,
-        "uid": uid,
+    turns = (tool.long().cumsum(1) + torch.arange(rows)[:, None] % 2).masked_fill(mask == 0, -1)
+    columns |= {
+        "process_rewards": normal(),
+        "sum_pi_squared": 0.1 + 0.9 * torch.rand(rows, positions, generator=draw, dtype=torch.float64),
+        "token_level_scores": rewards.clone(),
+        "rollout_log_probs": old_log_probs + 0.3 * normal(),
+        "teacher_log_probs": old_log_probs + normal(),
+        "entropy": normal().abs(),
+        "draws": torch.rand(rows, positions, generator=draw, dtype=torch.float64),
     }
+    masked = torch.nan if poison else 0.0
+    of_rows = {
+        "reward_baselines": torch.randn(rows, generator=draw, dtype=torch.float64),
+        "accuracy": torch.randint(0, 2, (rows,), generator=draw).double(),
+        "reward_parts": torch.randn(rows, 2, generator=draw, dtype=torch.float64),
+        "turn_ids": turns,
+        "state_hash": (turns % 2).masked_fill(mask == 0, 0),
+    }
+    return (
+        of_rows
+        | {name: column.masked_fill(mask == 0, masked) for name, column in columns.items()}
+        | {
+            "response_mask": mask,
+            "uid": uid,
+        }
+    )
 
 
 @pytest.fixture(scope="session")

@@ -191,3 +191,141 @@ def test_reinforce_plus_plus_equals_the_slow_loop(make_batch: MakeBatch) -> None
     # without values and with lam 1, L of generalised advantage estimation is the return
     expected, _ = slow_gae({**batch, "values": torch.zeros_like(batch["values"])}, gamma=0.9, lam=1.0)
     torch.testing.assert_close(advantages("reinforce_plus_plus", batch, gamma=0.9), expected)
+
+
+# ---- more baselines
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    # deviations -1, 1 and -2, 2, each on two tokens: mean 0, variance 2 (1 + 1 + 4 + 4) / 7 = 20 / 7
+    batch = scored([0.0, 2.0, 0.0, 4.0], [1, 1, 2, 2])
+    expected = torch.tensor([-1.0, 1.0, -2.0, 2.0], dtype=torch.float64) / (20 / 7) ** 0.5
+    for position in (0, 2):
+        torch.testing.assert_close(advantages("reinforce_plus_plus_baseline", batch)[:, position], expected)
+
+
+def test_remax_takes_the_greedy_score_from_every_reward_to_go() -> None:
+    batch = {
+        "token_level_rewards": torch.tensor([[1.0, torch.nan, 2.0], [4.0, 0.0, 0.0]]),
+        "response_mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
+        "reward_baselines": torch.tensor([2.5, 1.0]),
+    }
+    assert advantages("remax", batch).tolist() == [[0.5, 0.0, -0.5], [3.0, -1.0, 0.0]]
+
+
+def lengths_and_scores(lengths: list[int], scores: list[float], uid: list[int]) -> Batch:
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(mask.shape, dtype=torch.float64)
+    rewards[:, 0] = torch.tensor(scores, dtype=torch.float64)
+    return {"token_level_rewards": rewards, "response_mask": mask, "uid": torch.tensor(uid)}
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (3 * 2 + 1 * 0) / 4 = 1.5; the third row is alone
+    batch = lengths_and_scores([3, 1, 2], [2.0, 0.0, 1.0], [7, 7, 8])
+    assert advantages("opo", batch)[:, 0].tolist() == [0.5, -1.5, 0.0]
+
+
+def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
+    # groups (0, 1), (1, 1), (0, 0): B = 6; two rows differ: alpha 3; three rows have a score: alpha 2
+    batch = scored([0.0, 1.0, 1.0, 1.0, 0.0, 0.0], [1, 1, 2, 2, 3, 3])
+    assert advantages("gpg", batch)[:, 0].tolist() == [-1.5, 1.5, 0, 0, 0, 0]
+    assert advantages("gpg", batch, count="nonzero")[:, 0].tolist() == [-1, 1, 0, 0, 0, 0]
+
+
+def test_max_rl_divides_by_the_mean_and_refuses_negative_scores() -> None:
+    batch = scored([1.0, 7.0, 0.0, 0.0, 1.0], [1, 1, 2, 2, 3])
+    assert advantages("max_rl", batch)[:, 0].tolist() == [-0.75, 0.75, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="a score is negative"):
+        advantages("max_rl", scored([-1.0, 2.0], [1, 1]))
+
+
+def test_lite_ppo_takes_mean_of_the_group_and_deviation_of_the_batch() -> None:
+    batch = scored([0.0, 2.0, 4.0, 10.0], [1, 1, 2, 2])
+    deviation = statistics.stdev([0.0, 2.0, 4.0, 10.0]) + 1e-6
+    expected = [each / deviation for each in (-1.0, 1.0, -3.0, 3.0)]
+    assert advantages("lite_ppo", batch)[:, 0].tolist() == pytest.approx(expected)
+
+
+def test_raft_imitates_right_answers_alone() -> None:
+    batch = {"accuracy": torch.tensor([1.0, 0.0, 0.5]), "response_mask": torch.ones(3, 2, dtype=torch.long)}
+    assert advantages("raft", batch).tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_grpo_passk_pays_the_best_row_its_lead() -> None:
+    # leads: 3 over 1; a tie; alone
+    batch = scored([0.0, 1.0, 3.0, 2.0, 2.0, 5.0], [1, 1, 1, 2, 2, 3])
+    assert advantages("grpo_passk", batch, std_norm=False)[:, 0].tolist() == [0, 0, 2, 0, 0, 0]
+    deviation = statistics.stdev([0.0, 1.0, 3.0]) + 1e-6
+    assert float(advantages("grpo_passk", batch)[2, 0]) == pytest.approx(2 / deviation)
+
+
+def test_gdpo_normalises_each_part_before_it_is_weighed() -> None:
+    # part 0 is 0 and 1, part 1 is 0 and 100 the other way round: after normalisation they cancel, or not with weights
+    batch = {
+        "reward_parts": torch.tensor([[0.0, 100.0], [1.0, 0.0]], dtype=torch.float64),
+        "response_mask": torch.ones(2, 2, dtype=torch.long),
+        "uid": torch.tensor([4, 4]),
+    }
+    torch.testing.assert_close(advantages("gdpo", batch), torch.zeros(2, 2, dtype=torch.float64), atol=1e-2, rtol=0)
+    # one sign a row, four tokens: the variance with n - 1 is 4/3 of the square
+    weighed = advantages("gdpo", batch, weights=[3.0, 1.0])
+    root = 0.75**0.5
+    expected = torch.tensor([[-root, -root], [root, root]], dtype=torch.float64)
+    torch.testing.assert_close(weighed, expected, atol=1e-6, rtol=0)
+
+
+def test_win_rate_is_the_share_of_the_others_that_a_row_beats() -> None:
+    batch = scored([1.0, 2.0, 2.0, 9.0], [1, 1, 1, 2])
+    assert advantages("win_rate", batch)[:, 0].tolist() == [-0.5, 0.25, 0.25, 0.0]
+
+
+def test_optimal_token_baseline_by_hand() -> None:
+    # two rows of two tokens, p = 1/2 and sum_v pi^2 = 1/2 in the first state of both: w = 1 - 1 + 1/2. In the second
+    # p = 1/4, sum 3/8 in row 0 (w = 7/8) and p = 1, sum 1 in row 1 (w = 0). W: .5, 1.375 and .5, .5.
+    # R: 3, 2 and 1, 1. B_0 = (1.5 + .5) / 1 = 2, B_1 = (2.75 + .5) / 1.875 = 1.7333
+    batch = {
+        "token_level_rewards": torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64),
+        "old_log_probs": torch.tensor([[0.5, 0.25], [0.5, 1.0]], dtype=torch.float64).log(),
+        "sum_pi_squared": torch.tensor([[0.5, 0.375], [0.5, 1.0]], dtype=torch.float64),
+        "response_mask": torch.ones(2, 2, dtype=torch.long),
+        "uid": torch.tensor([3, 3]),
+    }
+    expected = torch.tensor([[1.0, 2 - 26 / 15], [-1.0, 1 - 26 / 15]], dtype=torch.float64)
+    torch.testing.assert_close(advantages("optimal_token_baseline", batch), expected, atol=1e-7, rtol=0)
+    shorter = {**batch, "response_mask": torch.tensor([[1, 1], [1, 0]])}
+    # R of row 1 is 0 now; position 1 is reached by row 0 alone: no baseline
+    expected = torch.tensor([[1.5, 2.0], [-1.5, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(advantages("optimal_token_baseline", shorter), expected, atol=1e-7, rtol=0)
+
+
+# ---- prime
+
+
+def test_prime_by_hand() -> None:
+    # outcome 1 and 0 in a group of two: RLOO 1 and -1. Process: row 0 has (2, 0), mean 1, row 1 has (3), mean 3.
+    # Row 0: (2 - 3) + (0 - 3) = -4, then -3. Row 1: 3 - 1 = 2.
+    batch = {
+        "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64),
+        "process_rewards": torch.tensor([[2.0, 0.0], [3.0, torch.nan]], dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        "uid": torch.tensor([0, 0]),
+    }
+    raw = torch.tensor([1.0 - 4.0, 1.0 - 3.0, -1.0 + 2.0], dtype=torch.float64)
+    got = advantages("prime", batch, beta=1.0)
+    torch.testing.assert_close(got[batch["response_mask"] == 1], (raw - raw.mean()) / raw.std())
+    raw = torch.tensor([2.0 - 2.0, 2.0 - 1.5, -2.0 + 1.0], dtype=torch.float64)
+    got = advantages("prime", batch, beta=0.5, outcome_weight=2.0, process_weight=1.0)
+    torch.testing.assert_close(got[batch["response_mask"] == 1], (raw - raw.mean()) / raw.std())
+
+
+# ---- teachers
+
+
+def test_distillation_pulls_towards_the_teacher() -> None:
+    batch = scored([0.0, 2.0], [1, 1])
+    batch["old_log_probs"] = torch.full(batch["token_level_rewards"].shape, -2.0, dtype=torch.float64)
+    batch["teacher_log_probs"] = batch["old_log_probs"] + 0.5  # likelier for the teacher: more of it
+    assert advantages("on_policy_distillation", batch, coef=4.0)[:, 0].tolist() == [2.0, 2.0]
+    both = advantages("grpo_distillation", batch, coef=4.0, std_norm=False)
+    assert both[:, 0].tolist() == [1.0, 3.0]

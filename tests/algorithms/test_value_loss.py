@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -48,3 +49,18 @@ def test_clipped_equals_the_slow_loop(make_batch: Callable[..., dict[str, Tensor
         value, old, target = (float(batch[name][row, t]) for name in ("values", "old_values", "returns"))
         near = min(max(value, old - c), old + c)
         assert float(loss[row, t]) == pytest.approx(max((value - target) ** 2, (near - target) ** 2) / 2)
+
+
+def test_the_implicit_reward_is_told_right_from_wrong() -> None:
+    # beta sum(l - b): .5 * (1 + 3) = 2 in a right row, .5 * 1 in a wrong one
+    columns = {
+        "log_probs": torch.tensor([[-1.0, -1.0, torch.nan], [-1.0, torch.nan, torch.nan]], dtype=torch.float64),
+        "ref_log_probs": torch.tensor([[-2.0, -4.0, 0.0], [-2.0, 0.0, 0.0]], dtype=torch.float64),
+        "accuracy": torch.tensor([1.0, 0.0], dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+    }
+    loss, diagnostics = call(VALUE_LOSSES["implicit_reward"], columns, {"beta": 0.5})
+    expected = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(0.5))]  # -log sigmoid(2), -log sigmoid(-.5)
+    assert loss[:, 0].tolist() == pytest.approx(expected)
+    assert torch.equal(loss[:, 0], loss[:, 1])  # one number a row
+    assert diagnostics["prm_accuracy"][:, 0].tolist() == [1.0, 0.0]

@@ -194,3 +194,12 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
     assert of.state() == {}
     with pytest.raises(DataError, match="no source of prompts"):
         of.take(1, step=1)
+
+
+def test_lengths_come_in_stages() -> None:
+    class Nothing:
+        tokenizer = None
+
+    params = SamplingParams(max_new_tokens=16)
+    rollouts = Rollouts(None, Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99})  # type: ignore[arg-type]
+    assert [rollouts.params_at(step).max_new_tokens for step in (0, 1, 9, 10, 19, 20)] == [16, 4, 4, 8, 8, 16]

@@ -23,6 +23,7 @@ from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
 
+SHAPER = {"kl_controller": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
 GRPO = {"trainer.total_steps": 4, "trainer.save_freq": 1, "trainer.save_limit": None, "actor.mini_batch_size": 2}
@@ -84,7 +85,7 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
     assert all(manifest[name]["bytes"] == files[name].stat().st_size for name in manifest)
     checkpoint.verify(folder)
     state = json.loads((folder / "trainer.json").read_text())
-    assert state == {"step": 2, "rollouts": {"epoch": 0, "index": 8}, "kl_controller": {}}
+    assert state == {"step": 2, "rollouts": {"epoch": 0, "index": 8}, "shaper": SHAPER, "entropy": {}}
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "gae with a critic"])

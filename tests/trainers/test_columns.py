@@ -14,8 +14,8 @@ from whet.errors import ConfigError, DataError
 from whet.metrics import Metrics
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, plan, train
-from whet.trainers.columns import ROLLOUT_COLUMNS, plan_columns
-from whet.trainers.rl import add_advantages, add_rewards, fit
+from whet.trainers.columns import ROLLOUT_COLUMNS, Sources, plan_columns
+from whet.trainers.rl import add_advantages, fit
 from whet.trainers.run import Run
 
 MakeConfig = Callable[..., TrainConfig]
@@ -111,7 +111,7 @@ def test_a_column_that_nobody_provides_is_named(
 @pytest.mark.parametrize("taken", ["accuracy", "uid", "values"])
 def test_a_reward_column_may_not_take_another_ones_name(taken: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.columns names '{taken}'"):
-        plan_columns({}, [taken], 1.0)
+        plan_columns({}, [taken])
 
 
 @pytest.fixture
@@ -133,9 +133,10 @@ def run(train_config: MakeConfig, additions: Rows, functions: str) -> Iterator[R
 
 def test_providers_say_what_the_roles_compute(run: Run) -> None:
     metrics = Metrics()
-    before = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
+    groups = run.rollouts.take(4, step=1).groups
+    before = to_batch(groups, pad_token_id=run.pad_token_id)
     assert set(before.tensors()) >= ROLLOUT_COLUMNS - {"token_level_rewards", "reward_parts"}
-    batch = run.columns.add(before, run.roles, metrics)
+    batch = run.columns.add(before, run.sources(groups, 1), metrics)
     assert [provider.name for provider in run.columns.providers] == [
         "entropy",
         "sum_pi_squared",
@@ -151,7 +152,7 @@ def test_providers_say_what_the_roles_compute(run: Run) -> None:
     torch.testing.assert_close(batch["old_log_probs"], batch["rollout_log_probs"], atol=1e-4, rtol=0)
     assert metrics.timings().keys() == {"time/log_probs"}
 
-    batch = add_rewards(run, batch.with_columns(ref_log_probs=batch["old_log_probs"] - 0.5), metrics)
+    batch = run.shaper.rewards(batch.with_columns(ref_log_probs=batch["old_log_probs"] - 0.5), metrics)
     mask = batch["response_mask"]
     torch.testing.assert_close(batch["token_level_rewards"], (before["token_level_scores"] - 0.25) * mask)
     assert metrics.reduce()["actor/reward_kl_penalty"] == pytest.approx(0.5, abs=1e-6)
@@ -161,9 +162,14 @@ def test_providers_say_what_the_roles_compute(run: Run) -> None:
 
 
 def test_a_column_that_is_there_is_not_asked_for(run: Run) -> None:
-    batch = to_batch(run.rollouts.take(1, step=1).groups, pad_token_id=run.pad_token_id)
+    groups = run.rollouts.take(1, step=1).groups
+    batch = to_batch(groups, pad_token_id=run.pad_token_id)
     mine = {name: torch.full(batch["responses"].shape, 3.0) for name in ("entropy", "sum_pi_squared", "old_log_probs")}
-    added = run.columns.add(batch.with_columns(**mine, ref_log_probs=mine["entropy"]), {}, Metrics())
+    added = run.columns.add(
+        batch.with_columns(**mine, ref_log_probs=mine["entropy"]),
+        Sources(run.config, {}, run.rollouts, groups, 1),
+        Metrics(),
+    )
     assert all(torch.equal(added[name], column) for name, column in mine.items())
 
 
@@ -183,7 +189,7 @@ def test_numbers_of_the_reward_become_columns(train_config: MakeConfig, addition
     run = build(config, build_scorer(config.reward, style), additions)
     groups = run.rollouts.take(4, step=1).groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=config.reward.columns)
-    batch = add_advantages(run, add_rewards(run, batch, Metrics()), Metrics())
+    batch = add_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
     assert batch["style"].unique().numel() > 1
     torch.testing.assert_close(batch["advantages"], (1.0 + 2.0 * batch["style"])[:, None] * batch["response_mask"])
     fit(run)

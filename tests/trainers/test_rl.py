@@ -20,7 +20,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.rl import add_advantages, add_rewards, fit, mini_batches, train_step
+from whet.trainers.rl import add_advantages, fit, mini_batches, train_step
 from whet.trainers.run import Run
 
 MakeConfig = Callable[..., TrainConfig]
@@ -140,7 +140,7 @@ def test_long_answers_pay_on_their_last_sampled_token(train_config: MakeConfig, 
     before = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
     before["response_mask"][0] = 0  # one that failed
     metrics = Metrics()
-    rewards = add_rewards(run, before, metrics)["token_level_rewards"]
+    rewards = run.shaper.rewards(before, metrics)["token_level_rewards"]
     run.close()
     lengths = before["response_mask"].sum(1).tolist()
     for row, tokens in enumerate(lengths):
@@ -296,7 +296,7 @@ def test_a_trajectory_in_several_rows_counts_once(train_config: MakeConfig, addi
     )
     groups = [replace(group, trajectories=answers)]
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
-    batch = add_advantages(run, add_rewards(run, batch, Metrics()), Metrics())
+    batch = add_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
     # scores 1, 0, 2: mean 1, deviation 1, over three trajectories and not four rows
     expected = torch.tensor([0.0, -1.0, -1.0, 1.0])[:, None] * batch["response_mask"]
     torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=0)
@@ -323,19 +323,45 @@ def test_a_filter_leaves_smaller_steps(train_config: MakeConfig, additions: Rows
 # ---- functions that ship
 
 
-@pytest.mark.parametrize("estimator", sorted({entry.alias_of or entry.name for entry in ADV_ESTIMATORS}))
-@pytest.mark.parametrize("loss", sorted({entry.alias_of or entry.name for entry in POLICY_LOSSES}))
-def test_every_shipped_estimator_and_loss_takes_steps(
-    estimator: str, loss: str, train_config: MakeConfig, additions: Rows
-) -> None:
+ESTIMATORS = sorted(entry.name for entry in ADV_ESTIMATORS if entry.alias_of is None)
+LOSSES = sorted(entry.name for entry in POLICY_LOSSES if entry.alias_of is None)
+TEACHER = {"teacher.hint": "reference", "teacher.hint_template": "{{ content }}{{ hint }}"}
+
+
+def take_steps(estimator: str, loss: str, train_config: MakeConfig, additions: Rows) -> None:
+    """Two steps, or the reason why these two do not go together."""
+    overrides: dict[str, Any] = {"algorithm.adv_estimator": estimator, "algorithm.policy_loss": loss}
+    columns = ADV_ESTIMATORS[estimator].columns
+    overrides |= TEACHER if "teacher_log_probs" in columns else {}
+    overrides |= {"critic.value_loss": "implicit_reward"} if "process_rewards" in columns else {}
     fixed = {entry.marks.get("aggregation") for entry in (ADV_ESTIMATORS[estimator], POLICY_LOSSES[loss])} - {None}
     if len(fixed) > 1:
         with pytest.raises(ConfigError, match="aggregation"):
-            train_config({"algorithm.adv_estimator": estimator, "algorithm.policy_loss": loss})
+            train_config(overrides)
         return
-    config = train_config({"algorithm.adv_estimator": estimator, "algorithm.policy_loss": loss})
-    for record in train(config, reward=length, data=additions).history:
-        assert 0 < record["actor/grad_norm"] < 1e3
+
+    def reward(solution_str: str) -> dict[str, float]:
+        return {"reward": float(len(solution_str)), "odd": float(len(solution_str) % 2)}
+
+    for record in train(train_config(overrides), reward=reward, data=additions).history:
+        assert 0 < record["actor/grad_norm"] < 1e4
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_shipped_estimator_takes_steps(estimator: str, train_config: MakeConfig, additions: Rows) -> None:
+    take_steps(estimator, "ppo_clip", train_config, additions)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_shipped_loss_takes_steps(loss: str, train_config: MakeConfig, additions: Rows) -> None:
+    take_steps("rloo", loss, train_config, additions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_pair_takes_steps_or_says_why_not(estimator: str, train_config: MakeConfig, additions: Rows) -> None:
+    for loss in LOSSES:
+        take_steps(estimator, loss, train_config, additions)
 
 
 # ---- what goes on around a step

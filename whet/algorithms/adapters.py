@@ -14,7 +14,7 @@ from torch import Tensor
 from whet.algorithms.scan import reward_to_go
 from whet.algorithms.trajectories import TrajectoryLayout
 from whet.errors import RegistryError
-from whet.registry import Entry, call
+from whet.registry import Entry, call, entry_of, load_target
 
 BATCH = frozenset({"batch", "non_tensor_batch"})
 
@@ -83,6 +83,26 @@ def estimate(
         returns=None if returns is None else finish("returns", returns),
         metrics=_scalars(entry, metrics),
     )
+
+
+def settling(entry: Entry) -> dict[str, Entry]:
+    """The columns that a loss has settled before the update, and the function of each: its mark `before` names one in
+    the loss's own file. A loss sees the rows of a micro-batch only; these see the whole mini-batch."""
+    location = entry.target.rpartition(":")[0]
+    return {
+        column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
+        for column, function in entry.marks.get("before", {}).items()
+    }
+
+
+def settle(entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`columns` of a whole mini-batch with those that the loss has settled before; options go to both by name."""
+    given = {**entry.options, **options}
+    settled = {
+        column: call(function, columns, {name: given[name] for name in function.options})
+        for column, function in settling(entry).items()
+    }
+    return {**columns, **settled}
 
 
 def policy_loss(

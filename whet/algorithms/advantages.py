@@ -7,6 +7,9 @@ sd_G mean and sample (n - 1) standard deviation of s over G. A group of one carr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -57,7 +60,7 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> 
     return grpo(token_level_rewards, response_mask, uid, std_norm=False)
 
 
-@register_adv_est("rloo")
+@register_adv_est("rloo", unbiased=True)
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
     """A = n / (n - 1) (s - mu_G), which is s minus the mean score of the others in G.   -> [B]
 
@@ -80,3 +83,158 @@ def reinforce_plus_plus(
     """
     returns = reward_to_go(token_level_rewards, response_mask, gamma)
     return whiten(returns, response_mask), returns
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
+    """whiten(s - mu_G): the group's mean as baseline, the deviation over all sampled tokens of the batch.   -> [B, R]
+
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    """
+    deviation = Groups(uid, response_mask).deviation(row_sums(token_level_rewards, response_mask))
+    return whiten(deviation[:, None].expand(response_mask.shape), response_mask)
+
+
+@register_adv_est("remax", unbiased=True)
+def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A_t = R_t - b with R_t the undiscounted reward-to-go and b the score of the greedy answer.   -> A, R [B, R]
+
+    Li et al. 2023, https://arxiv.org/abs/2310.10505.
+    """
+    returns = reward_to_go(token_level_rewards, response_mask)
+    return returns - reward_baselines[:, None], returns
+
+
+@register_adv_est("opo")
+def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
+    """A = s - sum_G len s / sum_G len: the baseline of least variance where gradients grow with the length.   -> [B]
+
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585.
+    """
+    scores, lengths = row_sums(token_level_rewards, response_mask), (response_mask != 0).sum(-1)
+    groups = Groups(uid, response_mask)
+    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    return (scores - baseline.to(scores.dtype)).masked_fill(groups.size < 2, 0.0)
+
+
+@register_adv_est("gpg")
+def gpg(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, count: str = "informative") -> Tensor:
+    """A = alpha (s - mu_G), alpha = B / B': groups that teach nothing do not make the step smaller.   -> [B]
+
+    B' are the rows of groups whose scores differ; with count="nonzero" the rows with a score, as verl has it.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    groups = Groups(uid, response_mask)
+    counted = groups.differ(scores) if count == "informative" else (scores != 0) & groups.member
+    return groups.deviation(scores) * groups.member.sum() / counted.sum().clamp(min=1)
+
+
+@register_adv_est("max_rl")
+def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
+    """A = (s - mu_G) / mu_G, 0 where mu_G is 0: the gradient of log of the pass rate, for scores >= 0.   -> [B]
+
+    https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, for which mu_G is no pass rate.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    if bool((scores < 0).any()):
+        raise ValueError("max_rl divides by the mean score of a group, and a score is negative: shift rewards to >= 0")
+    groups = Groups(uid, response_mask)
+    mean = groups.mean(scores)
+    return (groups.deviation(scores) / mean).masked_fill(mean <= 0, 0.0)
+
+
+@register_adv_est("lite_ppo")
+def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
+    """A = (s - mu_G) / (sd + 1e-6), sd the sample deviation of all scores of the batch.   -> [B]
+
+    Liu et al. 2025, https://arxiv.org/abs/2508.08221.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    everybody = Groups(torch.zeros_like(uid), response_mask)
+    return Groups(uid, response_mask).deviation(scores) / (everybody.std(scores) + 1e-6)
+
+
+@register_adv_est("raft")
+def raft(accuracy: Tensor) -> Tensor:
+    """A = 1 for a right answer, 0 for a wrong one: with `reinforce` RAFT, with `ppo_clip` RAFT++.   -> [B]
+
+    With groups dropped that are all right or all wrong (`algorithm.filter.name=dapo`) it is Reinforce-Rej's other half.
+    Xiong et al. 2025, https://arxiv.org/abs/2504.11343.
+    """
+    return (accuracy >= 1.0).to(accuracy.dtype)
+
+
+@register_adv_est("grpo_passk")
+def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True) -> Tensor:
+    """A = (s_max - s_second) / (sd_G + 1e-6) for the best row of a group, 0 for the others and where it ties.   -> [B]
+
+    The gradient of E[max of n]: what the best answer adds to pass@n.
+    https://arxiv.org/abs/2503.19595.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    groups = Groups(uid, response_mask)
+    best = groups.max(scores)
+    is_best = (scores == best) & groups.member
+    alone = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
+    second = groups.max(scores.masked_fill(is_best, -torch.inf))
+    gap = torch.where(alone, scores - second, 0.0)
+    return gap / (groups.std(scores) + 1e-6) if std_norm else gap
+
+
+@register_adv_est("gdpo")
+def gdpo(reward_parts: Tensor, response_mask: Tensor, uid: Tensor, *, weights: Sequence[float] | None = None) -> Tensor:
+    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B, R]
+
+    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. https://arxiv.org/abs/2601.05242.
+    """
+    groups = Groups(uid, response_mask)
+    parts = reward_parts.unbind(1)
+    advantage = reward_parts.new_zeros(len(reward_parts))
+    for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
+        advantage = advantage + weight * groups.deviation(part) / (groups.std(part) + 1e-6)
+    return whiten(advantage[:, None].expand(response_mask.shape), response_mask)
+
+
+@register_adv_est("optimal_token_baseline")
+def optimal_token_baseline(
+    token_level_rewards: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A_t = R_t - B_t,  B_t = sum_G R_t W_t / (sum_G W_t + 1e-8),  W_t = sum_{k <= t} (1 - 2 pi_k + sum_v pi_v^2).
+
+    W_t is the expected squared norm of the score function up to t: the weight with which a token's return makes
+    variance. Rows are compared at equal numbers of sampled tokens, whatever tools wrote between them. Where one row of
+    a group alone has come so far B is 0. The own sample is in the baseline, so it is biased.   -> A, R [B, R]
+    https://arxiv.org/abs/2602.07078.
+    """
+    sampled = response_mask != 0
+    returns = reward_to_go(token_level_rewards, response_mask)
+    weights = (1 - 2 * old_log_probs.exp() + sum_pi_squared).masked_fill(~sampled, 0.0).cumsum(-1) * sampled
+    groups, place = Groups(uid, response_mask), (sampled.cumsum(-1) - 1).clamp(min=0)
+
+    def total(x: Tensor) -> Tensor:
+        """Over the group's k-th sampled tokens, at the k-th sampled token of each row."""
+        compact = torch.zeros_like(x).scatter_add(1, place, x * sampled)
+        return groups.sum(compact).gather(1, place)
+
+    baseline = total(returns * weights) / (total(weights) + 1e-8)
+    baseline = baseline.masked_fill(total(sampled.double()) < 2, 0.0)
+    return (returns - baseline.to(returns.dtype)).masked_fill((groups.size < 2)[:, None], 0.0), returns
+
+
+@register_adv_est("win_rate")
+def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
+    """A = p - 1/2, p the share of the others in G that a row beats, a draw counting half: for `sppo`.   -> [B]
+
+    Wu et al. 2024, https://arxiv.org/abs/2405.00675.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    groups = Groups(uid, response_mask)
+    ahead = (scores[:, None] > scores).double() + 0.5 * (scores[:, None] == scores).double()
+    rivals = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)
+    share = (ahead * rivals).sum(1) / rivals.sum(1).clamp(min=1)
+    return torch.where(groups.member & (groups.size > 1), share - 0.5, 0.0).to(scores.dtype)

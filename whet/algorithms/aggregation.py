@@ -49,7 +49,7 @@ def token_sum(
     return row_sums(values, response_mask).sum()
 
 
-@register_aggregation("seq-mean-token-sum")
+@register_aggregation("seq-mean-token-sum", unbiased=True)
 def seq_mean_token_sum(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:

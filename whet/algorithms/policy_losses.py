@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import row_sums
+from whet.algorithms.statistics import pick, row_sums
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-@register_policy_loss("ppo_clip", aliases={"vanilla": {"clip_ratio_c": 3.0}})
+@register_policy_loss("ppo_clip", unbiased=True, aliases={"vanilla": {"clip_ratio_c": 3.0}})
 def ppo_clip(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -33,7 +33,7 @@ def ppo_clip(
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2019, https://arxiv.org/abs/1912.09729;
     low and high apart: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
-    log_ratio = (log_probs - old_log_probs).clamp(-20.0, 20.0)
+    log_ratio = _log_ratio(log_probs, old_log_probs)
     loss, clipped = _clipped_surrogate(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
     diagnostics = {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
     if clip_ratio_c is not None:
@@ -68,13 +68,142 @@ def gspo(
     return loss, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
 
 
-@register_policy_loss("reinforce")
+@register_policy_loss("delta", unbiased=True)
+def delta(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    delta: float = 2.0,
+) -> Loss:
+    """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): wrong tokens' ratios are bounded too.   -> [B, R]
+
+    INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), which TRL has under this name.
+    """
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    loss = torch.maximum(-advantages * ratio.clamp(max=delta), -advantages * near)
+    return loss, {"pg_clipfrac": (loss.detach() != -advantages * ratio.detach()).to(loss.dtype)}
+
+
+@register_policy_loss("luspo", unbiased=True, aggregation="seq-mean-token-sum")
+def luspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 3e-4,
+    clip_ratio_high: float = 4e-4,
+) -> Loss:
+    """GSPO's clipped sequence ratio on every token, summed and not averaged: long answers weigh by their length.
+
+    s = exp(mean_t(l - o)) with its own gradient, as TRL has it; advantages are those of a row.   -> [B, R]
+    https://arxiv.org/abs/2602.05261.
+    """
+    log_ratio = log_probs - old_log_probs
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    ratio = (row_sums(log_ratio, response_mask) / lengths).clamp(max=10.0).exp()[:, None]
+    loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return loss, {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+
+
+@register_policy_loss("cispo", unbiased=True)
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    bounds: str = "relative",
+) -> Loss:
+    """-sg(clamp(rho, lower, upper)) A l: no token loses its gradient, its weight is what is clipped.   -> [B, R]
+
+    `bounds` says what the two numbers are: "relative" 1 - low and 1 + high (verl, slime, SkyRL, NeMo), "cap" no lower
+    bound and `clip_ratio_high` itself above (TRL), "absolute" low and high themselves (Tinker).
+    MiniMax 2025, https://arxiv.org/abs/2506.13585.
+    """
+    lower, upper = {
+        "relative": (1.0 - clip_ratio_low, 1.0 + clip_ratio_high),
+        "cap": (0.0, clip_ratio_high),
+        "absolute": (clip_ratio_low, clip_ratio_high),
+    }[bounds]
+    log_ratio = _log_ratio(log_probs, old_log_probs).detach()
+    weight = log_ratio.exp().clamp(lower, upper)
+    clipped = (weight != log_ratio.exp()).to(weight.dtype)
+    return -weight * advantages * log_probs, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+
+
+@register_policy_loss("sapo", aggregation="seq-mean-token-mean")
+def sapo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> Loss:
+    """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a gate that closes smoothly, no clip.   -> [B, R]
+
+    At rho = 1 the gradient is that of -A rho. https://arxiv.org/abs/2511.20347.
+    """
+    log_ratio = _log_ratio(log_probs, old_log_probs)
+    tau = pick(advantages > 0, tau_pos, tau_neg, log_ratio)
+    gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+    return -advantages * gate, {"ppo_kl": -log_ratio.detach()}
+
+
+@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", aliases=("gmpo",))
+def geo_mean(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.4,
+    clip_ratio_high: float = 0.4,
+) -> Loss:
+    """-mean_t(A) exp(mean_t x_t), x_t = sgn(A) min(sgn(A) k_t, sgn(A) clamp(k_t, -low, high)), k = l - o.   -> [B, R]
+
+    The geometric mean of clipped ratios in the place of the arithmetic one; one number a row, on each of its tokens.
+    Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
+    """
+    log_ratio = _log_ratio(log_probs, old_log_probs)
+    sign = advantages.sign()
+    near = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    kept = sign * torch.minimum(sign * log_ratio, sign * near)
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    mean_ratio = (row_sums(kept, response_mask) / lengths).exp()
+    loss = -row_sums(advantages, response_mask) / lengths * mean_ratio
+    clipped = ((sign * log_ratio > sign * near) & (response_mask != 0)).to(loss.dtype)
+    return loss[:, None].expand(response_mask.shape), {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+
+
+@register_policy_loss("sppo", aggregation="seq-mean-token-mean")
+def sppo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: float = 1.0
+) -> Loss:
+    """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, as `win_rate` gives it.   -> [B, R]
+
+    Regression of the sequence's log-ratio to how often it wins; one number a row, on each of its tokens.
+    Wu et al. 2024, https://arxiv.org/abs/2405.00675.
+    """
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    moved = row_sums(log_probs - old_log_probs, response_mask)
+    wanted = eta * row_sums(advantages, response_mask) / lengths
+    return (moved - wanted).square()[:, None].expand(response_mask.shape), {}
+
+
+@register_policy_loss("reinforce", unbiased=True, aliases=("gpg",))
 def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
     """-A l: the plain policy gradient, right only for samples of the policy that is being updated.   -> [B, R]
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
     return -advantages * log_probs, {}
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """l - o, within 20: beyond, exp of it is of no use and may overflow."""
+    return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

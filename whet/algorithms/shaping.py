@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from whet.algorithms.statistics import Groups, row_sums
 from whet.registry import register_shaping
 
 
@@ -28,3 +31,59 @@ def pay_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     sampled = response_mask != 0
     after = sampled.flip(-1).cumsum(-1).flip(-1)  # sampled tokens at or after t
     return torch.where(sampled & (after == 1), scores[:, None], 0.0)
+
+
+def normalise(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    running: RunningScores,
+    *,
+    mean: str = "none",
+    std: str = "none",
+) -> Tensor:
+    """Scores with mean 0, or deviation 1, over the "group", the "batch" or, "running", all steps so far.   -> [B, R]
+
+    The mean is taken from what a row's last sampled token is paid; all its rewards are divided by the deviation.
+    """
+    scores = row_sums(token_level_rewards, response_mask)
+    by = {"group": Groups(uid, response_mask), "batch": Groups(torch.zeros_like(uid), response_mask)}
+    shifted = token_level_rewards
+    if mean != "none":
+        centre = by[mean].mean(scores) if mean in by else scores.new_tensor(running.mean).expand_as(scores)
+        shifted = shifted - pay_on_last_token(centre, response_mask)
+    if std == "none":
+        return shifted
+    spread = by[std].std(scores) if std in by else scores.new_tensor(running.std).expand_as(scores)
+    return shifted / (spread + 1e-6)[:, None]
+
+
+class RunningScores:
+    """Mean and sample deviation of all scores so far (Chan et al. 1979). Its state belongs in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0.0, 0.0, 0.0
+
+    @property
+    def std(self) -> float:
+        """0 before two scores."""
+        return (self._squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+
+    def update(self, token_level_rewards: Tensor, response_mask: Tensor) -> None:
+        """Take note of a step's scores; rows without sampled tokens have none."""
+        scores = row_sums(token_level_rewards, response_mask)[(response_mask != 0).any(-1)].double()
+        if not len(scores):
+            return
+        mean, squares = float(scores.mean()), float((scores - scores.mean()).square().sum())
+        total, apart = self.count + len(scores), mean - self.mean
+        self._squares += squares + apart * apart * self.count * len(scores) / total
+        self.mean += apart * len(scores) / total
+        self.count = total
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave."""
+        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -16,6 +16,11 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(mask == 0, 0.0).sum(-1)
 
 
+def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """`one` where the condition holds, else `other`, in the dtype of `like`: torch.where would make them float32."""
+    return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
     total = x.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64)
@@ -50,6 +55,20 @@ class Groups:
         totals = x.new_zeros((self._num_groups, *x.shape[1:]), dtype=torch.float64)
         totals.index_add_(0, self._group[self.member], x[self.member].double())
         return totals[self._group]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of x over the members of each row's group.   [B] -> [B]"""
+        return (self.sum(x) / self.size.clamp(min=1)).to(x.dtype)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The largest x of the members of each row's group; -inf where it has none.   [B] -> [B]"""
+        largest = x.new_full((self._num_groups,), -torch.inf)
+        largest.scatter_reduce_(0, self._group[self.member], x[self.member], "amax")
+        return largest[self._group]
+
+    def differ(self, x: Tensor) -> Tensor:
+        """Whether x differs between the members of a row's group; False for a row that is none.   [B] -> [B] bool"""
+        return (self.max(x) > -self.max(-x)) & self.member
 
     def deviation(self, x: Tensor) -> Tensor:
         """x - mean of its group; 0 in a group of one.   [B] -> [B]"""

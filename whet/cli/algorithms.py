@@ -4,24 +4,16 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from whet.cli.algorithms_page import CHOSEN_BY, cells_of, certificate, certify_all, facts, summary
+from whet.cli.algorithms_page import page as write_page
 from whet.errors import RegistryError
-from whet.registry import KINDS, REQUIRED, Entry
+from whet.registry import KINDS
 
-CHOSEN_BY = {  # where a kind of function is chosen, and where its options are given
-    "advantage estimator": ("algorithm.adv_estimator", "algorithm.adv_options"),
-    "policy loss": ("algorithm.policy_loss", "algorithm.loss_options"),
-    "value loss": ("critic.value_loss", "critic.loss_options"),
-    "aggregation": ("algorithm.loss_agg_mode", None),
-    "KL form": ("algorithm.kl.form", None),
-    "filter": ("algorithm.filter.name", "algorithm.filter.options"),
-    "reward shaping": ("algorithm.overlong", None),
-    "reward": ("reward.function", "reward.kwargs"),
-    "environment": ("environment.name", "environment.options"),
-}
 PLAIN_WIDTH = 160  # columns where there is no terminal to ask
 
 algorithms = typer.Typer(help="List estimators, losses and rewards, or show the formula of one.")
@@ -48,7 +40,7 @@ def list_all(context: typer.Context) -> None:
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         for entry in entries:
-            table.add_row(Text(entry.name, style="cyan"), Text(_line(entry)))
+            table.add_row(Text(entry.name, style="cyan"), Text(summary(entry)))
         output.print(Padding(table, (0, 0, 1, 2)))
     output.print("`whet algorithms show NAME` prints formula, options and columns.", style="dim")
 
@@ -67,40 +59,35 @@ def show(name: Annotated[str, typer.Argument(help="a name that `whet algorithms`
         raise RegistryError(f"nothing is called {name!r}; {hint}")
     output = Console(highlight=False, soft_wrap=True)
     for entry in entries:
-        facts = _facts(entry)
-        width = max(len(title) for title, _ in facts) + 2
+        said = [*facts(entry), *certificate(entry)]
+        width = max(len(title) for title, _ in said) + 2
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
         output.print(Text(f"{entry.doc}\n"))
-        for title, text in facts:
+        for title, text in said:
             output.print(Text.assemble((title.ljust(width), "bold"), text))
         output.print()
 
 
-def _line(entry: Entry) -> str:
-    if entry.alias_of is None:
-        return entry.summary
-    presets = {name: value for name, value in entry.options.items() if _original(entry).options[name] != value}
-    return f"{entry.alias_of}{f' with {_listed(presets)}' if presets else ''}"
+@algorithms.command()
+def certify() -> None:
+    """Print how far every algorithm's expected gradient is from the objective's, computed exactly."""
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    output = Console(highlight=False)
+    output.width = output.width if output.is_terminal else PLAIN_WIDTH
+    found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
+    table = Table(box=None, padding=(0, 1))
+    for title in ("", "", "exact", "error", "cosine", "length", "variance", "stale: error", "cosine"):
+        table.add_column(title, justify="left" if title in ("", "exact") else "right", no_wrap=True)
+    for row in cells_of(found):
+        table.add_row(*row)
+    output.print(table)
+    output.print("What is exact, and how it is computed: docs/algorithms.md", style="dim")
 
 
-def _original(alias: Entry) -> Entry:
-    registry = next(kind for kind in KINDS if kind.kind == alias.kind)
-    return registry[alias.alias_of or alias.name]
-
-
-def _facts(entry: Entry) -> list[tuple[str, str]]:
-    key, options_key = CHOSEN_BY[entry.kind]
-    facts = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(entry.columns)), ("code", entry.target)]
-    facts += [("alias of", entry.alias_of)] if entry.alias_of else []
-    facts += [(f"fixes {mark}", str(value)) for mark, value in entry.marks.items()]
-    if options_key is not None:
-        facts += [(f"{options_key}.{name}", _default(value)) for name, value in entry.options.items()]
-    return [(title, text) for title, text in facts if text]
-
-
-def _listed(options: dict[str, object]) -> str:
-    return ", ".join(f"{name}={_default(value)}" for name, value in options.items())
-
-
-def _default(value: object) -> str:
-    return "required" if value is REQUIRED else str(value)
+@algorithms.command(hidden=True)
+def page(path: Annotated[Path, typer.Argument(help="the file to write")] = Path("docs/algorithms.md")) -> None:
+    """Write docs/algorithms.md."""
+    path.write_text(write_page(certify_all()), encoding="utf-8")

@@ -33,18 +33,23 @@ from whet.registry import (
     FILTERS,
     KL_FORMS,
     POLICY_LOSSES,
+    REJECTIONS,
     REWARDS,
     VALUE_LOSSES,
+    WEIGHTS,
     Entry,
     Registry,
 )
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
 OPTIONS = {  # the key of a function to the key of its options
     "environment.name": "environment.options",
     "algorithm.adv_estimator": "algorithm.adv_options",
     "algorithm.policy_loss": "algorithm.loss_options",
+    "algorithm.correction.weight": "algorithm.correction.weight_options",
+    "algorithm.correction.rejection": "algorithm.correction.rejection_options",
     "algorithm.filter.name": "algorithm.filter.options",
     "algorithm.kl.form": "algorithm.kl.form",
     "critic.value_loss": "critic.loss_options",
@@ -110,9 +115,9 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
 
 
 def uses_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator or the loss reads `values`.  Raises: ConfigError."""
+    """Whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
     return any(
-        "values" in entry.columns
+        CRITIC_OUTPUTS & set(entry.columns)
         for entry in (
             _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator),
             _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss),
@@ -168,12 +173,14 @@ def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(_check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
         partial(_check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
         partial(_check_kl_controller, algorithm.kl),
+        partial(_check_correction, algorithm),
         partial(_check_group, config),
         *([partial(_check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
         partial(aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
         partial(_check_critic, config),
+        partial(_check_teacher, config),
     ]
 
 
@@ -283,6 +290,29 @@ def _check_kl_controller(kl: KLConfig) -> None:
         )
 
 
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    correction = algorithm.correction
+    kinds = (("weight", WEIGHTS), ("rejection", REJECTIONS))
+    for name, registry in kinds:
+        if correction[name] is not None:
+            key = f"algorithm.correction.{name}"
+            _check_options(registry, key, correction[name], correction[f"{name}_options"])
+    loss = _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    if correction.weight is not None and loss.marks.get("corrects"):
+        raise ConfigError(
+            f"policy loss {loss.name!r} weighs tokens by trainer against sampler itself, and "
+            f"algorithm.correction.weight={correction.weight} would do it twice; unset it, or choose ppo_clip"
+        )
+    if correction.old_log_probs == "rollout":
+        for name, registry in kinds:
+            reads = registry[correction[name]].columns if correction[name] is not None else ()
+            if {"old_log_probs", "rollout_log_probs"} <= set(reads):
+                raise ConfigError(
+                    f"algorithm.correction.{name}={correction[name]} compares trainer and sampler, and "
+                    "algorithm.correction.old_log_probs=rollout takes the sampler's word for both; unset one of them"
+                )
+
+
 def _check_supervised(trainer: TrainerConfig) -> None:
     if trainer.loop is not None:
         raise ConfigError(f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`")
@@ -339,6 +369,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 def _check_critic(config: TrainConfig) -> None:
     critic, steps = config.critic, config.trainer.total_steps
     if uses_critic(config.algorithm):
+        _check_critic_loss(config)
         _check_updates("critic", critic, config.data)
         _check_options(VALUE_LOSSES, "critic.value_loss", critic.value_loss, critic.loss_options)
         if steps is not None and critic.warmup_steps >= steps:
@@ -349,6 +380,30 @@ def _check_critic(config: TrainConfig) -> None:
         raise ConfigError(
             f"critic.warmup_steps={critic.warmup_steps}, but no critic is trained: neither estimator "
             f"{config.algorithm.adv_estimator!r} nor loss {config.algorithm.policy_loss!r} reads values"
+        )
+
+
+def _check_critic_loss(config: TrainConfig) -> None:
+    """A value model gives values, a process reward model log-probs; the loss says which of them is trained."""
+    name = config.critic.value_loss
+    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
+    wanted, output = (
+        ("log_probs", "process_rewards") if "process_rewards" in estimator.columns else ("values", "values")
+    )
+    if wanted not in _entry(VALUE_LOSSES, "critic.value_loss", name).columns:
+        fitting = [entry.name for entry in VALUE_LOSSES if wanted in entry.columns]
+        raise ConfigError(
+            f"{estimator.name!r} reads {output}, and critic.value_loss={name} trains a model that does not give them; "
+            f"set critic.value_loss to {' or '.join(fitting)}"
+        )
+
+
+def _check_teacher(config: TrainConfig) -> None:
+    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
+    if "teacher_log_probs" in estimator.columns and not config.teacher.model_paths and config.teacher.hint is None:
+        raise ConfigError(
+            f"{estimator.name!r} reads what a teacher says, and without a hint the policy would be its own teacher and "
+            "agree with itself; set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
         )
 
 

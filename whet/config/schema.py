@@ -114,6 +114,10 @@ class RolloutConfig(Section):
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
     top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus: smallest set of tokens with this probability")
     top_k: NonNegativeInt = Field(0, description="the k likeliest tokens; 0 is off")
+    length_stages: dict[int, PositiveInt] = Field(
+        {},
+        description="from which step on an answer may have how many tokens; unset: data.max_response_length",
+    )
     dtype: Dtype | None = Field(None, description="unset: model.dtype")
     max_staleness: NonNegativeFloat = Field(0.0, description="steps that a sample may lag behind the weights it trains")
     compile: bool = Field(False, description="compile the decode step: slower to start, faster to run")
@@ -177,6 +181,41 @@ class OverlongConfig(Section):
     buffer_length: PositiveInt = Field(64, description="tokens before the limit over which the penalty grows")
 
 
+class CorrectionConfig(Section):
+    """Sampler and trainer compute other probabilities of the same tokens: what is done about it."""
+
+    old_log_probs: Literal["trainer", "rollout"] = Field(
+        "trainer", description="who says what the policy was before the update; rollout saves a pass"
+    )
+    weight: str | None = Field(None, description="registered weight of each token in the loss, such as importance")
+    weight_options: dict[str, Any] = Field({}, description="options of the weight")
+    rejection: str | None = Field(None, description="registered rule by which tokens are not trained on")
+    rejection_options: dict[str, Any] = Field({}, description="options of the rejection")
+
+
+Over = Literal["none", "group", "batch"]
+
+
+class ShapingConfig(Section):
+    """What happens to rewards before the estimator, and to advantages after it."""
+
+    norm_mean: Over | Literal["running"] = Field(
+        "none", description="whose mean score is taken off; running: all steps"
+    )
+    norm_std: Over | Literal["running"] = Field("none", description="whose deviation of scores rewards are divided by")
+    reward_clip: PositiveFloat | None = Field(None, description="largest reward of a token, either sign")
+    advantage_clip: PositiveFloat | None = Field(None, description="largest advantage, either sign")
+    whiten_advantages: bool = Field(False, description="mean 0 and deviation 1 over the sampled tokens of a step")
+
+
+class EntropyConfig(Section):
+    """An entropy bonus that keeps the entropy above a target."""
+
+    target: NonNegativeFloat | None = Field(None, description="unset: algorithm.entropy_coef stays as it is")
+    delta: PositiveFloat = Field(1e-4, description="how much the bonus' weight moves a step")
+    highest: PositiveFloat = Field(5e-3, description="the largest weight")
+
+
 class AlgorithmConfig(Section):
     """The mathematics of one step."""
 
@@ -192,8 +231,14 @@ class AlgorithmConfig(Section):
     )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     filter: FilterConfig = FilterConfig()
     overlong: OverlongConfig = OverlongConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    truncated: Literal["keep", "drop", "zero"] = Field(
+        "keep", description="answers cut off at the limit: drop takes them out of the group, zero trains on none"
+    )
 
 
 MUON = (
@@ -259,6 +304,18 @@ class RefConfig(Section):
     max_tokens_per_micro_batch: PositiveInt | None = Field(None, description=MICRO_BATCH)
 
 
+class TeacherConfig(Section):
+    """Who says what the policy's answers are worth to it: `teacher_log_probs`, for CPO and distillation."""
+
+    model_paths: dict[str, str] = Field({}, description="teachers by data source, * all others; empty: the policy")
+    hint: str | None = Field(None, description="registered hint source: reference, peer, own, judge; unset: no hint")
+    hint_options: dict[str, Any] = Field({}, description="options of the hint source")
+    hint_template: str = Field(
+        "{{ content }}\n\nHint: {{ hint }}", description="jinja: what stands in the place of the last message"
+    )
+    max_hint_tokens: PositiveInt = Field(256, description="longer hints are cut")
+
+
 class TrainerConfig(Section):
     """The run."""
 
@@ -300,6 +357,7 @@ class TrainConfig(Section):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
+    teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")

@@ -142,6 +142,7 @@ def _trajectory_columns(owners: Sequence[Trajectory], part_names: Sequence[str])
         "uid": _numbered([t.prompt.uid for t in owners]),
         "trajectory_uid": _numbered([t.uid for t in owners]),
         "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
+        "truncated": torch.tensor([bool(t.turns) and t.turns[-1].finish_reason == "length" for t in owners]),
     }
     if part_names:
         columns["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])

@@ -88,7 +88,9 @@ class Rollouts:
         params: SamplingParams,
         group_filter: Filter | None = None,
         correct_threshold: float = 1.0,
+        length_stages: Mapping[int, int] | None = None,
     ) -> None:
+        self.length_stages = dict(length_stages or {})
         self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
@@ -97,12 +99,12 @@ class Rollouts:
         """n groups for training; `step` names their random draws."""
         if self.prompts is None:
             raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
-        metrics = Metrics()
+        metrics, params = Metrics(), self.params_at(step)
         kept: list[Group] = []
         dropped: list[Group] = []
         refills = self.group_filter.max_refills if self.group_filter is not None else 0
         for _ in range(1 + refills):
-            groups = self.sample(self.prompts.take(n - len(kept)), self.n, self.params, step=step, metrics=metrics)
+            groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
             for group in groups:
                 (kept if self._is_kept(group) else dropped).append(group)
             if len(kept) == n:
@@ -113,6 +115,13 @@ class Rollouts:
         if len(kept) < n:
             log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
         return Taken(kept or dropped[:n], metrics)
+
+    def params_at(self, step: int) -> SamplingParams:
+        """How a step samples: within the length of its stage."""
+        begun = [start for start in self.length_stages if start <= step]
+        if not begun:
+            return self.params
+        return replace(self.params, max_new_tokens=min(self.length_stages[max(begun)], self.params.max_new_tokens))
 
     def sample(
         self,

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.algorithms.adapters import settling
+from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL
 from whet.config.checks import aggregation, check_context, uses_critic
 from whet.config.render import to_yaml
@@ -23,7 +25,17 @@ from whet.data.prompts import PromptFormat, build_prompts
 from whet.data.sources import read_rows
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
-from whet.registry import ADV_ESTIMATORS, FILTERS, POLICY_LOSSES, REWARDS, VALUE_LOSSES, load_target
+from whet.registry import (
+    ADV_ESTIMATORS,
+    FILTERS,
+    POLICY_LOSSES,
+    REJECTIONS,
+    REWARDS,
+    VALUE_LOSSES,
+    WEIGHTS,
+    Registry,
+    load_target,
+)
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
@@ -33,9 +45,12 @@ from whet.tracking.console import ConsoleTracker
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
+from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run, metric_file, run_folder
+from whet.trainers.settle import Chosen, Settlement
+from whet.trainers.shape import Shaper
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
@@ -43,7 +58,7 @@ log = logging.getLogger(__name__)
 Rows = Sequence[Mapping[str, Any]]
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
-CRITIC_COLUMNS = {"old_values", "returns"}  # the same for a value loss
+CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
 
 
 def train(
@@ -121,9 +136,11 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             columns=columns,
             estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
             estimator_options=_estimator_options(config),
+            settlement=_settlement(config),
             policy_objective=_policy_objective(config),
             value_objective=_value_objective(config) if "critic" in roles else None,
-            kl_controller=_kl_controller(config),
+            shaper=Shaper(config, _kl_controller(config)),
+            entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts[: config.data.val_max_prompts],
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
             total_steps=total_steps,
@@ -146,19 +163,31 @@ def plan(config: TrainConfig) -> ColumnPlan:
     estimator, loss = ADV_ESTIMATORS[algorithm.adv_estimator], POLICY_LOSSES[algorithm.policy_loss]
     readers = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": [c for c in estimator.columns if c != "returns"],
-        f"algorithm.policy_loss={algorithm.policy_loss}": [c for c in loss.columns if c not in UPDATE_COLUMNS],
+        f"algorithm.policy_loss={algorithm.policy_loss}": [
+            c for c in loss.columns if c not in UPDATE_COLUMNS and c not in loss.marks.get("before", {})
+        ],
     }
+    # What is settled on a mini-batch before its update: by the loss itself, and the tokens' weights.
+    correction = algorithm.correction
+    settled = {f"what {algorithm.policy_loss} has settled": each for each in settling(loss).values()}
+    settled |= {
+        f"algorithm.correction={name}": registry[name]
+        for registry, name in ((WEIGHTS, correction.weight), (REJECTIONS, correction.rejection))
+        if name is not None
+    }
+    readers |= {why: [c for c in entry.columns if c != "advantages"] for why, entry in settled.items()}
     if uses_critic(algorithm):
         read = VALUE_LOSSES[config.critic.value_loss].columns
         readers[f"critic.value_loss={config.critic.value_loss}"] = [c for c in read if c not in CRITIC_COLUMNS]
-    if "old_log_probs" in loss.columns and updates_per_step(config.actor, config.data.train_batch_size) > 1:
+    bypass = correction.old_log_probs == "rollout"
+    if "old_log_probs" in loss.columns and (bypass or updates_per_step(config.actor, config.data.train_batch_size) > 1):
         # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
-        readers["several updates a step"] = ["old_log_probs"]
+        readers["the ratio of the policy to what it was"] = ["old_log_probs"]
     if algorithm.kl.where == "reward":
         readers["algorithm.kl.where=reward"] = ["old_log_probs", "ref_log_probs"]
     if algorithm.kl.where == "loss":
         readers["algorithm.kl.where=loss"] = ["ref_log_probs"]
-    return plan_columns(readers, config.reward.columns, config.rollout.temperature or 1.0)
+    return plan_columns(readers, config.reward.columns)
 
 
 def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
@@ -187,16 +216,23 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, model_path, actor_steps),))]
     if "critic" in columns.roles:
         path = config.critic.model_path or model_path
-        settings = trained(config.critic, path, total_steps, is_value_model=True)
+        is_value_model = "values" in VALUE_LOSSES[config.critic.value_loss].columns
+        settings = trained(config.critic, path, total_steps, is_value_model)
         specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
-    if "ref" in columns.roles:
-        read = RoleSettings(
-            model_path=config.ref.model_path or model_path,
+
+    def read(path: str) -> RoleSettings:
+        return RoleSettings(
+            model_path=path,
             engine=config.ref.engine,
             dtype=config.model.dtype,
             max_tokens_per_micro_batch=config.ref.max_tokens_per_micro_batch,
         )
-        specs.append(WorkerSpec("ref", TrainWorker, (read,)))
+
+    if "ref" in columns.roles:
+        specs.append(WorkerSpec("ref", TrainWorker, (read(config.ref.model_path or model_path),)))
+    if any(provider.name == "teacher_log_probs" for provider in columns.providers):
+        for source, path in config.teacher.model_paths.items():
+            specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
     return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
 
 
@@ -306,6 +342,7 @@ def _rollouts(
         params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
+        length_stages=config.rollout.length_stages,
     )
 
 
@@ -329,6 +366,23 @@ def _policy_objective(config: TrainConfig) -> PolicyObjective:
     )
 
 
+def _settlement(config: TrainConfig) -> Settlement:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+
+    def chosen(registry: Registry, name: str | None, options: Mapping[str, Any], where: str) -> Chosen | None:
+        return None if name is None else Chosen(registry[name], registry[name].resolve_options(options, where))
+
+    loss = chosen(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
+    assert loss is not None
+    return Settlement(
+        loss,
+        chosen(WEIGHTS, correction.weight, correction.weight_options, "algorithm.correction.weight_options"),
+        chosen(
+            REJECTIONS, correction.rejection, correction.rejection_options, "algorithm.correction.rejection_options"
+        ),
+    )
+
+
 def _value_objective(config: TrainConfig) -> ValueObjective:
     entry = VALUE_LOSSES[config.critic.value_loss]
     options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
@@ -338,6 +392,13 @@ def _value_objective(config: TrainConfig) -> ValueObjective:
 def _kl_controller(config: TrainConfig) -> FixedKL | AdaptiveKL:
     kl = config.algorithm.kl
     return FixedKL(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+
+
+def _entropy_controller(config: TrainConfig) -> FixedEntropy | AdaptiveEntropy:
+    entropy, coef = config.algorithm.entropy, config.algorithm.entropy_coef
+    if entropy.target is None:
+        return FixedEntropy(coef)
+    return AdaptiveEntropy(coef, entropy.target, entropy.delta, entropy.highest)
 
 
 def _group_filter(config: TrainConfig) -> Filter | None:

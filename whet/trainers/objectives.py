@@ -14,8 +14,9 @@ from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
 from whet.engines.protocol import Columns
+from whet.errors import RegistryError
 from whet.metrics import Metrics
-from whet.models.outputs import POLICY_OUTPUTS
+from whet.models.outputs import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry
 
 
@@ -46,10 +47,16 @@ class Objective:
         )
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """A loss per token aggregated; one that a function aggregated itself, weighed by its micro-batch's size."""
+        """A loss per token, times the tokens' weights where there are any, aggregated; one that a function aggregated
+        itself, weighed by its micro-batch's size.  Raises: RegistryError where that would leave weights out."""
         if loss.per_token is not None:
-            return self.aggregate(loss.per_token, batch, counts)
+            return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         assert loss.aggregated is not None
+        if "token_weights" in batch:
+            raise RegistryError(
+                f"loss {self.loss_name!r} returns a sum, so its tokens cannot be weighed; let it return a loss "
+                "per token [B, R], or unset algorithm.correction.weight"
+            )
         if self.aggregation == "token-sum":
             return loss.aggregated
         name = "num_tokens" if self.aggregation == "token-mean" else "num_sequences"
@@ -121,15 +128,19 @@ class PolicyObjective(Objective):
 
 @dataclass(frozen=True)
 class ValueObjective(Objective):
-    """The critic's regression to returns."""
+    """What the critic learns: a value model the returns, a process reward model which answers were right."""
 
     loss_name: str = "clipped"
     name = "critic"
-    needs = frozenset({"values"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the model the loss reads."""
+        return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(VALUE_LOSSES[self.loss_name].columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """`values` of the batch are those before the update."""
-        columns = {**batch, "old_values": batch["values"], **outputs}
+        columns = {**batch, **({"old_values": batch["values"]} if "values" in batch else {}), **outputs}
         result = policy_loss(VALUE_LOSSES[self.loss_name], columns, self.options)
         metrics = Metrics()
         measure(metrics, "critic/", result, batch)

@@ -13,8 +13,6 @@ from dataclasses import replace
 import torch
 
 from whet.algorithms.adapters import estimate
-from whet.algorithms.kl import apply_kl_to_reward
-from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.config.schema import ActorConfig
 from whet.keyed import key
 from whet.metrics import Metrics
@@ -57,10 +55,11 @@ def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
 def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> None:
     """What one batch of groups teaches."""
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=run.config.reward.columns)
-    batch = run.columns.add(batch, run.roles, metrics)
+    batch = run.columns.add(batch, run.sources(groups, step), metrics)
     with metrics.time("time/advantage"):
-        batch = add_rewards(run, batch, metrics)
-        batch = add_advantages(run, batch, metrics)
+        batch = run.shaper.rewards(batch, metrics)
+        batch = run.shaper.advantages(add_advantages(run, batch, metrics), metrics)
+        batch = run.settlement.reject(batch, metrics)
     measure_batch(metrics, batch, run.config.data.max_response_length)
 
     with metrics.time("time/update"):
@@ -68,41 +67,14 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
             for mini_batch in mini_batches(run, batch, run.config.critic, step):
                 metrics.merge(run.roles["critic"].update(mini_batch, run.value_objective))
         if run.value_objective is None or step > run.config.critic.warmup_steps:
-            objective = replace(run.policy_objective, kl_coef=run.kl_controller.coef)
+            kl_coef, entropy_coef = run.shaper.kl_controller.coef, run.entropy_controller.coef
+            objective = replace(run.policy_objective, kl_coef=kl_coef, entropy_coef=entropy_coef)
             for mini_batch in mini_batches(run, batch, run.config.actor, step):
-                metrics.merge(run.roles["actor"].update(mini_batch, objective))
+                weighed = run.settlement.weigh(mini_batch, metrics)
+                metrics.merge(run.roles["actor"].update(weighed, objective))
+            run.entropy_controller.update(metrics.reduce().get("actor/entropy", 0.0))
     with metrics.time("time/sync"):
         run.roles["rollout"].sync(step)
-
-
-def add_rewards(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
-    """`token_level_rewards`: the scores, less the penalty for length and, where it belongs there, the KL term."""
-    algorithm, mask = run.config.algorithm, batch["response_mask"]
-    rewards = batch["token_level_scores"]
-    if algorithm.overlong.penalty > 0:
-        lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1)
-        penalty = soft_overlong(
-            lengths,
-            max_response_length=run.config.data.max_response_length,
-            buffer_length=algorithm.overlong.buffer_length,
-            penalty=algorithm.overlong.penalty,
-        )
-        rewards = rewards + pay_on_last_token(penalty, mask)
-        metrics.mean("reward/overlong_penalty", penalty[mask.any(1)].mean(), int(mask.any(1).sum()))
-    if algorithm.kl.where == "reward":
-        rewards, distance = apply_kl_to_reward(
-            rewards,
-            batch["old_log_probs"],
-            batch["ref_log_probs"],
-            mask,
-            form=algorithm.kl.form,
-            coef=run.kl_controller.coef,
-        )
-        mean = distance.sum() / mask.sum().clamp(min=1)
-        metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
-        metrics.mean("actor/reward_kl_penalty_coeff", run.kl_controller.coef)
-        run.kl_controller.update(float(mean), int(mask.any(1).sum()))
-    return batch.with_columns(token_level_rewards=rewards)
 
 
 def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:

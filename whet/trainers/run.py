@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.algorithms.kl import AdaptiveKL, FixedKL
+from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.config.schema import TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.metrics import Metrics
@@ -24,8 +24,10 @@ from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
-from whet.trainers.columns import ColumnPlan
+from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.settle import Settlement
+from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt, Trajectory
 
 Callback = Callable[["Run", int, Mapping[str, float]], None]
@@ -43,9 +45,11 @@ class Run:
     columns: ColumnPlan
     estimator: Entry
     estimator_options: Mapping[str, Any]
+    settlement: Settlement
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None
-    kl_controller: FixedKL | AdaptiveKL
+    shaper: Shaper
+    entropy_controller: FixedEntropy | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     total_steps: int
@@ -62,6 +66,10 @@ class Run:
         """What fills up rows."""
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
+
+    def sources(self, groups: Sequence[Group], step: int) -> Sources:
+        """What column providers draw on in one step."""
+        return Sources(self.config, self.roles, self.rollouts, groups, step)
 
     def is_due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: only at the end) follows the step just done."""
@@ -84,7 +92,11 @@ class Run:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        state = {"rollouts": dict(self.rollouts.state()), "kl_controller": self.kl_controller.state()}
+        state = {
+            "rollouts": dict(self.rollouts.state()),
+            "shaper": self.shaper.state(),
+            "entropy": self.entropy_controller.state(),
+        }
         return checkpoint.save(
             self.run_dir,
             self.step,
@@ -100,7 +112,8 @@ class Run:
         state = checkpoint.restore(folder, self.roles)
         self.step = state["step"]
         self.rollouts.load_state(state["rollouts"])
-        self.kl_controller.load_state(state["kl_controller"])
+        self.shaper.load_state(state["shaper"])
+        self.entropy_controller.load_state(state["entropy"])
         self.roles["rollout"].sync(self.step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and rejections worked by hand: x = o - u is log 4, -log 2, 0 and, in a row of its own, log 2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whet.algorithms.correction import gap
+from whet.registry import REJECTIONS, WEIGHTS, call
+
+LOG2 = math.log(2)
+NAN = math.nan
+BATCH = {
+    "rollout_log_probs": torch.tensor([[-2.0, -1.0, -3.0, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64),
+    "old_log_probs": torch.tensor(
+        [[-2.0 + 2 * LOG2, -1.0 - LOG2, -3.0, NAN], [-1.0 + LOG2, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64
+    ),
+    "advantages": torch.tensor([[-1.0, 1.0, -1.0, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64),
+    "entropy": torch.tensor([[0.1, 0.5, 0.9, NAN], [0.7, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64),
+    "token_level_scores": torch.tensor([[0.0, 0.0, 3.0, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64),
+    "response_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+}
+SAMPLED = BATCH["response_mask"] != 0
+
+
+def weight(name: str, **options: Any) -> list[float]:
+    """Of the four sampled tokens."""
+    result: Tensor = call(WEIGHTS[name], BATCH, options)
+    return result[SAMPLED].tolist()  # type: ignore[no-any-return]
+
+
+def kept(**options: Any) -> list[bool]:
+    result: Tensor = call(REJECTIONS["divergence"], BATCH, options)
+    return result.expand(SAMPLED.shape)[SAMPLED].tolist()  # type: ignore[no-any-return]
+
+
+def test_importance_is_cut_above() -> None:
+    assert weight("importance") == pytest.approx([2, 0.5, 1, 2])
+    assert weight("importance", cap=10.0) == pytest.approx([4, 0.5, 1, 2])
+    # of the sequence: 4 / 2 and 2
+    assert weight("importance", level="sequence", cap=1.5) == pytest.approx([1.5] * 4)
+    assert weight("importance", level="sequence") == pytest.approx([2] * 4)
+
+
+def test_importance_may_keep_the_size_of_a_step() -> None:
+    assert weight("importance", normalise=True) == pytest.approx([each / 1.375 for each in (2, 0.5, 1, 2)])
+
+
+def test_icepop_drops_what_is_outside_of_its_band() -> None:
+    assert weight("icepop", low=0.6, high=3.0) == pytest.approx([0, 0, 1, 2])
+
+
+def test_top_entropy_takes_a_share_of_all_tokens() -> None:
+    # of .1, .5, .7, .9 the 50 % quantile is .6
+    assert weight("top_entropy", share=0.5) == [0, 0, 1, 1]
+
+
+def test_off_policy_sequences_are_not_unlearnt() -> None:
+    # means of u - o: -log 2 / 3 and -log 2
+    assert weight("off_policy_sequence", threshold=-0.5) == [0, 1, 0, 1]
+    assert weight("off_policy_sequence", threshold=-1.0) == [0, 1, 0, 0]
+
+
+def test_pf_ppo_weighs_rows_by_their_score() -> None:
+    # scores 3 and -1: squares 9 and 1, mean 5
+    assert weight("pf_ppo") == pytest.approx([1.8, 1.8, 1.8, 0.2])
+    assert weight("pf_ppo", form="max_min") == pytest.approx([1] * 4)
+    assert weight("pf_ppo", form="max_random") == pytest.approx([1 / 0.7] * 3 + [0.4 / 0.7])
+
+
+def test_rejection_by_token() -> None:
+    # k1: -log 4, log 2, 0, -log 2
+    assert kept(form="k1", low=-1.0, high=0.5) == [False, False, True, True]
+    # k2: 2 log2^2 = .96, .24, 0, .24
+    assert kept(form="k2", high=0.3) == [False, True, True, True]
+    # k3: 4 - 1 - log 4 = 1.61, .5 - 1 + log 2 = .19, 0, 2 - 1 - log 2 = .31
+    assert kept(form="k3", high=0.3) == [False, True, True, False]
+    assert kept() == [True] * 4
+
+
+def test_rejection_by_sequence() -> None:
+    # k3 of row 0: sum 1.81, mean .60, largest 1.61; of row 1 .31
+    assert kept(level="sequence_mean", high=0.5) == [False, False, False, True]
+    assert kept(level="sequence_sum", high=1.7) == [False, False, False, True]
+    assert kept(level="sequence_sum", high=1.9) == [True] * 4
+    assert kept(level="sequence_max", high=1.65) == [True] * 4
+    assert kept(level="sequence_max", high=1.6) == [False, False, False, True]
+
+
+def test_the_gap_in_numbers() -> None:
+    clean = {name: column.nan_to_num() if column.is_floating_point() else column for name, column in BATCH.items()}
+    found = gap(clean["old_log_probs"], clean["rollout_log_probs"], clean["response_mask"])
+    assert float(found["abs_mean"]) == pytest.approx(LOG2)  # (2 + 1 + 0 + 1) log 2 / 4
+    assert float(found["abs_max"]) == pytest.approx(2 * LOG2)
+    k3 = [3 - 2 * LOG2, -0.5 + LOG2, 0.0, 1 - LOG2]
+    assert float(found["kl"]) == pytest.approx(sum(k3) / 4)
+    # weights 4, 1/2, 1, 2: 7.5^2 / (4 * 21.25)
+    assert float(found["effective_sample_size"]) == pytest.approx(56.25 / 85)
+    assert float(found["rollout_perplexity"]) == pytest.approx(math.exp(7 / 4))
+    assert float(found["trainer_perplexity"]) == pytest.approx(math.exp(7 / 4 - 2 * LOG2 / 4))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the tests notice? One token of an algorithm is changed at a time, and some unit test has to fail.
+
+Each mutant is tested in a process forked from this one, which has imported everything, in place of the module that it
+changes. A mutant whose text is not in its file (any more) is an error: the list follows the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import multiprocessing
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+ALGORITHMS = HERE.parents[1] / "whet" / "algorithms"
+DEADLINE_SECONDS = 300
+COMMON = ["test_invariances.py", "test_certify.py"]
+TESTS = {  # where a module's own tests are; those that hold for all of a kind come after them
+    "advantages": ["test_advantages.py"],
+    "agentic": ["test_agentic.py"],
+    "prime": ["test_advantages.py", "test_value_loss.py"],
+    "statistics": ["test_statistics.py", "test_advantages.py"],
+    "policy_losses": ["test_policy_losses.py", "test_more_policy_losses.py"],
+    "off_policy_losses": ["test_more_policy_losses.py"],
+    "covariance": ["test_more_policy_losses.py"],
+    "correction": ["test_correction.py"],
+    "aggregation": ["test_aggregation.py"],
+    "kl": ["test_kl.py"],
+    "value_loss": ["test_value_loss.py"],
+    "shaping": ["test_shaping.py"],
+    "filters": ["test_filters.py"],
+    "entropy": ["test_entropy.py"],
+    "scan": ["test_scan.py"],
+    "cpo": ["test_cpo.py"],
+    "distillation": ["test_advantages.py"],
+}
+MUTANTS = [
+    # signs, denominators, degrees of freedom
+    ("advantages", "groups.size / (groups.size - 1)", "groups.size / (groups.size + 1)"),
+    ("advantages", "groups.size / (groups.size - 1)", "(groups.size - 1) / (groups.size)"),
+    ("advantages", "gamma * next_values - values", "gamma * next_values + values"),
+    ("advantages", "gamma * next_values - values", "next_values - values"),
+    ("advantages", "response_mask, gamma * lam)", "response_mask, gamma)"),
+    ("advantages", "(advantages + values)", "(advantages - values)"),
+    ("advantages", "pad(upcoming[:, 1:], (0, 1))", "upcoming"),
+    ("advantages", "(groups.std(scores) + 1e-6) if std_norm else deviation", "(groups.std(scores) + 1e-6)"),
+    ("advantages", "uid, std_norm=False)", "uid, std_norm=True)"),
+    (
+        "advantages",
+        "return returns - reward_baselines[:, None], returns",
+        "return returns + reward_baselines[:, None], returns",
+    ),
+    ("advantages", "groups.sum(lengths * scores) / groups.sum(lengths)", "groups.sum(scores) / groups.sum(lengths)"),
+    ("advantages", "groups.member.sum() / counted.sum()", "counted.sum() / groups.member.sum()"),
+    ("advantages", 'if count == "informative"', 'if count != "informative"'),
+    ("advantages", "(groups.deviation(scores) / mean)", "(groups.deviation(scores) * mean)"),
+    ("advantages", "masked_fill(mean <= 0, 0.0)", "masked_fill(mean < 0, 0.0)"),
+    ("advantages", "if bool((scores < 0).any()):", "if bool((scores < -9).any()):"),
+    ("advantages", "(everybody.std(scores) + 1e-6)", "(Groups(uid, response_mask).std(scores) + 1e-6)"),
+    ("advantages", "(accuracy >= 1.0)", "(accuracy > 0.0)"),
+    ("advantages", "torch.where(alone, scores - second, 0.0)", "torch.where(alone, scores, 0.0)"),
+    ("advantages", "(groups.sum(is_best) == 1)", "(groups.sum(is_best) >= 1)"),
+    ("advantages", "advantage + weight *", "advantage - weight *"),
+    ("advantages", "(1 - 2 * old_log_probs.exp() + sum_pi_squared)", "(1 - old_log_probs.exp() + sum_pi_squared)"),
+    ("advantages", "total(sampled.double()) < 2", "total(sampled.double()) < 1"),
+    ("advantages", "share - 0.5, 0.0", "share, 0.0"),
+    ("advantages", "0.5 * (scores[:, None] == scores)", "1.0 * (scores[:, None] == scores)"),
+    ("statistics", "(self.size - 1).clamp(min=1)).sqrt()", "self.size.clamp(min=1)).sqrt()"),
+    ("statistics", "(~outside).sum() - 1).clamp", "(~outside).sum()).clamp"),
+    ("statistics", ".masked_fill(~self.member, 0.0).to(x.dtype)", ".to(x.dtype)"),
+    ("statistics", "self._group[self.member], x[self.member].double()", "self._group, x.double()"),
+    ("statistics", '"amax"', '"amin"'),
+    ("agentic", "return reverse_scan(earned, taken, gamma), taken", "return earned, taken"),
+    ("agentic", "episode_weight * episode[:, None] + step_weight", "episode_weight * episode[:, None] - step_weight"),
+    ("agentic", "uid[:, None].expand_as(states), states", "states, states"),
+    ("prime", "process_rewards - others[:, None]", "process_rewards + others[:, None]"),
+    ("prime", "(groups.sum(means) - means)", "groups.sum(means)"),
+    ("prime", "(logit > 0) == (right > 0)", "(logit > 0) != (right > 0)"),
+    ("prime", "logit = beta * row_sums", "logit = row_sums"),
+    # clip sides, minima and maxima, what is detached
+    ("policy_losses", "torch.maximum(unclipped, clipped)", "torch.minimum(unclipped, clipped)"),
+    (
+        "policy_losses",
+        "ratio.clamp(1.0 - low, 1.0 + high)\n    return",
+        "ratio.clamp(1.0 - high, 1.0 + low)\n    return",
+    ),
+    ("policy_losses", "(advantages < 0) & (loss > ceiling)", "(advantages > 0) & (loss > ceiling)"),
+    ("policy_losses", "sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()", "sequence_ratio[:, None]"),
+    ("policy_losses", "-advantages * ratio.clamp(max=delta)", "-advantages * ratio.clamp(min=delta)"),
+    ("policy_losses", '"cap": (0.0, clip_ratio_high)', '"cap": (0.0, 1.0 + clip_ratio_high)'),
+    (
+        "policy_losses",
+        "log_ratio = _log_ratio(log_probs, old_log_probs).detach()",
+        "log_ratio = _log_ratio(log_probs, old_log_probs)",
+    ),
+    ("policy_losses", "pick(advantages > 0, tau_pos, tau_neg", "pick(advantages > 0, tau_neg, tau_pos"),
+    ("policy_losses", "gate = 4.0 / tau", "gate = 4.0 * tau"),
+    ("policy_losses", "kept = sign * torch.minimum", "kept = sign * torch.maximum"),
+    ("policy_losses", "(moved - wanted).square()", "(moved + wanted).square()"),
+    ("policy_losses", "return -advantages * log_probs, {}", "return advantages * log_probs, {}"),
+    ("off_policy_losses", "detach().clamp(max=1.0)\n", "detach().clamp(min=1.0)\n"),
+    (
+        "off_policy_losses",
+        "torch.where(right, ratio.new_tensor(right_weight)",
+        "torch.where(~right, ratio.new_tensor(right_weight)",
+    ),
+    (
+        "off_policy_losses",
+        "moved <= clip_ratio_high, moved >= -clip_ratio_low",
+        "moved <= clip_ratio_high, moved >= clip_ratio_low",
+    ),
+    ("off_policy_losses", "p_old * (old_log_probs", "p * (old_log_probs"),
+    ("off_policy_losses", "p <= p_old, p >= p_old", "p >= p_old, p <= p_old"),
+    ("off_policy_losses", "0.5 * beta * tie", "beta * tie"),
+    ("off_policy_losses", "(rate + k * log_w - rate * log_w.exp())", "(rate + k * log_w + rate * log_w.exp())"),
+    ("off_policy_losses", "return weight * loss, {**diagnostics", "return loss, {**diagnostics"),
+    ("covariance", "(covariance > lower) & (covariance < upper)", "(covariance > lower) & (covariance > upper)"),
+    ("covariance", "torch.where(held, loss.detach(), loss)", "torch.where(held, loss, loss.detach())"),
+    ("covariance", "_first(-covariance", "_first(covariance"),
+    ("correction", "weight / masked_mean(weight, response_mask)", "weight * masked_mean(weight, response_mask)"),
+    ("correction", "(weight >= low) & (weight <= high)", "(weight >= low) | (weight <= high)"),
+    ("correction", '{"k1": -x,', '{"k1": x,'),
+    ("correction", "x.expm1() - x}", "x.expm1() + x}"),
+    (
+        "correction",
+        "rollout_log_probs - old_log_probs, response_mask) / lengths",
+        "old_log_probs - rollout_log_probs, response_mask) / lengths",
+    ),
+    ("aggregation", "(row_sums(values, response_mask) / lengths).sum()", "row_sums(values, response_mask).sum()"),
+    ("aggregation", ".sum(), num_sequences) / fixed_length", ".sum(), num_sequences)"),
+    (
+        "aggregation",
+        "row_sums(values, response_mask).sum(), num_tokens)",
+        "row_sums(values, response_mask).sum(), num_sequences)",
+    ),
+    ("kl", "x = (ref_log_probs - log_probs)", "x = (log_probs - ref_log_probs)"),
+    ("kl", "return 0.5 * (log_probs - ref_log_probs).square()", "return (log_probs - ref_log_probs).square()"),
+    ("kl", "value.detach() + (gradient - gradient.detach())", "value + (gradient - gradient.detach())"),
+    ("kl", "masked_fill(outside, 0.0) - coef * penalty", "masked_fill(outside, 0.0) + coef * penalty"),
+    ("kl", "kl / self.target - 1.0, -0.2), 0.2)", "kl / self.target, -0.2), 0.2)"),
+    ("value_loss", "torch.maximum(losses, clipped_losses)", "torch.minimum(losses, clipped_losses)"),
+    ("value_loss", "return 0.5 * losses", "return losses"),
+    ("shaping", "clamp(max=0.0)", "clamp(min=0.0)"),
+    ("shaping", "& (after == 1)", "& (after >= 1)"),
+    ("shaping", "shifted - pay_on_last_token", "shifted + pay_on_last_token"),
+    ("shaping", "apart * apart * self.count * len(scores) / total", "apart * self.count * len(scores) / total"),
+    ("filters", "len(set(values)) > 1", "len(set(values)) > 0"),
+    ("filters", "low < sum(values) / len(values) < high", "low <= sum(values) / len(values) <= high"),
+    ("entropy", "entropy < self.target", "entropy > self.target"),
+    ("entropy", "if self._is_low else 0.0", "if not self._is_low else 0.0"),
+    ("cpo", "self.g - self.o", "self.o - self.g"),
+    ("cpo", "wrapped.clamp(min=0.0), wrapped.clamp(max=0.0)", "wrapped.clamp(max=0.0), wrapped.clamp(min=0.0)"),
+    ("cpo", "(share == 1).int() - (share == 0).int()", "(share == 0).int() - (share == 1).int()"),
+    ("cpo", "(self.entropy - least) / span", "(self.most_entropy - self.entropy) / span"),
+    ("cpo", "return self.g.exp() * self.k", "return self.o.exp() * self.k"),
+    ("cpo", "t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)", "t.mi * (1 + t.u), t.neg * t.mi * (1 - t.u)"),
+    ("cpo", "(t.most_entropy - t.entropy)", "(t.entropy)"),
+    ("distillation", "return -coef * (old_log_probs", "return coef * (old_log_probs"),
+]
+
+
+@pytest.mark.slow
+def test_every_mutant_is_caught() -> None:
+    survivors = [f"{module}: {old!r} -> {new!r}" for module, old, new in MUTANTS if not _is_caught(module, old, new)]
+    assert len(MUTANTS) >= 60
+    assert not survivors, "\n".join(survivors)
+
+
+def _is_caught(module: str, old: str, new: str) -> bool:
+    source = (ALGORITHMS / f"{module}.py").read_text()
+    assert source.count(old) == 1, f"{module}.py has {source.count(old)} times {old!r}; the list must follow the code"
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(module, source.replace(old, new)))
+    process.start()
+    process.join(DEADLINE_SECONDS)
+    if process.is_alive():  # one that never ends is caught too
+        process.kill()
+        return True
+    return process.exitcode != 0
+
+
+def _run(module: str, source: str) -> None:
+    """In the child: the changed module in the place of the real one, also in those that have imported from it."""
+    name = f"whet.algorithms.{module}"
+    for each in [each for each in sys.modules if each.startswith("whet.algorithms.")]:
+        del sys.modules[each]
+    for entry in [each for each in sys.modules if each.startswith("test_")]:
+        del sys.modules[entry]
+    _clear_registries()
+    changed = ModuleType(name)
+    changed.__file__ = str(ALGORITHMS / f"{module}.py")
+    sys.modules[name] = changed
+    exec(compile(source, changed.__file__, "exec"), changed.__dict__)
+    setattr(importlib.import_module("whet.algorithms"), module, changed)
+    files = [str(HERE / file) for file in dict.fromkeys([*TESTS[module], *COMMON])]
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *files])
+    sys.exit(int(code))
+
+
+def _clear_registries() -> None:
+    """What was registered by decorators in this process: the modules are imported again."""
+    from whet.registry import KINDS
+
+    for kind in KINDS:
+        kind._live.clear()

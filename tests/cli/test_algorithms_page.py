@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/algorithms.md is what the functions say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whet.cli.algorithms_page import CHOSEN_BY, certificate, certify_all, facts, number, page, summary, table
+from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+ADVICE = "docs/algorithms.md is not what the functions say; write it with `whet algorithms page`"
+
+
+@pytest.fixture
+def written() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_is_current_but_for_the_certificates(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.cli.algorithms_page.table", lambda _: "")
+    assert page_without_table(written) == page_without_table(page({})), ADVICE
+
+
+def page_without_table(text: str) -> str:
+    return text.split("| | | exact |")[0].rstrip()
+
+
+@pytest.mark.slow
+def test_the_certificates_are_current(written: str) -> None:
+    assert written.split("| | | exact |")[1] == table(certify_all()).split("| | | exact |")[1], ADVICE
+
+
+def test_every_kind_says_where_it_is_chosen() -> None:
+    assert CHOSEN_BY.keys() == {kind.kind for kind in KINDS}
+
+
+def test_facts_and_certificate_of_one() -> None:
+    known = dict(facts(POLICY_LOSSES["gspo"]))
+    assert known["choose"] == "algorithm.policy_loss=gspo"
+    assert known["fixes aggregation"] == "seq-mean-token-mean"
+    assert known["algorithm.loss_options.clip_ratio_low"] == "0.0003"
+    [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
+    assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
+    assert certificate(POLICY_LOSSES["vanilla"]) == []
+
+
+def test_an_alias_says_what_it_changes() -> None:
+    assert summary(POLICY_LOSSES["vanilla"]) == "ppo_clip with clip_ratio_c=3.0"
+    assert summary(POLICY_LOSSES["gmpo"]) == "geo_mean"
+
+
+def test_errors_of_rounding_are_shown_as_such() -> None:
+    assert (number(3e-16), number(0.0521)) == ("< 1e-12", "0.05")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teachers and hints in a real run: which prompt they see, which tokens they judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config import TrainConfig
+from whet.errors import ConfigError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.rollout.batch import to_batch
+from whet.trainers.build import build, build_scorer, train
+from whet.trainers.hints import hints_of, own_prompt, with_hints
+from whet.trainers.run import Run
+from whet.types import Group
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+CPO = {
+    "algorithm.adv_estimator": "cpo",
+    "teacher.hint": "reference",
+    "teacher.hint_template": "{{ content }}{{ hint }}",
+}
+
+
+def length(solution_str: str) -> float:
+    return float(len(solution_str) % 2)
+
+
+def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], DataProto]:
+    run = build(config, build_scorer(config.reward, length), rows)
+    groups = run.rollouts.take(4, step=1).groups
+    return run, groups, to_batch(groups, pad_token_id=run.pad_token_id)
+
+
+def test_a_hint_is_in_the_prompt_and_answers_keep_their_tokens(train_config: MakeConfig, additions: Rows) -> None:
+    run, groups, batch = built(train_config({**CPO, "teacher.hint_template": "{{ content }}{{ hint }}+"}), additions)
+    hinted = with_hints(batch, run.sources(groups, 1))
+    assert torch.equal(hinted["responses"], batch["responses"])
+    assert torch.equal(hinted["response_mask"], batch["response_mask"])
+    for row, owner in enumerate(batch["trajectory_uid"].tolist()):
+        prompt = [t for group in groups for t in group.trajectories][owner].prompt
+        ids = own_prompt((hinted["prompts"][row], hinted["attention_mask"][row]))
+        text = run.tokenizer.decode(ids)
+        assert text == f"{prompt.messages[-1].content}{prompt.ground_truth}+"
+    column = run.columns.add(batch, run.sources(groups, 1), Metrics())["teacher_log_probs"]
+    expected = run.roles["actor"].forward(hinted, ("log_probs",), 1.0)["log_probs"]
+    torch.testing.assert_close(column, expected)
+    run.close()
+
+
+def test_a_hint_that_says_nothing_changes_nothing(train_config: MakeConfig, additions: Rows) -> None:
+    """k = 0."""
+    run, groups, batch = built(train_config({**CPO, "teacher.hint_template": "{{ content }}"}), additions)
+    batch = run.columns.add(batch, run.sources(groups, 1), Metrics())
+    torch.testing.assert_close(batch["teacher_log_probs"], batch["old_log_probs"])
+    run.close()
+
+
+def test_a_peer_is_a_right_answer_of_another(train_config: MakeConfig, additions: Rows) -> None:
+    run, groups, _ = built(train_config({**CPO, "teacher.hint": "peer"}), additions)
+    [first, *_] = groups
+    answers = tuple(
+        replace(answer, accuracy=float(place in right))
+        for right in [(1, 2)]
+        for place, answer in enumerate(first.trajectories)
+    )
+    texts = [str(answer.messages[-1].content) for answer in answers]
+    [hints] = hints_of([replace(first, trajectories=answers)], run.sources(groups, 1))
+    assert hints == [texts[1], texts[2], texts[1], texts[1]]
+    nobody = tuple(replace(answer, accuracy=0.0) for answer in answers)
+    assert hints_of([replace(first, trajectories=nobody)], run.sources(groups, 1)) == [[None] * 4]
+    run.close()
+
+
+def test_the_policy_may_hint_itself(train_config: MakeConfig, additions: Rows) -> None:
+    options = {"question": "{{ content }}", "max_tokens": 3}
+    run, groups, _ = built(train_config({**CPO, "teacher.hint": "own", "teacher.hint_options": options}), additions)
+    hints = hints_of(groups, run.sources(groups, 1))
+    assert [len(group) for group in hints] == [4] * 4
+    assert all(len(set(group)) == 1 and isinstance(group[0], str) for group in hints)
+    run.close()
+
+
+JUDGE = """
+def complete(messages):
+    content = messages[-1]["content"]
+    if content.startswith("1"):
+        raise OSError("no route to the judge")
+    return f"about {content}"
+"""
+
+
+def test_a_judge_that_fails_gives_no_hint(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "judge.py"
+    path.write_text(JUDGE)
+    options = {"complete": f"{path}:complete"}
+    run, groups, _ = built(train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options}), additions)
+    for group, hints in zip(groups, hints_of(groups, run.sources(groups, 1)), strict=True):
+        asked = str(group.prompt.messages[-1].content)
+        assert hints == [None if asked.startswith("1") else f"about {asked}"] * 4
+    run.close()
+
+
+def test_teachers_by_data_source(train_config: MakeConfig, additions: Rows, model_folder: Path) -> None:
+    overrides: dict[str, Any] = {
+        "algorithm.adv_estimator": "on_policy_distillation",
+        "algorithm.policy_loss": "reinforce",
+        "teacher.model_paths": {"*": str(model_folder)},
+        "trainer.total_steps": 1,
+    }
+    run, groups, batch = built(train_config(overrides), additions)
+    assert "teacher:*" in run.roles
+    added = run.columns.add(batch, run.sources(groups, 1), Metrics())
+    torch.testing.assert_close(added["teacher_log_probs"], added["old_log_probs"])  # the same model still
+    run.close()
+    overrides["teacher.model_paths"] = {"elsewhere": str(model_folder)}
+    with pytest.raises(ConfigError, match="no teacher for data source"):
+        train(train_config(overrides), reward=length, data=additions)
+
+
+@pytest.mark.parametrize("wrap_method", ["naive", "tok_kl"])
+def test_cpo_trains(wrap_method: str, train_config: MakeConfig, additions: Rows) -> None:
+    config = train_config({**CPO, "algorithm.adv_options": {"wrap_method": wrap_method, "cpo_lambda": 1.1}})
+    history = train(config, reward=length, data=additions).history
+    assert all("cpo/k" in step and step["actor/grad_norm"] > 0 for step in history)

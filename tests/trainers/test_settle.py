@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, rejections and what losses settle, in a real run; and what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config import TrainConfig
+from whet.errors import ConfigError
+from whet.metrics import Metrics
+from whet.rollout.batch import to_batch
+from whet.trainers.build import build, build_scorer, plan, train
+from whet.trainers.rl import add_advantages
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+
+
+def length(solution_str: str) -> float:
+    return float(len(solution_str) % 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        ({"algorithm.correction.weight": "importance"}, {"old_log_probs"}),
+        ({"algorithm.correction.weight": "top_entropy"}, {"entropy"}),
+        ({"algorithm.correction.rejection": "divergence"}, {"old_log_probs"}),
+        ({"algorithm.policy_loss": "kl_cov"}, {"old_log_probs"}),
+        ({"algorithm.policy_loss": "clip_cov"}, {"old_log_probs", "draws"}),
+        ({"algorithm.correction.old_log_probs": "rollout"}, {"old_log_probs"}),
+        ({"algorithm.adv_estimator": "remax"}, {"reward_baselines"}),
+        (
+            {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
+            {"process_rewards", "ref_log_probs"},
+        ),
+        ({"algorithm.adv_estimator": "optimal_token_baseline"}, {"old_log_probs", "sum_pi_squared"}),
+    ],
+    ids=str,
+)
+def test_runs_with_the_columns_that_it_needs(
+    overrides: dict[str, Any], columns: set[str], train_config: MakeConfig, additions: Rows
+) -> None:
+    config = train_config(overrides)
+    assert {provider.name for provider in plan(config).providers} == columns
+    history = train(config, reward=length, data=additions).history
+    assert all(step["actor/grad_norm"] > 0 for step in history)
+
+
+def test_what_is_rejected_is_not_trained_on(train_config: MakeConfig, additions: Rows) -> None:
+    config = train_config(
+        {
+            "algorithm.correction.rejection": "divergence",
+            "algorithm.correction.rejection_options": {"form": "k1", "high": 0.5},
+        }
+    )
+    run = build(config, build_scorer(config.reward, length), additions)
+    groups = run.rollouts.take(4, step=1).groups
+    batch = to_batch(groups, pad_token_id=run.pad_token_id)
+    apart = torch.zeros(batch["responses"].shape)
+    apart[3] = 1.0  # u - o of one row
+    batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"] - apart)
+    metrics = Metrics()
+    batch = add_advantages(run, run.shaper.rewards(batch, metrics), metrics)
+    left = run.settlement.reject(batch, metrics)
+    run.close()
+    assert not left["response_mask"][3].any()
+    others = torch.arange(len(left)) != 3
+    assert torch.equal(left["response_mask"][others], batch["response_mask"][others])
+    assert torch.equal(left["advantages"], batch["advantages"])  # the group still knows of it
+    sampled = int(batch["response_mask"].sum())
+    shown = metrics.reduce()
+    assert shown["correction/rejected"] == pytest.approx(int(batch["response_mask"][3].sum()) / sampled)
+    assert shown["correction/abs_max"] == pytest.approx(1.0)
+
+
+def test_weights_scale_the_loss(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    """A weight that is 2 everywhere doubles the gradient."""
+    (tmp_path / "double.py").write_text(
+        "import torch\ndef double(old_log_probs, *, by=2.0):\n    return torch.full_like(old_log_probs, by)\n"
+    )
+    double = {"algorithm.correction.weight": f"{tmp_path}/double.py:double"}
+    once, twice = (
+        train(
+            train_config({**extra, "trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / str(len(extra)))}),
+            reward=length,
+            data=additions,
+        ).history[-1]
+        for extra in ({}, double)
+    )
+    assert twice["correction/weight"] == 2.0
+    assert twice["actor/grad_norm"] == pytest.approx(2 * once["actor/grad_norm"], rel=1e-4)
+    assert twice["actor/pg_loss"] == pytest.approx(2 * once["actor/pg_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"}, "would do it twice"),
+        (
+            {"algorithm.correction.old_log_probs": "rollout", "algorithm.correction.weight": "importance"},
+            "takes the sampler's word for both",
+        ),
+        ({"algorithm.correction.weight": "importanc"}, "did you mean 'importance'"),
+        (
+            {"algorithm.correction.rejection_options": {"hig": 1}, "algorithm.correction.rejection": "divergence"},
+            "'high'",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    overrides: dict[str, Any], message: str, train_config: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_config(overrides)
+
+
+@pytest.mark.parametrize("mode", ["drop", "zero"])
+def test_answers_that_were_cut_off(mode: str, train_config: MakeConfig, additions: Rows) -> None:
+    config = train_config({"algorithm.truncated": mode, "data.max_response_length": 3})
+    run = build(config, build_scorer(config.reward, length), additions)
+    batch = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
+    cut = batch["truncated"]
+    assert cut.any() and not cut.all()
+    metrics = Metrics()
+    whole = add_advantages(run, batch.with_columns(token_level_rewards=batch["token_level_scores"]), metrics)
+    shaped = run.shaper.advantages(add_advantages(run, run.shaper.rewards(batch, metrics), metrics), metrics)
+    run.close()
+    assert not shaped["response_mask"][cut].any()
+    assert torch.equal(shaped["response_mask"][~cut], batch["response_mask"][~cut])
+    same = torch.equal(shaped["advantages"][~cut], whole["advantages"][~cut])
+    assert same == (mode == "zero")  # dropped ones are of no group, zeroed ones were

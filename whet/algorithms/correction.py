@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampler and trainer compute other probabilities of the same tokens: what each token counts for, or whether at all.
+
+u is `rollout_log_probs` (the sampler's kernels, and the weights that it had), o `old_log_probs` (the trainer's, before
+the update), x = o - u. Weights multiply a token's loss; a rejection takes tokens out of the mask, and so out of every
+count. None of them carries a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algorithms.statistics import masked_mean, pick, row_sums
+from whet.registry import register_rejection, register_weight
+
+LARGEST = 20.0  # of a log-weight: exp of it is far beyond any bound
+
+
+@register_weight("importance")
+def importance(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str = "token",
+    cap: float = 2.0,
+    normalise: bool = False,
+) -> Tensor:
+    """min(w, cap), w = exp(x) of each token, or exp(sum_t x) of its sequence.   -> [B, R]
+
+    With `normalise` divided by the mean over the sampled tokens of the mini-batch, so that a step keeps its size.
+    Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
+    """
+    weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(max=cap)
+    return weight / masked_mean(weight, response_mask).clamp(min=1e-8) if normalise else weight
+
+
+@register_weight("icepop")
+def icepop(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str = "token",
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Tensor:
+    """w where low <= w <= high, else 0: tokens on which the two disagree teach nothing.   -> [B, R]
+
+    Ling team 2025, https://arxiv.org/abs/2510.18855.
+    """
+    weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level)
+    return weight * ((weight >= low) & (weight <= high))
+
+
+@register_weight("top_entropy")
+def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: float = 0.2) -> Tensor:
+    """1 on the `share` of the mini-batch's tokens with the most entropy, 0 on the others.   -> [B, R]
+
+    Wang et al. 2025, https://arxiv.org/abs/2506.01939.
+    """
+    sampled = response_mask != 0
+    values = entropy[sampled]
+    if not values.numel():
+        return torch.zeros_like(entropy)
+    return ((entropy >= torch.quantile(values, 1.0 - share)) & sampled).to(entropy.dtype)
+
+
+@register_weight("off_policy_sequence")
+def off_policy_sequence(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    threshold: float = 2.0,
+) -> Tensor:
+    """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
+
+    What a policy would not say any more needs no unlearning. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    """
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    moved = row_sums(rollout_log_probs - old_log_probs, response_mask) / lengths
+    return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
+
+
+@register_weight("pf_ppo")
+def pf_ppo(token_level_scores: Tensor, response_mask: Tensor, *, form: str = "pow", power: float = 2.0) -> Tensor:
+    """Rows weighed by their score: "pow" abs(s)^power; "max_min" the best and the worst of all alone; "max_random" the
+    best whole, others 0.4. Their mean over the mini-batch's rows is 1.   -> [B, R]
+
+    The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+    """
+    scores, member = row_sums(token_level_scores, response_mask), (response_mask != 0).any(-1)
+    if not bool(member.any()):
+        return torch.zeros_like(token_level_scores)
+    best, worst = scores[member].max(), scores[member].min()
+    weight = {
+        "pow": scores.abs() ** power,
+        "max_min": ((scores == best) | (scores == worst)).to(scores.dtype),
+        "max_random": pick(scores == best, 1.0, 0.4, scores),
+    }[form]
+    mean = weight[member].mean()
+    return (weight / mean.clamp(min=1e-8))[:, None].expand_as(token_level_scores)
+
+
+@register_rejection("divergence")
+def divergence(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    form: str = "k3",
+    level: str = "token",
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
+
+    k estimates KL(u || o). `level` (token, sequence_mean, sequence_sum, sequence_max) says what of a row decides.
+    """
+    x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
+    k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]
+    values = _of_row(k, response_mask, level)
+    above = values >= low if low is not None else torch.ones_like(values, dtype=torch.bool)
+    return above & (values <= high) if high is not None else above
+
+
+def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """How far sampler and trainer are apart: mean and largest abs(x), KL(u || o) by k3, effective sample size of exp(x)
+    as a share of the tokens, and both perplexities. Scalars."""
+    sampled = response_mask != 0
+    x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
+    weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
+    count = sampled.sum().clamp(min=1)
+    return {
+        "abs_mean": masked_mean(x.abs(), response_mask),
+        "abs_max": x.abs().max() if x.numel() else x.sum(),
+        "kl": masked_mean(x.clamp(-LARGEST, LARGEST).expm1() - x, response_mask),
+        "effective_sample_size": weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-8),
+        "rollout_perplexity": (-masked_mean(rollout_log_probs, response_mask)).exp(),
+        "trainer_perplexity": (-masked_mean(old_log_probs, response_mask)).exp(),
+    }
+
+
+def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    x = old_log_probs - rollout_log_probs
+    if level == "sequence":
+        x = row_sums(x, response_mask)[:, None].expand_as(x)
+    return x.clamp(-LARGEST, LARGEST).exp()
+
+
+def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """Each token's own number, or its row's mean, sum or maximum.   [B, R] -> [B, R] or [B, 1]"""
+    if level == "token":
+        return k
+    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    total = row_sums(k, response_mask)
+    by_row = {
+        "sequence_mean": total / lengths,
+        "sequence_sum": total,
+        "sequence_max": k.masked_fill(response_mask == 0, -torch.inf).amax(-1),
+    }
+    return by_row[level][:, None].expand_as(k)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses that hold on to entropy: few tokens, on which log-probability and advantage vary together, cost most.
+
+cov = (A - mean A)(o - mean o) over the sampled tokens of the mini-batch. Which tokens are chosen depends on all of
+them, so it is settled before the update, from the old policy: a loss sees no other row.
+Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algorithms.policy_losses import ppo_clip
+from whet.algorithms.statistics import masked_mean
+from whet.registry import register_policy_loss
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+@register_policy_loss("clip_cov", before={"chosen": "choose_within"})
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    chosen: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    share: float = 2e-4,
+    lower: float = 1.0,
+    upper: float = 5.0,
+) -> Loss:
+    """PPO's clipped loss, without gradient on the `chosen` tokens, those with lower < cov < upper.   -> [B, R]
+
+    At least one token, and up to the `share` of all, drawn at random from those within.
+    """
+    loss, diagnostics = ppo_clip(
+        log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
+    )
+    held = chosen != 0
+    return torch.where(held, loss.detach(), loss), {**diagnostics, "clip_cov_share": held.to(loss.dtype)}
+
+
+@register_policy_loss("kl_cov", unbiased=True, before={"chosen": "choose_largest"})
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    chosen: Tensor,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Loss:
+    """-A rho, and on the `chosen` tokens, the `share` of all with the largest cov, coef abs(l - o) more.   -> [B, R]"""
+    log_ratio = log_probs - old_log_probs
+    held = (chosen != 0).to(log_ratio.dtype)
+    loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp() + coef * held * log_ratio.abs()
+    return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": held}
+
+
+def choose_within(
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    draws: Tensor,
+    *,
+    share: float,
+    lower: float,
+    upper: float,
+) -> Tensor:
+    """`chosen` of `clip_cov` [B, R] bool. `draws` [B, R] are uniform in [0, 1): the smallest are taken."""
+    covariance = covariances(advantages, old_log_probs, response_mask)
+    within = (covariance > lower) & (covariance < upper) & (response_mask != 0)
+    return _first(draws.masked_fill(~within, torch.inf), _count(share, response_mask)) & within
+
+
+def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: float) -> Tensor:
+    """`chosen` of `kl_cov` [B, R] bool."""
+    covariance = covariances(advantages, old_log_probs, response_mask).masked_fill(response_mask == 0, -torch.inf)
+    return _first(-covariance, _count(share, response_mask)) & (response_mask != 0)
+
+
+def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """(A - mean A)(o - mean o), means over sampled tokens.   [B, R] -> [B, R]"""
+    centred = [column - masked_mean(column, response_mask) for column in (advantages, old_log_probs)]
+    return centred[0] * centred[1]
+
+
+def _count(share: float, response_mask: Tensor) -> int:
+    return max(1, int(share * int((response_mask != 0).sum())))
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    """[B, R] bool: the `count` smallest."""
+    order = values.flatten().argsort()
+    first = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    first[order[:count]] = True
+    return first.view(values.shape)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPO: a hint says which tokens of an answer mattered. GRPO's advantage, and on it what a wrapper adds to each token.
+
+g is `teacher_log_probs`, what the policy gives the same answer once the prompt holds a hint; o `old_log_probs`, without
+it. k = g - o is high where the hint makes a token likelier. Each wrapper is one formula in the terms of `Terms`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, where
+
+from whet.algorithms.advantages import grpo
+from whet.algorithms.statistics import Groups, pick, row_sums
+from whet.registry import WRAPPERS, register_adv_est, register_wrapper
+
+LARGEST = 10.0  # of MI in the clamped forms, and of k by token
+
+
+@register_adv_est("cpo")
+def cpo(
+    token_level_rewards: Tensor,
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    entropy: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    *,
+    wrap_method: str = "naive",
+    cpo_lambda: float = 2.0,
+    pos_alpha: float = 0.1,
+    neg_alpha: float = 0.1,
+    loss_position: str = "all",
+    gate: bool = False,
+    correct_threshold: float = 1.0,
+    std_norm: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A = GRPO's + what `wrap_method` adds, at the tokens that `loss_position` names.   -> [B, R]
+
+    A row is right where its score is at least `correct_threshold`. With `gate` nothing is added to a group whose hint
+    was of no use: where fewer than half of its rows moved the way of the hint, right ones up and wrong ones down.
+    """
+    base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
+    groups = Groups(uid, response_mask)
+    right = row_sums(token_level_scores, response_mask) >= correct_threshold
+    terms = Terms(
+        base, old_log_probs, teacher_log_probs, entropy, response_mask, right, groups, cpo_lambda, pos_alpha, neg_alpha
+    )
+    wrapper = WRAPPERS[wrap_method]
+    added: Tensor = wrapper.load()(terms)
+    moved = where(terms.right, terms.mean_k, -terms.mean_k)[:, 0]
+    helped = groups.mean((moved > 0).to(base.dtype))
+    used = (helped >= 0.5)[:, None] if gate else torch.ones_like(right)[:, None]
+    added = added.masked_fill(~(terms.sampled & used & positions(loss_position, entropy, response_mask)), 0.0)
+    wrapped = base + added
+    if wrapper.marks.get("keeps_sign"):
+        wrapped = where(added != 0, where(right[:, None], wrapped.clamp(min=0.0), wrapped.clamp(max=0.0)), wrapped)
+    return wrapped, {
+        "cpo/k": _mean(terms.k, terms.sampled),
+        "cpo/added": _mean(wrapped - base, terms.sampled),
+        "cpo/changed": _mean((wrapped != base).to(base.dtype), terms.sampled),
+        "cpo/hint_helped": _mean(helped, groups.member),
+    }
+
+
+def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, R] bool: "all" tokens; those above the row's 80 % quantile of "entropy"; the "first" fifth of the row."""
+    sampled = response_mask != 0
+    if which == "entropy":
+        return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
+    if which == "first":
+        return sampled & (sampled.cumsum(-1) <= (0.2 * sampled.sum(-1, keepdim=True)).ceil())
+    if which == "all":
+        return sampled
+    raise ValueError(f"loss_position={which!r}; expected all, entropy or first")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the formulas are written in, all [B, R] or [B, 1]; `advantages` are those of GRPO."""
+
+    advantages: Tensor
+    o: Tensor
+    g: Tensor
+    entropy: Tensor
+    response_mask: Tensor
+    is_right: Tensor  # [B]
+    groups: Groups
+    bound: float
+    pos: float
+    neg: float
+
+    @cached_property
+    def sampled(self) -> Tensor:
+        """The tokens that the policy chose."""
+        return self.response_mask != 0
+
+    @cached_property
+    def right(self) -> Tensor:
+        """[B, 1]: the answer is right."""
+        return self.is_right[:, None]
+
+    @cached_property
+    def difficulty(self) -> Tensor:
+        """[B, 1]: -1 where all of the group are wrong, 1 where all are right, else 0."""
+        share = self.groups.mean(self.is_right.to(self.o.dtype))[:, None]
+        return (share == 1).int() - (share == 0).int()
+
+    @cached_property
+    def hard(self) -> Tensor:
+        """[B, 1]: nobody of the group is right."""
+        return self.difficulty == -1
+
+    @cached_property
+    def k(self) -> Tensor:
+        """g - o: what the hint says for a token, 0 where nothing was sampled."""
+        return (self.g - self.o).masked_fill(~self.sampled, 0.0)
+
+    @cached_property
+    def mi(self) -> Tensor:
+        """exp(g) k: a token's part in the information between hint and answer."""
+        return self.g.exp() * self.k
+
+    @cached_property
+    def u(self) -> Tensor:
+        """The entropy from the row's least (0) to its most (1); 0 where it is the same everywhere."""
+        least = self.entropy.masked_fill(~self.sampled, torch.inf).amin(-1, keepdim=True)
+        span = self.most_entropy - least
+        return where(span > 0, (self.entropy - least) / span.masked_fill(span <= 0, 1.0), 0.0)
+
+    @cached_property
+    def most_entropy(self) -> Tensor:
+        """[B, 1]: the most entropy among the row's tokens."""
+        return self.entropy.masked_fill(~self.sampled, -torch.inf).amax(-1, keepdim=True)
+
+    @cached_property
+    def mean_entropy(self) -> Tensor:
+        """[B, 1]."""
+        return self._row_mean(self.entropy)
+
+    @cached_property
+    def mean_k(self) -> Tensor:
+        """[B, 1]."""
+        return self._row_mean(self.k)
+
+    @cached_property
+    def half(self) -> Tensor:
+        """abs(A) / 2."""
+        return self.advantages.abs() / 2
+
+    def _row_mean(self, x: Tensor) -> Tensor:
+        lengths = self.sampled.sum(-1).clamp(min=1)
+        return (row_sums(x, self.response_mask) / lengths)[:, None]
+
+
+def _mean(x: Tensor, where_: Tensor) -> Tensor:
+    return x.masked_fill(~where_, 0.0).sum() / where_.sum().clamp(min=1)
+
+
+# ---- the wrappers: what is added to A
+
+
+@register_wrapper("naive", keeps_sign=True)
+def naive(t: Terms) -> Tensor:
+    """exp k >= lambda, exp g > .1, right: + a+ H;  exp k <= 1 / lambda, exp o > .1, wrong: - a- (Hmax - H)."""
+    return _lifted(t).masked_fill(~t.right, 0.0) - _lowered(t).masked_fill(t.right, 0.0)
+
+
+@register_wrapper("noaccmask", keeps_sign=True)
+def noaccmask(t: Terms) -> Tensor:
+    """naive, without looking at right or wrong."""
+    return _lifted(t) - _lowered(t)
+
+
+@register_wrapper("mi", keeps_sign=True)
+def mi(t: Terms) -> Tensor:
+    """MI >= 0: + a+ MI U;  MI < 0: + a- MI (1 - U)."""
+    return where(t.mi >= 0, t.pos * t.mi * t.u, t.neg * t.mi * (1 - t.u))
+
+
+@register_wrapper("mi_accmask", keeps_sign=True)
+def mi_accmask(t: Terms) -> Tensor:
+    """MI >= 0 and right: + a+ MI (1 + U);  MI < 0 and wrong: + a- MI (2 - U)."""
+    up, down = t.pos * t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)
+    return where((t.mi >= 0) & t.right, up, 0.0) + where((t.mi < 0) & ~t.right, down, 0.0)
+
+
+@register_wrapper("mi_unify", keeps_sign=True)
+def mi_unify(t: Terms) -> Tensor:
+    """right: + a+ MI (1 - U);  wrong: + a- MI (1 - U)."""
+    return pick(t.right, t.pos, t.neg, t.k) * t.mi * (1 - t.u)
+
+
+@register_wrapper("mi_clamp_unify")
+def mi_clamp_unify(t: Terms) -> Tensor:
+    """mi_unify with MI <= 10."""
+    return pick(t.right, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
+
+
+@register_wrapper("mi_clamp_unify_difficulty")
+def mi_clamp_unify_difficulty(t: Terms) -> Tensor:
+    """All of the group right or all wrong: + a+ MI (1 - U);  mixed: + a- MI (1 - U);  MI <= 10."""
+    return pick(t.difficulty != 0, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
+
+
+@register_wrapper("mi2")
+def mi2(t: Terms) -> Tensor:
+    """right: + a+ U;  wrong: + a- MI."""
+    return where(t.right, t.pos * t.u, t.neg * t.mi)
+
+
+@register_wrapper("mi3")
+def mi3(t: Terms) -> Tensor:
+    """right: + a+ U;  wrong: MI >= 0: + a- MI U, MI < 0: + a- MI (1 - U)."""
+    return where(t.right, t.pos * t.u, _mi3_wrong(t))
+
+
+@register_wrapper("negonly_mi3")
+def negonly_mi3(t: Terms) -> Tensor:
+    """mi3, its part for wrong answers only where the whole group is wrong."""
+    return where(t.right, t.pos * t.u, where(t.hard, _mi3_wrong(t), 0.0))
+
+
+@register_wrapper("reverse_mi3")
+def reverse_mi3(t: Terms) -> Tensor:
+    """mi3, its part for wrong answers taken away and not added."""
+    return where(t.right, t.pos * t.u, -_mi3_wrong(t))
+
+
+@register_wrapper("addition_mi3")
+def addition_mi3(t: Terms) -> Tensor:
+    """mi3, its part for wrong answers only where MI >= 0."""
+    return where(t.right, t.pos * t.u, where(t.mi >= 0, t.neg * t.mi * t.u, 0.0))
+
+
+@register_wrapper("negonly_mi")
+def negonly_mi(t: Terms) -> Tensor:
+    """right: + a+ U;  wrong, and so the whole group: + a- MI."""
+    return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.mi, 0.0))
+
+
+@register_wrapper("seq_kl")
+def seq_kl(t: Terms) -> Tensor:
+    """right: + a+ Hbar;  wrong: + a- Kbar where the whole group is, else + min(a- Kbar, abs(A) / 2)."""
+    pull = t.neg * t.mean_k
+    return where(t.right, t.pos * t.mean_entropy, where(t.hard, pull, torch.minimum(pull, t.half)))
+
+
+@register_wrapper("negonly_seq_kl")
+def negonly_seq_kl(t: Terms) -> Tensor:
+    """right: + a+ Kbar;  wrong, and so the whole group: + a- Kbar."""
+    return where(t.right, t.pos * t.mean_k, where(t.hard, t.neg * t.mean_k, 0.0)).expand_as(t.k)
+
+
+@register_wrapper("tok_kl")
+def tok_kl(t: Terms) -> Tensor:
+    """right: + a+ U;  wrong: + a- k where the whole group is, else + min(a- k, abs(A) / 2);  k within 10."""
+    pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
+    return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
+
+
+@register_wrapper("negonly_tok_kl")
+def negonly_tok_kl(t: Terms) -> Tensor:
+    """right: + a+ U;  wrong, and so the whole group: + a- k;  k within 10."""
+    return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.k.clamp(-LARGEST, LARGEST), 0.0))
+
+
+def _lifted(t: Terms) -> Tensor:
+    return where((t.k.exp() >= t.bound) & (t.g.exp() > 0.1), t.pos * t.entropy, 0.0)
+
+
+def _lowered(t: Terms) -> Tensor:
+    return where((t.k.exp() <= 1 / t.bound) & (t.o.exp() > 0.1), t.neg * (t.most_entropy - t.entropy), 0.0)
+
+
+def _mi3_wrong(t: Terms) -> Tensor:
+    return t.neg * t.mi * where(t.mi >= 0, t.u, 1 - t.u)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses for samples that the policy would not draw like this any more: what each weight is of such a token.
+
+Each returns the loss of every token [B, R], and per-token diagnostics. l is `log_probs`, o is `old_log_probs`,
+rho = exp(clamp(l - o, -20, 20)), A is `advantages`, sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.algorithms.policy_losses import ppo_clip
+from whet.algorithms.statistics import pick, row_sums
+from whet.registry import register_policy_loss
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+@register_policy_loss("tis", unbiased=True)
+def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
+    """-sg(clamp(rho, 0, 1)) A l: what has become unlikely counts less, nothing counts more.   -> [B, R]
+
+    ROLL's truncated importance sampling.
+    """
+    weight = _ratio(log_probs, old_log_probs).detach().clamp(max=1.0)
+    return -weight * advantages * log_probs, {"pg_clipfrac": (weight == 1.0).to(weight.dtype)}
+
+
+@register_policy_loss("decoupled_ppo", unbiased=True, corrects="trainer against sampler")
+def decoupled_ppo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    cap: float = 2.0,
+) -> Loss:
+    """PPO's clipped loss around o, each token weighed by min(exp(o - u), cap), u what the sampler said.   -> [B, R]
+
+    What the step may not leave is the trainer's policy before the update; what the samples are of is another one.
+    Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298.
+    """
+    loss, diagnostics = ppo_clip(
+        log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
+    )
+    weight = _ratio(old_log_probs, rollout_log_probs).clamp(max=cap)
+    return weight * loss, {**diagnostics, "behaviour_weight": weight}
+
+
+@register_policy_loss("topr", unbiased=True)
+def topr(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    accuracy: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str = "trajectory",
+    right_weight: float = 1.0,
+    wrong_weight: float = 1.0,
+) -> Loss:
+    """Right rows -A l, wrong ones -sg(clamp(ratio, 0, 1)) A l: imitate without weights, unlearn with tapered ones.
+
+    The ratio is that of the whole trajectory (the paper), or with level="token" of each token (ROLL).   -> [B, R]
+    Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.
+    """
+    ratio = _ratio(log_probs, old_log_probs).detach()
+    if level == "trajectory":
+        ratio = row_sums(log_probs - old_log_probs, response_mask).detach().clamp(-20.0, 20.0).exp()[:, None]
+    right = (accuracy >= 1.0)[:, None]
+    weight = torch.where(right, ratio.new_tensor(right_weight), wrong_weight * ratio.clamp(max=1.0))
+    return -weight * advantages * log_probs, {}
+
+
+@register_policy_loss("dppo_tv", unbiased=True)
+def dppo_tv(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    cap: float = 20.0,
+) -> Loss:
+    """-A sg(min(rho, c)) l where the move of a token's probability p is within bounds, else 0.   -> [B, R]
+
+    A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. A ratio says little of a rare token: from 1e-5 to 1e-4
+    is a factor of ten and no distance. Give o as the sampler's log-probs (`algorithm.old_log_probs=rollout`) for the
+    paper's form. https://arxiv.org/abs/2602.04879.
+    """
+    moved = (log_probs.exp() - old_log_probs.exp()).detach()
+    allowed = torch.where(advantages > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)
+    return _allowed(log_probs, old_log_probs, advantages, allowed, cap)
+
+
+@register_policy_loss("dppo_kl", unbiased=True)
+def dppo_kl(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: float = 0.05, cap: float = 20.0
+) -> Loss:
+    """As `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.   -> [B, R]
+
+    https://arxiv.org/abs/2602.04879.
+    """
+    p, p_old = log_probs.detach().exp(), old_log_probs.exp()
+    rest, rest_old = (1 - p).clamp(min=1e-6), (1 - p_old).clamp(min=1e-6)
+    divergence = p_old * (old_log_probs - log_probs.detach()) + rest_old * (rest_old.log() - rest.log())
+    against = torch.where(advantages > 0, p <= p_old, p >= p_old)
+    return _allowed(log_probs, old_log_probs, advantages, against | (divergence <= threshold), cap)
+
+
+@register_policy_loss("dro", unbiased=True, aliases=("kimi15",))
+def dro(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    beta: float = 1.0,
+    level: str = "token",
+) -> Loss:
+    """-(A l - beta/2 (l - o)^2): a quadratic tie to the old policy and no ratio.   -> [B, R]
+
+    With level="sequence" the tie is beta/2 (sum_t(l - o))^2, spread evenly over the row's tokens.
+    Richemond et al. 2024, https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599.
+    """
+    log_ratio = log_probs - old_log_probs
+    tie = log_ratio.square()
+    if level == "sequence":
+        lengths = (response_mask != 0).sum(-1).clamp(min=1)
+        tie = (row_sums(log_ratio, response_mask).square() / lengths)[:, None].expand_as(log_ratio)
+    return -(advantages * log_probs - 0.5 * beta * tie), {"ppo_kl": -log_ratio.detach()}
+
+
+@register_policy_loss("vespo", aggregation="token-mean")
+def vespo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Loss:
+    """-sg(phi(w)) A l, phi(w) = e^lambda w^k e^(-lambda w), w the ratio of the sequence, k and lambda by A's sign.
+
+    A weight without a clip: 1 on-policy, falling smoothly to 0 on both sides.   -> [B, R]
+    https://arxiv.org/abs/2602.10693.
+    """
+    lowest, highest = -18.420680743952367, 20.0  # log(1e-8): where the authors' code clamps
+    token = (log_probs - old_log_probs).detach().clamp(-20.0, 20.0)
+    log_w = row_sums(token, response_mask).clamp(lowest, highest)[:, None]
+    k, rate = (pick(advantages >= 0, pos, neg, log_w) for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    return -phi * advantages * log_probs, {"vespo_phi": phi}
+
+
+def _ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    return (log_probs - old_log_probs).clamp(-20.0, 20.0).exp()
+
+
+def _allowed(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, allowed: Tensor, cap: float) -> Loss:
+    """-A sg(min(rho, cap)) l where `allowed`, else 0."""
+    weight = _ratio(log_probs, old_log_probs).detach().clamp(max=cap) * allowed
+    return -advantages * weight * log_probs, {"pg_clipfrac": (~allowed).to(weight.dtype)}

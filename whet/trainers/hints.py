@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`teacher_log_probs`: what a teacher gives the policy's own answers. The teacher is another model, or the policy
+itself with a hint in its prompt; answers keep their token ids.
+
+A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import replace
+from typing import Any
+
+import jinja2
+import torch
+
+from whet.data.prompts import PromptFormat
+from whet.errors import ConfigError
+from whet.protocol import DataProto
+from whet.registry import Registry, load_target
+from whet.trainers.columns import Sources, register_provider
+from whet.types import Group, Message, Prompt, Trajectory
+
+HINTS = Registry("hint source", "trainers", "register_hint")
+register_hint = HINTS.register
+Hints = list[list[str | None]]  # by group and answer
+
+log = logging.getLogger(__name__)
+
+
+@register_provider("teacher_log_probs", roles=("actor",), phase="log_probs")
+def teacher_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+    """log pi of the teacher of each row's data source, or of the policy, for the same answer to the hinted prompt.
+
+    Raises: ConfigError for a row that has no teacher.
+    """
+    settings = sources.config.teacher
+    asked = batch if settings.hint is None else with_hints(batch, sources)
+    if not settings.model_paths:
+        return sources.forward("actor", asked, "log_probs")
+    routed = [source if source in settings.model_paths else "*" for source in batch["data_source"]]
+    if "*" in routed and "*" not in settings.model_paths:
+        raise ConfigError(
+            f"teacher.model_paths has {', '.join(settings.model_paths)} and no teacher for data source "
+            f"{batch['data_source'][routed.index('*')]!r}; add it, or one for all others as '*'"
+        )
+    given = torch.zeros(batch["response_mask"].shape)
+    for name in dict.fromkeys(routed):
+        rows = [row for row, each in enumerate(routed) if each == name]
+        given[rows] = sources.forward(teacher_role(name), asked[rows], "log_probs")
+    return given
+
+
+def teacher_role(data_source: str) -> str:
+    """The role of the teacher of a data source."""
+    return f"teacher:{data_source}"
+
+
+def with_hints(batch: DataProto, sources: Sources) -> DataProto:
+    """The batch with its rows' prompts hinted; a row whose prompt was rewritten on the way keeps it."""
+    trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
+    hints = [hint for group in hints_of(sources.groups, sources) for hint in group]
+    prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
+    owners = batch["trajectory_uid"].tolist()
+    hintable = [
+        row
+        for row, owner in enumerate(owners)
+        if hints[owner] and tuple(prompts[row]) == trajectories[owner].prompt.token_ids
+    ]
+    encoded = encode_hinted([(trajectories[owners[row]].prompt, str(hints[owners[row]])) for row in hintable], sources)
+    for row, ids in zip(hintable, encoded, strict=True):
+        prompts[row] = ids
+    return with_prompts(batch, prompts, sources.rollouts.tokenizer.pad_token_id)
+
+
+def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
+    """What the configured source says."""
+    settings = sources.config.teacher
+    entry = HINTS[settings.hint or ""]
+    found: Hints = entry.load()(groups, sources, **entry.resolve_options(settings.hint_options, "teacher.hint_options"))
+    return found
+
+
+def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list[list[int]]:
+    """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
+    config, tokenizer = sources.config, sources.rollouts.tokenizer
+    template = jinja2.Template(config.teacher.hint_template, undefined=jinja2.StrictUndefined)
+    texts = PromptFormat(
+        tokenizer,
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    conversations = []
+    for prompt, hint in asked:
+        cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
+        last = prompt.messages[-1]
+        text = template.render(content=last.content, hint=tokenizer.decode(cut))
+        conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
+    return texts.encode(conversations) if conversations else []
+
+
+def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """A row's prompt without its padding."""
+    prompt, mask = row
+    ids: list[int] = prompt[mask[: len(prompt)].bool()].tolist()
+    return ids
+
+
+def with_prompts(batch: DataProto, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> DataProto:
+    """The same answers after other prompts."""
+    width, old = max(len(prompt) for prompt in prompts), batch["prompts"].shape[1]
+    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    attention_mask = torch.cat([mask, batch["attention_mask"][:, old:]], 1)
+    return DataProto.from_dict(
+        {
+            "prompts": ids,
+            "responses": batch["responses"],
+            "input_ids": torch.cat([ids, batch["responses"]], 1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "response_mask": batch["response_mask"],
+        }
+    )
+
+
+@register_hint("reference")
+def reference(groups: Sequence[Group], sources: Sources, *, field: str | None = None) -> Hints:
+    """The data's own solution: `extra_info` under `field`, else under `solution`, else the ground truth."""
+    return [[_solution(group.prompt, field)] * len(group.trajectories) for group in groups]
+
+
+@register_hint("peer")
+def peer(groups: Sequence[Group], sources: Sources) -> Hints:
+    """A right answer of the group, another one than the answer itself; None where there is none."""
+
+    def of(group: Group, answer: Trajectory) -> str | None:
+        return next((text(other) for other in group.trajectories if other is not answer and _is_right(other)), None)
+
+    return [[of(group, answer) for answer in group.trajectories] for group in groups]
+
+
+@register_hint("own")
+def own(
+    groups: Sequence[Group],
+    sources: Sources,
+    *,
+    question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
+    max_tokens: int = 64,
+) -> Hints:
+    """What the policy itself says when it is asked for a hint."""
+    template = jinja2.Template(question, undefined=jinja2.StrictUndefined)
+    asking = []
+    for group in groups:
+        last = group.prompt.messages[-1]
+        messages = (*group.prompt.messages[:-1], replace(last, content=template.render(content=last.content)))
+        asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
+    data = sources.config.data
+    texts = PromptFormat(
+        sources.rollouts.tokenizer,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+    encoded = texts.encode([prompt.messages for prompt in asking])
+    asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
+    params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
+    said = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
+    return [[text(answers[0])] * len(group.trajectories) for group, answers in zip(groups, said, strict=True)]
+
+
+@register_hint("judge")
+def judge(
+    groups: Sequence[Group],
+    sources: Sources,
+    *,
+    complete: str,
+    instruction: str = "Give one short hint that helps to solve this problem. Do not give the answer away.",
+    timeout_seconds: float = 60.0,
+    parallel: int = 8,
+) -> Hints:
+    """What a judge says of each prompt: `complete` names a function of messages that returns text, as
+    `path/file.py:function`. One that raises or is late gives no hint, and is logged."""
+    function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
+
+    def ask(group: Group) -> str:
+        return function([{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)])
+
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        futures = [pool.submit(ask, group) for group in groups]
+        said: list[str | None] = []
+        for future in futures:
+            try:
+                said.append(str(future.result(timeout=timeout_seconds)))
+            except (Exception, TooLate) as error:  # other people's code, over a network
+                log.warning("the judge gave no hint: %s: %s", type(error).__name__, error)
+                said.append(None)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [[hint] * len(group.trajectories) for group, hint in zip(groups, said, strict=True)]
+
+
+def text(answer: Trajectory) -> str | None:
+    """What the model said last."""
+    said = [str(message.content) for message in answer.messages if message.role == "assistant"]
+    return said[-1] if said else None
+
+
+def _solution(prompt: Prompt, field: str | None) -> str | None:
+    if field is not None and field not in prompt.extra_info:
+        raise ConfigError(
+            f"teacher.hint_options.field={field}, which row {prompt.index} does not have; it has "
+            f"{', '.join(prompt.extra_info) or 'no other fields'}"
+        )
+    found = prompt.extra_info.get(field or "solution", prompt.ground_truth)
+    return None if found is None else str(found)
+
+
+def _is_right(answer: Trajectory) -> bool:
+    return answer.failure is None and (answer.accuracy or 0.0) >= 1.0

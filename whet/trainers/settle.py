@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is settled on all rows of a mini-batch before its update: tokens that are not trained on, weights of the others,
+and what a loss wants to know of more rows than it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whet.algorithms.adapters import settle
+from whet.algorithms.correction import gap
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.registry import Entry, call
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A registered function and its options."""
+
+    entry: Entry
+    options: Mapping[str, Any]
+
+    def __call__(self, batch: DataProto) -> torch.Tensor:
+        """What it says of a batch."""
+        result: torch.Tensor = call(self.entry, batch.tensors(), self.options)
+        return result
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """The functions of a config that look at a whole step, or a whole mini-batch."""
+
+    loss: Chosen
+    weight: Chosen | None = None
+    rejection: Chosen | None = None
+
+    def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """Takes out of the mask what is not to be trained on, after advantages were estimated from all of it, and
+        measures how far sampler and trainer are apart."""
+        if "old_log_probs" in batch:
+            apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+            for name, value in apart.items():
+                (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
+        if self.rejection is None:
+            return batch
+        sampled = batch["response_mask"] != 0
+        kept = self.rejection(batch).expand(sampled.shape) & sampled
+        metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
+        return batch.with_columns(response_mask=kept.to(batch["response_mask"].dtype))
+
+    def weigh(self, mini_batch: DataProto, metrics: Metrics) -> DataProto:
+        """A mini-batch with `token_weights`, and with the columns that the loss has settled."""
+        if self.weight is not None:
+            weights, sampled = self.weight(mini_batch), mini_batch["response_mask"] != 0
+            weights = weights.expand(sampled.shape).masked_fill(~sampled, 0.0)
+            metrics.mean("correction/weight", weights.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
+            mini_batch = mini_batch.with_columns(token_weights=weights)
+        if "before" in self.loss.entry.marks:
+            columns = mini_batch.tensors()
+            settled = settle(self.loss.entry, columns, self.loss.options)
+            new = {name: column for name, column in settled.items() if name not in columns}
+            mini_batch = mini_batch.with_columns(**new)
+        return mini_batch

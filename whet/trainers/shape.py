@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to rewards before the estimator and to advantages after it, as the config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward
+from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
+from whet.algorithms.statistics import whiten
+from whet.config.schema import TrainConfig
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+
+
+class Shaper:
+    """Scores to rewards: penalty for length, normalisation, clip, KL term. Its state is in the checkpoint."""
+
+    def __init__(self, config: TrainConfig, kl_controller: FixedKL | AdaptiveKL) -> None:
+        self.config, self.kl_controller = config, kl_controller
+        self.running = RunningScores()
+
+    def rewards(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """`token_level_rewards` from `token_level_scores`; rows of answers that were cut off masked, if so asked."""
+        algorithm, rewards = self.config.algorithm, batch["token_level_scores"]
+        if algorithm.truncated == "drop":
+            batch = without_truncated(batch, metrics)
+        mask = batch["response_mask"]
+        if algorithm.overlong.penalty > 0:
+            rewards = rewards + self._overlong(batch, metrics)
+        shaping = algorithm.shaping
+        if "running" in (shaping.norm_mean, shaping.norm_std):
+            self.running.update(rewards, mask)
+        rewards = normalise(rewards, mask, batch["uid"], self.running, mean=shaping.norm_mean, std=shaping.norm_std)
+        if shaping.reward_clip is not None:
+            rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
+        if algorithm.kl.where == "reward":
+            rewards, distance = apply_kl_to_reward(
+                rewards,
+                batch["old_log_probs"],
+                batch["ref_log_probs"],
+                mask,
+                form=algorithm.kl.form,
+                coef=self.kl_controller.coef,
+            )
+            mean = distance.sum() / mask.sum().clamp(min=1)
+            metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
+            metrics.mean("actor/reward_kl_penalty_coeff", self.kl_controller.coef)
+            self.kl_controller.update(float(mean), int(mask.any(1).sum()))
+        return batch.with_columns(token_level_rewards=rewards)
+
+    def advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """`advantages` whitened and clipped, and rows of answers that were cut off masked, if so asked."""
+        shaping, advantages = self.config.algorithm.shaping, batch["advantages"]
+        if shaping.whiten_advantages:
+            advantages = whiten(advantages, batch["response_mask"])
+        if shaping.advantage_clip is not None:
+            advantages = advantages.clamp(-shaping.advantage_clip, shaping.advantage_clip)
+        batch = batch.with_columns(advantages=advantages)
+        return without_truncated(batch, metrics) if self.config.algorithm.truncated == "zero" else batch
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """What a resumed run needs."""
+        return {"kl_controller": self.kl_controller.state(), "running": self.running.state()}
+
+    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what `state` gave."""
+        self.kl_controller.load_state(state["kl_controller"])
+        self.running.load_state(state["running"])
+
+    def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
+        overlong, mask = self.config.algorithm.overlong, batch["response_mask"]
+        penalty = soft_overlong(
+            batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1),
+            max_response_length=self.config.data.max_response_length,
+            buffer_length=overlong.buffer_length,
+            penalty=overlong.penalty,
+        )
+        counted = mask.any(1)
+        metrics.mean("reward/overlong_penalty", penalty[counted].mean(), int(counted.sum()))
+        return pay_on_last_token(penalty, mask)
+
+
+def without_truncated(batch: DataProto, metrics: Metrics) -> DataProto:
+    """The mask of answers that the length limit cut off is 0: they belong to no group and are not trained on."""
+    cut, mask = batch["truncated"], batch["response_mask"]
+    metrics.mean("reward/truncated", cut.float().mean(), len(cut))
+    return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))
