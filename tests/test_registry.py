@@ -86,7 +86,7 @@ def test_an_alias_is_the_function_with_defaults_of_its_own() -> None:
 
 def test_a_name_that_nobody_has() -> None:
     with pytest.raises(
-        RegistryError, match=r"no advantage estimator is called 'grop'; did you mean 'grpo'\? Known: dr_"
+        RegistryError, match=r"no advantage estimator is called 'grop'; did you mean 'grpo'\? Known: cpo, dr_"
     ):
         ADV_ESTIMATORS["grop"]
     assert "grop" not in ADV_ESTIMATORS

@@ -14,9 +14,12 @@ from whet.registry import (
     register_filter,
     register_kl,
     register_policy_loss,
+    register_rejection,
     register_reward,
     register_shaping,
     register_value_loss,
+    register_weight,
+    register_wrapper,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +34,12 @@ __all__ = [
     "register_filter",
     "register_kl",
     "register_policy_loss",
+    "register_rejection",
     "register_reward",
     "register_shaping",
     "register_value_loss",
+    "register_weight",
+    "register_wrapper",
     "train",
 ]
 
