@@ -4,8 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv-peers/.ready
 
-.PHONY: quickstart test test-all quality style bench
+.PHONY: quickstart test test-all peers quality style bench
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -13,8 +14,10 @@ quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 test: $(READY) ## the CPU suite
 	$(BIN)/pytest
 
-test-all: $(READY) ## with the slow tests
+test-all: $(READY) $(PEERS) ## with the slow tests
 	$(BIN)/pytest -m "slow or not slow"
+
+peers: $(PEERS) ## an environment of its own for verl, whose functions the slow tests compare with
 
 quality: $(READY) ## what a commit must pass
 	$(BIN)/ruff check
@@ -34,4 +37,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# verl alone, and of what it asks for only what importing its functions needs.
+$(PEERS): tests/peers/constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet -c $< torch
+	.venv-peers/bin/pip install --quiet -c $< --no-deps verl
+	.venv-peers/bin/pip install --quiet -c $< codetiming hydra-core numpy omegaconf packaging pandas ray tensordict transformers
 	@touch $@

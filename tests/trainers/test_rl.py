@@ -328,9 +328,10 @@ LOSSES = sorted(entry.name for entry in POLICY_LOSSES if entry.alias_of is None)
 TEACHER = {"teacher.hint": "reference", "teacher.hint_template": "{{ content }}{{ hint }}"}
 
 
-def take_steps(estimator: str, loss: str, train_config: MakeConfig, additions: Rows) -> None:
-    """Two steps, or the reason why these two do not go together."""
+def take_steps(estimator: str, loss: str, train_config: MakeConfig, additions: Rows, run_dir: Path) -> None:
+    """A step, or the reason why these two do not go together."""
     overrides: dict[str, Any] = {"algorithm.adv_estimator": estimator, "algorithm.policy_loss": loss}
+    overrides |= {"trainer.total_steps": 1, "trainer.run_dir": str(run_dir)}
     columns = ADV_ESTIMATORS[estimator].columns
     overrides |= TEACHER if "teacher_log_probs" in columns else {}
     overrides |= {"critic.value_loss": "implicit_reward"} if "process_rewards" in columns else {}
@@ -343,25 +344,29 @@ def take_steps(estimator: str, loss: str, train_config: MakeConfig, additions: R
     def reward(solution_str: str) -> dict[str, float]:
         return {"reward": float(len(solution_str)), "odd": float(len(solution_str) % 2)}
 
-    for record in train(train_config(overrides), reward=reward, data=additions).history:
-        assert 0 < record["actor/grad_norm"] < 1e4
+    [record] = train(train_config(overrides), reward=reward, data=additions).history
+    assert 0 < record["actor/grad_norm"] < 1e4
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_shipped_estimator_takes_steps(estimator: str, train_config: MakeConfig, additions: Rows) -> None:
-    take_steps(estimator, "ppo_clip", train_config, additions)
+def test_every_shipped_estimator_takes_steps(
+    estimator: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    take_steps(estimator, "ppo_clip", train_config, additions, tmp_path)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_shipped_loss_takes_steps(loss: str, train_config: MakeConfig, additions: Rows) -> None:
-    take_steps("rloo", loss, train_config, additions)
+def test_every_shipped_loss_takes_steps(loss: str, train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    take_steps("rloo", loss, train_config, additions, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_pair_takes_steps_or_says_why_not(estimator: str, train_config: MakeConfig, additions: Rows) -> None:
+def test_every_pair_takes_steps_or_says_why_not(
+    estimator: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
     for loss in LOSSES:
-        take_steps(estimator, loss, train_config, additions)
+        take_steps(estimator, loss, train_config, additions, tmp_path / loss)
 
 
 # ---- what goes on around a step

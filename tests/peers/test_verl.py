@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""whet's functions against verl 0.9.1's own, on a thousand random ragged batches.
+
+Where the definitions agree the numbers do, to 1e-6. Where whet's differ on purpose the test shows both.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whet.algorithms.adapters import estimate, policy_loss
+from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.kl import kl_penalty
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, call
+
+Batch = dict[str, Tensor]
+Call = tuple[str, str, Batch, dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "verl_worker.py"
+DEADLINE_SECONDS = 600
+BATCHES = 1000  # for all functions together, each batch is one function's
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of the environment that has verl."""
+    folder = Path(os.environ.get("WHET_PEERS_VENV") or ROOT / ".venv-peers")
+    if not (folder / "bin" / "python").exists():
+        pytest.skip(f"{folder} is not there: `make peers` makes it")
+    return folder / "bin" / "python"
+
+
+def ragged(seed: int, tools: bool = True) -> Batch:
+    """Groups of 2 to 5 answers, interleaved, with text of tools in the middle; float64."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = int(torch.randint(2, 6, (), generator=draw))
+    uid = torch.arange(groups).repeat_interleave(torch.randint(2, 6, (groups,), generator=draw))
+    uid = uid[torch.randperm(len(uid), generator=draw)]
+    rows, width = len(uid), int(torch.randint(2, 12, (), generator=draw))
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=draw)
+    mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=draw) > 0.2 * tools)
+    mask[:, 0] = True
+    mask = mask.long()
+    old = -normal().abs()
+    batch = {
+        "token_level_rewards": normal(),
+        "values": normal(),
+        "old_values": normal(),
+        "returns": normal(),
+        "old_log_probs": old,
+        "log_probs": old + 0.4 * normal(),
+        "ref_log_probs": old + 0.4 * normal(),
+        "advantages": normal(),
+        "sum_pi_squared": torch.rand(rows, width, generator=draw, dtype=torch.float64),
+    }
+    columns = {name: column * mask for name, column in batch.items()}
+    return {
+        **columns,
+        "response_mask": mask,
+        "uid": uid,
+        "reward_baselines": torch.randn(rows, generator=draw).double(),
+    }
+
+
+# (verl's name, whet's name, whet's options, verl's options)
+ESTIMATORS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("gae", "gae", {"gamma": 0.9, "lam": 0.8}, {"gamma": 0.9, "lam": 0.8}),
+    ("grpo", "grpo", {}, {}),
+    ("grpo", "dr_grpo", {}, {"norm_adv_by_std_in_grpo": False}),
+    ("grpo_vectorized", "grpo", {}, {}),
+    ("grpo_passk", "grpo_passk", {}, {"norm_adv_by_std_in_grpo": True}),
+    ("rloo", "rloo", {}, {}),
+    ("rloo_vectorized", "rloo", {}, {}),
+    ("opo", "opo", {}, {}),
+    ("remax", "remax", {}, {}),
+    ("gpg", "gpg", {"count": "nonzero"}, {}),
+    ("reinforce_plus_plus", "reinforce_plus_plus", {"gamma": 0.9}, {"gamma": 0.9}),
+    ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}, {}),
+    ("optimal_token_baseline", "optimal_token_baseline", {}, {}),
+]
+# verl compares positions, whet numbers of sampled tokens: the same where no tool has written.
+WITHOUT_TOOLS = {"optimal_token_baseline"}
+LOSSES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("vanilla", "vanilla", {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}),
+    (
+        "vanilla",
+        "vanilla",
+        {"clip_ratio_high": 0.3},
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0},
+    ),
+    ("gspo", "gspo", {}, {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
+    ("sapo", "sapo", {}, {"tau_pos": 1.0, "tau_neg": 1.05}),
+    ("gpg", "gpg", {}, {}),
+    ("cispo", "cispo", {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}),
+    ("geo_mean", "geo_mean", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+    ("dppo_tv", "dppo_tv", {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 20.0}),
+]
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "token-sum"]
+
+
+def compare(python: Path, folder: Path, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
+    """What verl says to each call."""
+    torch.save(calls, folder / "calls.pt")
+    command = [str(python), str(WORKER), str(folder / "calls.pt"), str(folder / "results.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    yield from zip(calls, torch.load(folder / "results.pt"), strict=True)
+
+
+def test_estimators(python: Path, tmp_path: Path) -> None:
+    seeds = range(BATCHES // len(ESTIMATORS))
+    cases = [(case, ragged(seed, case[0] not in WITHOUT_TOOLS)) for case in ESTIMATORS for seed in seeds]
+    calls: list[Call] = [("estimate", theirs, batch, options) for (theirs, _, _, options), batch in cases]
+    for ((_, name, options, _), batch), (_, theirs) in zip(cases, compare(python, tmp_path, calls), strict=True):
+        ours = estimate(ADV_ESTIMATORS[name], batch, options).advantages
+        torch.testing.assert_close(ours, (theirs * batch["response_mask"]).double(), rtol=1e-6, atol=1e-6, msg=name)
+
+
+def our_loss(name: str, options: dict[str, Any], mode: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs}, options).per_token
+    assert loss is not None
+    mask = batch["response_mask"]
+    total = aggregate(mode, loss, mask, **counts(mask), fixed_length=mask.shape[1])
+    (gradient,) = torch.autograd.grad(total, log_probs)
+    return total.detach(), gradient
+
+
+def test_losses_and_their_gradients(python: Path, tmp_path: Path) -> None:
+    cases = []
+    for theirs, name, options, verls in LOSSES:
+        fixed = POLICY_LOSSES[name].marks.get("aggregation")
+        for seed in range(BATCHES // len(LOSSES)):
+            mode = fixed or AGGREGATIONS[seed % 4]
+            cases.append((theirs, name, options, {**verls, "loss_agg_mode": mode}, ragged(seed)))
+    calls: list[Call] = [("loss", theirs, batch, verls) for theirs, _, _, verls, batch in cases]
+    for (_, name, options, verls, batch), (_, (value, gradient)) in zip(
+        cases, compare(python, tmp_path, calls), strict=True
+    ):
+        total, ours = our_loss(name, options, verls["loss_agg_mode"], batch)
+        torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=f"{name} {verls}")
+        torch.testing.assert_close(ours, gradient, rtol=1e-6, atol=1e-6, msg=f"gradient of {name} {verls}")
+
+
+def test_kl_forms_and_value_loss(python: Path, tmp_path: Path) -> None:
+    batches = [ragged(seed) for seed in range(40)]
+    forms = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs"}
+    calls: list[Call] = [("kl", verls, batch, {}) for verls in forms for batch in batches]
+    options = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean"}
+    calls += [("value", "", batch, options) for batch in batches]
+    for (kind, name, batch, _), theirs in compare(python, tmp_path, calls):
+        mask = batch["response_mask"]
+        if kind == "kl":
+            ours = kl_penalty(forms[name], batch["log_probs"], batch["ref_log_probs"], mask)
+            torch.testing.assert_close(ours * mask, theirs.double() * mask, rtol=1e-6, atol=1e-6, msg=name)
+            continue
+        loss, _ = call(VALUE_LOSSES["clipped"], batch, {})
+        total = aggregate("token-mean", loss, mask, **counts(mask), fixed_length=1)
+        torch.testing.assert_close(total, theirs.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_where_whet_differs_on_purpose(python: Path, tmp_path: Path) -> None:
+    """A group of one: verl gives the raw score as advantage, whet 0, as there is nothing to compare with."""
+    batch = ragged(0)
+    batch = {**batch, "uid": torch.arange(len(batch["uid"]))}
+    [(_, theirs)] = compare(python, tmp_path, [("estimate", "grpo", batch, {})])
+    scores = batch["token_level_rewards"].sum(-1, keepdim=True) * batch["response_mask"]
+    torch.testing.assert_close(theirs, scores, rtol=1e-5, atol=1e-5)
+    assert not estimate(ADV_ESTIMATORS["grpo"], batch, {}).advantages.any()
