@@ -193,8 +193,8 @@ def _run(module: str, source: str) -> None:
     name = f"whet.algorithms.{module}"
     for each in [each for each in sys.modules if each.startswith("whet.algorithms.")]:
         del sys.modules[each]
-    for entry in [each for each in sys.modules if each.startswith("test_")]:
-        del sys.modules[entry]
+    for each in [each for each, found in sys.modules.items() if _is_test(found)]:
+        del sys.modules[each]
     _clear_registries()
     changed = ModuleType(name)
     changed.__file__ = str(ALGORITHMS / f"{module}.py")
@@ -205,6 +205,12 @@ def _run(module: str, source: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *files])
     sys.exit(int(code))
+
+
+def _is_test(module: ModuleType) -> bool:
+    """Whether a module is one of the tests beside this file, which hold what they imported, under whatever name."""
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).parent == HERE and Path(file).name.startswith("test_")
 
 
 def _clear_registries() -> None:
