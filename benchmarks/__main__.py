@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import trl_environment
+from benchmarks import recipes, trl_environment, verl_environment
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -47,18 +47,23 @@ def main(words: Sequence[str] | None = None) -> None:
         measure(results, names, FULL, trl_environment.find_or_make())
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(results), encoding="utf-8")
+    if "recipes" in results:
+        recipes.draw(results, PAGE.parent / "recipes.png")
 
 
 def measure(results: dict[str, Any], names: Sequence[str], scale: Scale, trl_python: Path | None) -> None:
     """Puts the numbers of each benchmark into `results`, and at full size into the file, as soon as they are there."""
     if trl_python is None:
         log.warning("TRL takes no part: .venv-trl is not there (`make bench` makes it), nor is WHET_TRL_VENV set")
+    verl_python = verl_environment.find()
+    if verl_python is None:
+        log.warning("verl takes no part: .venv-peers is not there (`make peers` makes it), nor is WHET_PEERS_VENV set")
     with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:
         scratch = Path(folder)
         workload = make_workload(
             scratch, size=scale.size, num_layers=scale.num_layers, vocab_size=512, prompts=scale.prompts
         )
-        setting = Setting(scale, workload, scratch, trl_python)
+        setting = Setting(scale, workload, scratch, trl_python, verl_python)
         for name in names:
             log.info("%s", BENCHMARKS[name].TITLE)
             origin, others = provenance(), OthersClock()

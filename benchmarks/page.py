@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from benchmarks import cold_start, exactness, grpo_step, machine, packing, quickstart, rollout
+from benchmarks import algorithms, cold_start, exactness, grpo_step, machine, packing, quickstart, recipes, rollout
 from benchmarks.setting import Setting
 
 
@@ -31,6 +31,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "rollout": rollout,
     "grpo_step": grpo_step,
     "quickstart": quickstart,
+    "recipes": recipes,
+    "algorithms": algorithms,
     "packing": packing,
     "exactness": exactness,
     "cold_start": cold_start,

@@ -46,7 +46,7 @@ LEARNING_RATES = (1e-3, 5e-4, 2e-3)
 
 def run(setting: Setting) -> dict[str, Any]:
     """TRL's best choice with the first seed, then both in turn with each seed, from the SFT model of that seed."""
-    folders = {seed: _prepare(setting, seed) for seed in setting.scale.quickstart_seeds}
+    folders = {seed: prepare(setting, seed) for seed in setting.scale.quickstart_seeds}
     trials: dict[Choice, Record] = {}
     if setting.trl_python is not None and setting.scale.is_thorough:
         trials = _trials(setting, *next(iter(folders.items())))
@@ -67,9 +67,11 @@ def run(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _prepare(setting: Setting, seed: int) -> Path:
-    """A folder with what `whet quickstart` writes; at less than full size without any training."""
+def prepare(setting: Setting, seed: int) -> Path:
+    """A folder with what `whet quickstart` writes; at less than full size without any training. Made once."""
     folder = setting.scratch / f"quickstart_{seed}"
+    if folder.exists():
+        return folder
     if setting.scale.is_thorough:
         log.info("whet quickstart, seed %d", seed)
         whet = str(Path(sys.executable).parent / "whet")

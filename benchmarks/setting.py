@@ -27,6 +27,10 @@ class Scale:
     exactness: Answers
     quickstart_seeds: tuple[int, ...]
     quickstart_target: float  # held-out accuracy
+    recipe_seeds: tuple[int, ...]
+    estimator_shape: tuple[int, int]  # rows and positions
+    gae_shape: tuple[int, int]
+    loss_shape: tuple[int, int]
     gemm_size: int
     copy_bytes: int
     cold_starts: int
@@ -54,6 +58,10 @@ FULL = Scale(
     exactness=Answers(prompts=17, n=8, shortest=16, longest=256),
     quickstart_seeds=(0, 1, 2),
     quickstart_target=0.84,
+    recipe_seeds=(0,),
+    estimator_shape=(65_536, 1024),
+    gae_shape=(1024, 8192),
+    loss_shape=(65_536, 1024),
     gemm_size=2048,
     copy_bytes=2**28,
     cold_starts=9,
@@ -70,6 +78,10 @@ QUICK = Scale(
     exactness=Answers(prompts=4, n=2, shortest=2, longest=8),
     quickstart_seeds=(0,),
     quickstart_target=0.0,
+    recipe_seeds=(0,),
+    estimator_shape=(64, 16),
+    gae_shape=(8, 64),
+    loss_shape=(64, 16),
     gemm_size=256,
     copy_bytes=2**22,
     cold_starts=2,
@@ -84,6 +96,7 @@ class Setting:
     workload: Workload
     scratch: Path
     trl_python: Path | None  # absent: TRL takes no part
+    verl_python: Path | None = None  # absent: verl takes no part
 
     def whet(self, module: str, **settings: object) -> Entry:
         """A competitor in this environment."""
@@ -93,6 +106,11 @@ class Setting:
         """A competitor in TRL's environment."""
         assert self.trl_python is not None
         return Entry(self.trl_python, module, {"model": str(self.workload.model), **settings})
+
+    def beside_verl(self, module: str, **settings: object) -> Entry:
+        """A competitor in verl's environment, which whet's functions run in too."""
+        assert self.verl_python is not None
+        return Entry(self.verl_python, module, settings)
 
     def take_turns(self, entries: Mapping[str, Entry]) -> dict[str, Record]:
         """All rounds."""

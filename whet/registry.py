@@ -54,6 +54,7 @@ class Entry:
     marks: Mapping[str, Any] = field(default_factory=dict)  # what was said where it was registered
     alias_of: str | None = None
     accepts_any_option: bool = False
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of the options annotated as Literal
     function: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -81,6 +82,7 @@ class Entry:
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         for name, value in given.items():
             _check_type(value, self.options.get(name), f"{where}.{name}")
+            _check_choice(value, self.choices.get(name), f"{where}.{name}")
         missing = [name for name, value in options.items() if value is REQUIRED]
         if missing:
             raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
@@ -157,11 +159,13 @@ def call(
     options: Mapping[str, Any],
     supplied: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The function's own result on `columns`, whose [B, R] floats are set to 0 where `response_mask` is 0 first,
-    so that what stands in padding can never matter.  An option is what `options` says, else what is `supplied` under
+    """The function's own result on `columns`, whose [B, R] floats are 0 where `response_mask` is 0: what stood there
+    never matters, and a function can count on it.  An option is what `options` says, else what is `supplied` under
     its name, else its default.  Raises: RegistryError naming what is not there."""
+    from whet.masks import zero_outside
+
     supplied = supplied or {}
-    masked_out = (columns["response_mask"] == 0) if "response_mask" in columns else None
+    mask = columns.get("response_mask")
     arguments: list[Any] = []
     for parameter in entry.parameters:
         if parameter in SUPPLIED:
@@ -174,14 +178,15 @@ def call(
                 f"it has {', '.join(columns)}"
             )
         column = columns[name]
-        if masked_out is not None and column.shape == masked_out.shape and column.is_floating_point():
-            column = column.masked_fill(masked_out, 0.0)
+        if mask is not None and column.shape == mask.shape and column.is_floating_point():
+            column = zero_outside(column, mask)
         # verl's estimators use the elements of `index` as dict keys, and the elements of a tensor are never equal keys.
         arguments.append(column.cpu().numpy() if parameter == "index" else column)
     named = {**entry.options, **{name: supplied[name] for name in entry.options if name in supplied}, **options}
     for name, value in named.items():
         if value is REQUIRED:
             _supplied(name, supplied, entry)
+        _check_choice(value, entry.choices.get(name), f"{name} of {entry.kind} {entry.name!r}")
     return entry.load()(*arguments, **named)
 
 
@@ -209,8 +214,14 @@ def entry_of(function: Callable[..., Any], kind: str, name: str, marks: Mapping[
         doc=inspect.getdoc(function) or "",
         marks=dict(marks),
         accepts_any_option=any(p.kind is p.VAR_KEYWORD for p in signature),
+        choices=_choices({p.name: _written(p.annotation) for p in (*keyword_only, *foreign)}),
         function=function,
     )
+
+
+def _written(annotation: Any) -> str:
+    """An annotation as it stands in the source, be it postponed or not."""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def load_target(target: str) -> Any:
@@ -276,6 +287,23 @@ def _check_type(value: Any, default: Any, where: str) -> None:
         )
 
 
+def _check_choice(value: Any, choices: tuple[Any, ...] | None, where: str) -> None:
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{where}={value!r}; expected {' or '.join(map(str, choices))}")
+
+
+def _choices(annotations: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    """The values of those that are written as Literal[...]."""
+    found = {}
+    for name, written in annotations.items():
+        if written.removeprefix("typing.").startswith("Literal["):
+            node = ast.parse(written, mode="eval").body
+            assert isinstance(node, ast.Subscript)
+            values = ast.literal_eval(node.slice)
+            found[name] = values if isinstance(values, tuple) else (values,)
+    return found
+
+
 @cache
 def _read_shipped(kind: str, folder: str, decorator: str) -> Mapping[str, Entry]:
     """Entries of the functions under `folder` that carry `decorator`, read from source."""
@@ -315,6 +343,7 @@ def _entry_from_source(
         doc=ast.get_docstring(node) or "",
         marks=keywords,
         accepts_any_option=arguments.kwarg is not None,
+        choices=_choices({arg.arg: ast.unparse(arg.annotation) for arg in arguments.kwonlyargs if arg.annotation}),
     )
     return entry, aliases
 

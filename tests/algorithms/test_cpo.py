@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whet.algorithms.adapters import estimate
 from whet.algorithms.cpo import positions
+from whet.errors import ConfigError
 from whet.registry import ADV_ESTIMATORS, WRAPPERS
 
 Batch = dict[str, Tensor]
@@ -199,8 +200,8 @@ def test_positions_by_hand() -> None:
     longer = torch.ones(1, 6, dtype=torch.long)  # a fifth of six tokens is one and a bit
     assert positions("first", entropy[:, :6], longer).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert torch.equal(positions("all", entropy, mask), mask.bool())
-    with pytest.raises(ValueError, match="expected all, entropy or first"):
-        positions("last", entropy, mask)
+    with pytest.raises(ConfigError, match="loss_position='last'; expected all or entropy or first"):
+        ADV_ESTIMATORS["cpo"].resolve_options({"loss_position": "last"}, "algorithm.adv_options")
 
 
 def test_the_position_says_where_something_is_added(batch: Batch) -> None:

@@ -62,11 +62,12 @@ def test_running_scores_are_those_of_all_steps() -> None:
         columns = paid_at_the_end([1.0 + 5 * step, 3.0, 8.0, 100.0], [7, 7, 8, 8])
         running.update(columns["token_level_rewards"], columns["response_mask"])
         seen += [1.0 + 5 * step, 3.0, 8.0]
-    assert running.mean == pytest.approx(statistics.fmean(seen))
-    assert running.std == pytest.approx(statistics.stdev(seen))
+    mean, deviation = statistics.fmean(seen), statistics.stdev(seen)
+    assert running.mean(torch.zeros(2)).tolist() == pytest.approx([mean, mean])
+    assert running.std(torch.zeros(2)).tolist() == pytest.approx([deviation, deviation])
     resumed = RunningScores()
     resumed.load_state(running.state())
     shaped = normalise(**columns, running=resumed, mean="running", std="running")
-    assert float(shaped[1, 1]) == pytest.approx((3.0 - running.mean) / (running.std + 1e-6), rel=1e-5)
+    assert float(shaped[1, 1]) == pytest.approx((3.0 - mean) / (deviation + 1e-6), rel=1e-5)
     resumed.update(columns["token_level_rewards"][3:], columns["response_mask"][3:])  # nothing sampled, nothing new
     assert resumed.state() == running.state()

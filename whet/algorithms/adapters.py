@@ -14,6 +14,7 @@ from torch import Tensor
 from whet.algorithms.scan import reward_to_go
 from whet.algorithms.trajectories import TrajectoryLayout
 from whet.errors import RegistryError
+from whet.masks import row_blocks
 from whet.registry import Entry, call, entry_of, load_target
 
 BATCH = frozenset({"batch", "non_tensor_batch"})
@@ -32,7 +33,8 @@ class Estimate:
 class PolicyLoss:
     """What a loss gave: either per token [B, R], or a scalar that it has aggregated itself (verl's form).
 
-    `diagnostics` are per token and meant to be averaged over sampled tokens; `metrics` are scalars already.
+    `diagnostics` are per token, numbers or flags, and meant to be averaged over sampled tokens (what any of them has in
+    padding means nothing); `metrics` are scalars already.
     """
 
     per_token: Tensor | None
@@ -76,7 +78,7 @@ def estimate(
 
     def finish(name: str, value: Any) -> Tensor:
         checked = _column(entry, name, value, shape)
-        return _finite(entry, name, _spread(checked if layout is None else layout.cut(checked), mask))
+        return _spread(entry, name, checked if layout is None else layout.cut(checked), mask)
 
     return Estimate(
         advantages=finish("advantages", advantages),
@@ -124,7 +126,7 @@ def policy_loss(
     metrics = {name: value for name, value in reported.items() if name not in diagnostics}
     per_token = loss.shape == shape
     return PolicyLoss(
-        per_token=loss.masked_fill(columns["response_mask"] == 0, 0.0) if per_token else None,
+        per_token=loss if per_token else None,
         aggregated=None if per_token else loss,
         diagnostics=diagnostics,
         metrics=_scalars(entry, metrics),
@@ -176,13 +178,20 @@ def _column(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
     return value.detach() if value.is_floating_point() else value.detach().float()
 
 
-def _spread(value: Tensor, mask: Tensor) -> Tensor:
-    """[B] or [B, R] -> [B, R], 0 where the mask is 0."""
-    columns = value[:, None].expand(mask.shape) if value.ndim == 1 else value
-    return columns.masked_fill(mask == 0, 0.0)
+def _spread(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
+    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0."""
+    by_token = value[:, None].expand(mask.shape) if value.ndim == 1 else value
+    column = torch.empty(mask.shape, dtype=value.dtype, device=value.device)
+    zero, total = value.new_zeros(()), value.new_zeros(())
+    for rows in row_blocks(column):
+        torch.where(mask[rows] != 0, by_token[rows], zero, out=column[rows])
+        total += column[rows].sum()
+    if not bool(total.isfinite()):  # it always is where all are; where it is not, large numbers may have run over
+        _refuse_infinite(entry, name, column)
+    return column
 
 
-def _finite(entry: Entry, name: str, column: Tensor) -> Tensor:
+def _refuse_infinite(entry: Entry, name: str, column: Tensor) -> None:
     bad = (~column.isfinite()).nonzero()
     if len(bad):
         row, position = bad[0].tolist()
@@ -191,7 +200,6 @@ def _finite(entry: Entry, name: str, column: Tensor) -> Tensor:
             f"the first in row {row}, position {position}; expected finite numbers: "
             f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}"
         )
-    return column
 
 
 def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:

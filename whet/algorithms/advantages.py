@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators. Each returns [B, R]; or [B] where it is constant over a row; or (advantages, returns).
 
-s is the sum of a row's `token_level_rewards` over its sampled tokens; G the rows with its `uid`, n of them; mu_G and
-sd_G mean and sample (n - 1) standard deviation of s over G. A group of one carries no signal: its advantage is 0.
+s is the sum of a row's `token_level_rewards`, which are 0 on what was not sampled; G the rows with its `uid`, n of
+them; mu_G and sd_G mean and sample (n - 1) standard deviation of s over G. A group of one carries no signal: its
+advantage is 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from whet.algorithms.scan import reverse_scan, reward_to_go
-from whet.algorithms.statistics import Groups, row_sums, whiten
+from whet.algorithms.scan import next_sampled, reverse_scan, reward_to_go
+from whet.algorithms.statistics import Groups, whiten
 from whet.registry import register_adv_est
 
 
@@ -26,13 +27,11 @@ def gae(
 
         d_t = r_t + gamma V_next - V_t        L_t = d_t + gamma lam L_next        A = whiten(L)
 
-    `next` is the next sampled token: (V_next, L_next) passes over text that the policy did not sample unchanged, and is
-    (0, 0) after the last sampled token, so that no value is taken from padding.
+    `next` is the next sampled token: (V_next, L_next) passes over text that the policy did not sample, and is (0, 0)
+    after the last sampled token, so that no value is taken from padding.
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
     """
-    upcoming = reverse_scan(values, response_mask, 0.0)  # V of the first sampled token at or after t
-    next_values = pad(upcoming[:, 1:], (0, 1))
-    deltas = token_level_rewards + gamma * next_values - values
+    deltas = token_level_rewards + gamma * next_sampled(values, response_mask) - values
     advantages = reverse_scan(deltas, response_mask, gamma * lam)
     returns = (advantages + values).masked_fill(response_mask == 0, 0.0)
     return whiten(advantages, response_mask), returns
@@ -44,7 +43,7 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std
 
     Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     deviation = groups.deviation(scores)
     return deviation / (groups.std(scores) + 1e-6) if std_norm else deviation
@@ -66,7 +65,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Ten
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     leave_one_out = groups.size / (groups.size - 1).clamp(min=1)
     return groups.deviation(scores) * leave_one_out.to(scores.dtype)
@@ -91,7 +90,7 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Ten
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
-    deviation = Groups(uid, response_mask).deviation(row_sums(token_level_rewards, response_mask))
+    deviation = Groups(uid, response_mask).deviation(token_level_rewards.sum(-1))
     return whiten(deviation[:, None].expand(response_mask.shape), response_mask)
 
 
@@ -111,20 +110,26 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tens
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     """
-    scores, lengths = row_sums(token_level_rewards, response_mask), (response_mask != 0).sum(-1)
+    scores, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
     groups = Groups(uid, response_mask)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
     return (scores - baseline.to(scores.dtype)).masked_fill(groups.size < 2, 0.0)
 
 
 @register_adv_est("gpg")
-def gpg(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, count: str = "informative") -> Tensor:
+def gpg(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    *,
+    count: Literal["informative", "nonzero"] = "informative",
+) -> Tensor:
     """A = alpha (s - mu_G), alpha = B / B': groups that teach nothing do not make the step smaller.   -> [B]
 
     B' are the rows of groups whose scores differ; with count="nonzero" the rows with a score, as verl has it.
     Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     counted = groups.differ(scores) if count == "informative" else (scores != 0) & groups.member
     return groups.deviation(scores) * groups.member.sum() / counted.sum().clamp(min=1)
@@ -136,7 +141,7 @@ def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> T
 
     https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, for which mu_G is no pass rate.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     if bool((scores < 0).any()):
         raise ValueError("max_rl divides by the mean score of a group, and a score is negative: shift rewards to >= 0")
     groups = Groups(uid, response_mask)
@@ -150,7 +155,7 @@ def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
 
     Liu et al. 2025, https://arxiv.org/abs/2508.08221.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     everybody = Groups(torch.zeros_like(uid), response_mask)
     return Groups(uid, response_mask).deviation(scores) / (everybody.std(scores) + 1e-6)
 
@@ -172,7 +177,7 @@ def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, 
     The gradient of E[max of n]: what the best answer adds to pass@n.
     https://arxiv.org/abs/2503.19595.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     best = groups.max(scores)
     is_best = (scores == best) & groups.member
@@ -232,7 +237,7 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
 
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
     """
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     ahead = (scores[:, None] > scores).double() + 0.5 * (scores[:, None] == scores).double()
     rivals = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)

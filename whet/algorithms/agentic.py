@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.scan import reverse_scan
-from whet.algorithms.statistics import Groups, row_sums
+from whet.algorithms.statistics import Groups
 from whet.registry import register_adv_est
 
 
@@ -61,7 +61,7 @@ def gigpo(
     Feng et al. 2025, https://arxiv.org/abs/2505.10978.
     """
     groups = Groups(uid, response_mask)
-    scores = row_sums(token_level_rewards, response_mask)
+    scores = token_level_rewards.sum(-1)
     episode = groups.deviation(scores)
     episode = episode / (groups.std(scores) + 1e-6) if std_norm else episode
 

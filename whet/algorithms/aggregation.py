@@ -19,8 +19,8 @@ Count = Tensor | int | float
 
 def counts(response_mask: Tensor) -> dict[str, Tensor]:
     """`num_tokens` and `num_sequences` of these rows; a row without sampled tokens counts in neither."""
-    sampled = response_mask != 0
-    return {"num_tokens": sampled.sum(), "num_sequences": sampled.any(-1).sum()}
+    lengths = response_mask.sum(-1)
+    return {"num_tokens": lengths.sum(), "num_sequences": (lengths > 0).sum()}
 
 
 def aggregate(
@@ -70,7 +70,7 @@ def seq_mean_token_mean(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
     """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300)."""
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
+    lengths = response_mask.sum(-1).clamp(min=1)
     return _divide((row_sums(values, response_mask) / lengths).sum(), num_sequences)
 
 

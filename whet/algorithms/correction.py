@@ -8,10 +8,12 @@ count. None of them carries a gradient.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import masked_mean, pick, row_sums
+from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums
 from whet.registry import register_rejection, register_weight
 
 LARGEST = 20.0  # of a log-weight: exp of it is far beyond any bound
@@ -23,7 +25,7 @@ def importance(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: str = "token",
+    level: Literal["token", "sequence"] = "token",
     cap: float = 2.0,
     normalise: bool = False,
 ) -> Tensor:
@@ -42,7 +44,7 @@ def icepop(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: str = "token",
+    level: Literal["token", "sequence"] = "token",
     low: float = 0.5,
     high: float = 5.0,
 ) -> Tensor:
@@ -80,19 +82,24 @@ def off_policy_sequence(
 
     What a policy would not say any more needs no unlearning. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
     """
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    moved = row_sums(rollout_log_probs - old_log_probs, response_mask) / lengths
+    moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
 
 
 @register_weight("pf_ppo")
-def pf_ppo(token_level_scores: Tensor, response_mask: Tensor, *, form: str = "pow", power: float = 2.0) -> Tensor:
+def pf_ppo(
+    token_level_scores: Tensor,
+    response_mask: Tensor,
+    *,
+    form: Literal["pow", "max_min", "max_random"] = "pow",
+    power: float = 2.0,
+) -> Tensor:
     """Rows weighed by their score: "pow" abs(s)^power; "max_min" the best and the worst of all alone; "max_random" the
     best whole, others 0.4. Their mean over the mini-batch's rows is 1.   -> [B, R]
 
     The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
     """
-    scores, member = row_sums(token_level_scores, response_mask), (response_mask != 0).any(-1)
+    scores, member = token_level_scores.sum(-1), response_mask.sum(-1) > 0
     if not bool(member.any()):
         return torch.zeros_like(token_level_scores)
     best, worst = scores[member].max(), scores[member].min()
@@ -111,8 +118,8 @@ def divergence(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    form: str = "k3",
-    level: str = "token",
+    form: Literal["k1", "k2", "k3"] = "k3",
+    level: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"] = "token",
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
@@ -147,7 +154,7 @@ def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor)
 def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str) -> Tensor:
     x = old_log_probs - rollout_log_probs
     if level == "sequence":
-        x = row_sums(x, response_mask)[:, None].expand_as(x)
+        x = x.sum(-1, keepdim=True).expand_as(x)
     return x.clamp(-LARGEST, LARGEST).exp()
 
 
@@ -155,11 +162,9 @@ def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
     """Each token's own number, or its row's mean, sum or maximum.   [B, R] -> [B, R] or [B, 1]"""
     if level == "token":
         return k
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    total = row_sums(k, response_mask)
     by_row = {
-        "sequence_mean": total / lengths,
-        "sequence_sum": total,
+        "sequence_mean": row_means(k, response_mask),
+        "sequence_sum": row_sums(k, response_mask),
         "sequence_max": k.masked_fill(response_mask == 0, -torch.inf).amax(-1),
     }
     return by_row[level][:, None].expand_as(k)

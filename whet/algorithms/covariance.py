@@ -39,7 +39,7 @@ def clip_cov(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
     )
     held = chosen != 0
-    return torch.where(held, loss.detach(), loss), {**diagnostics, "clip_cov_share": held.to(loss.dtype)}
+    return torch.where(held, loss.detach(), loss), {**diagnostics, "clip_cov_share": held}
 
 
 @register_policy_loss("kl_cov", unbiased=True, before={"chosen": "choose_largest"})
@@ -54,7 +54,7 @@ def kl_cov(
 ) -> Loss:
     """-A rho, and on the `chosen` tokens, the `share` of all with the largest cov, coef abs(l - o) more.   -> [B, R]"""
     log_ratio = log_probs - old_log_probs
-    held = (chosen != 0).to(log_ratio.dtype)
+    held = chosen != 0
     loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp() + coef * held * log_ratio.abs()
     return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": held}
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, where
 
 from whet.algorithms.advantages import grpo
-from whet.algorithms.statistics import Groups, pick, row_sums
+from whet.algorithms.statistics import Groups, pick, row_means
 from whet.registry import WRAPPERS, register_adv_est, register_wrapper
 
 LARGEST = 10.0  # of MI in the clamped forms, and of k by token
@@ -34,7 +35,7 @@ def cpo(
     cpo_lambda: float = 2.0,
     pos_alpha: float = 0.1,
     neg_alpha: float = 0.1,
-    loss_position: str = "all",
+    loss_position: Literal["all", "entropy", "first"] = "all",
     gate: bool = False,
     correct_threshold: float = 1.0,
     std_norm: bool = True,
@@ -46,7 +47,7 @@ def cpo(
     """
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
     groups = Groups(uid, response_mask)
-    right = row_sums(token_level_scores, response_mask) >= correct_threshold
+    right = token_level_scores.sum(-1) >= correct_threshold
     terms = Terms(
         base, old_log_probs, teacher_log_probs, entropy, response_mask, right, groups, cpo_lambda, pos_alpha, neg_alpha
     )
@@ -74,9 +75,7 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
     if which == "first":
         return sampled & (sampled.cumsum(-1) <= (0.2 * sampled.sum(-1, keepdim=True)).ceil())
-    if which == "all":
-        return sampled
-    raise ValueError(f"loss_position={which!r}; expected all, entropy or first")
+    return sampled
 
 
 @dataclass(frozen=True)
@@ -140,21 +139,17 @@ class Terms:
     @cached_property
     def mean_entropy(self) -> Tensor:
         """[B, 1]."""
-        return self._row_mean(self.entropy)
+        return row_means(self.entropy, self.response_mask)[:, None]
 
     @cached_property
     def mean_k(self) -> Tensor:
         """[B, 1]."""
-        return self._row_mean(self.k)
+        return row_means(self.k, self.response_mask)[:, None]
 
     @cached_property
     def half(self) -> Tensor:
         """abs(A) / 2."""
         return self.advantages.abs() / 2
-
-    def _row_mean(self, x: Tensor) -> Tensor:
-        lengths = self.sampled.sum(-1).clamp(min=1)
-        return (row_sums(x, self.response_mask) / lengths)[:, None]
 
 
 def _mean(x: Tensor, where_: Tensor) -> Tensor:

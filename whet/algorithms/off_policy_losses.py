@@ -7,11 +7,13 @@ rho = exp(clamp(l - o, -20, 20)), A is `advantages`, sg stops the gradient.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from whet.algorithms.policy_losses import ppo_clip
-from whet.algorithms.statistics import pick, row_sums
+from whet.algorithms.statistics import pick
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -24,7 +26,7 @@ def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
     ROLL's truncated importance sampling.
     """
     weight = _ratio(log_probs, old_log_probs).detach().clamp(max=1.0)
-    return -weight * advantages * log_probs, {"pg_clipfrac": (weight == 1.0).to(weight.dtype)}
+    return -weight * advantages * log_probs, {"pg_clipfrac": weight == 1.0}
 
 
 @register_policy_loss("decoupled_ppo", unbiased=True, corrects="trainer against sampler")
@@ -58,7 +60,7 @@ def topr(
     accuracy: Tensor,
     response_mask: Tensor,
     *,
-    level: str = "trajectory",
+    level: Literal["trajectory", "token"] = "trajectory",
     right_weight: float = 1.0,
     wrong_weight: float = 1.0,
 ) -> Loss:
@@ -69,7 +71,7 @@ def topr(
     """
     ratio = _ratio(log_probs, old_log_probs).detach()
     if level == "trajectory":
-        ratio = row_sums(log_probs - old_log_probs, response_mask).detach().clamp(-20.0, 20.0).exp()[:, None]
+        ratio = (log_probs - old_log_probs).sum(-1).detach().clamp(-20.0, 20.0).exp()[:, None]
     right = (accuracy >= 1.0)[:, None]
     weight = torch.where(right, ratio.new_tensor(right_weight), wrong_weight * ratio.clamp(max=1.0))
     return -weight * advantages * log_probs, {}
@@ -119,7 +121,7 @@ def dro(
     response_mask: Tensor,
     *,
     beta: float = 1.0,
-    level: str = "token",
+    level: Literal["token", "sequence"] = "token",
 ) -> Loss:
     """-(A l - beta/2 (l - o)^2): a quadratic tie to the old policy and no ratio.   -> [B, R]
 
@@ -129,8 +131,8 @@ def dro(
     log_ratio = log_probs - old_log_probs
     tie = log_ratio.square()
     if level == "sequence":
-        lengths = (response_mask != 0).sum(-1).clamp(min=1)
-        tie = (row_sums(log_ratio, response_mask).square() / lengths)[:, None].expand_as(log_ratio)
+        lengths = response_mask.sum(-1).clamp(min=1)
+        tie = (log_ratio.sum(-1).square() / lengths)[:, None].expand_as(log_ratio)
     return -(advantages * log_probs - 0.5 * beta * tie), {"ppo_kl": -log_ratio.detach()}
 
 
@@ -153,7 +155,7 @@ def vespo(
     """
     lowest, highest = -18.420680743952367, 20.0  # log(1e-8): where the authors' code clamps
     token = (log_probs - old_log_probs).detach().clamp(-20.0, 20.0)
-    log_w = row_sums(token, response_mask).clamp(lowest, highest)[:, None]
+    log_w = token.sum(-1).clamp(lowest, highest)[:, None]
     k, rate = (pick(advantages >= 0, pos, neg, log_w) for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     return -phi * advantages * log_probs, {"vespo_phi": phi}
@@ -166,4 +168,4 @@ def _ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def _allowed(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, allowed: Tensor, cap: float) -> Loss:
     """-A sg(min(rho, cap)) l where `allowed`, else 0."""
     weight = _ratio(log_probs, old_log_probs).detach().clamp(max=cap) * allowed
-    return -advantages * weight * log_probs, {"pg_clipfrac": (~allowed).to(weight.dtype)}
+    return -advantages * weight * log_probs, {"pg_clipfrac": ~allowed}

@@ -8,10 +8,12 @@ l is `log_probs`, o is `old_log_probs`, A is `advantages`, sg stops the gradient
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import pick, row_sums
+from whet.algorithms.statistics import pick, row_means
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -34,13 +36,11 @@ def ppo_clip(
     low and high apart: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
     log_ratio = _log_ratio(log_probs, old_log_probs)
-    loss, clipped = _clipped_surrogate(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
+    ratio = log_ratio.exp()
+    loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     diagnostics = {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
     if clip_ratio_c is not None:
-        ceiling = -advantages * clip_ratio_c
-        above = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(above, ceiling, loss)
-        diagnostics["pg_clipfrac_lower"] = above.to(loss.dtype)
+        diagnostics["pg_clipfrac_lower"] = (advantages < 0) & (ratio > clip_ratio_c)
     return loss, diagnostics
 
 
@@ -61,8 +61,7 @@ def gspo(
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     log_ratio = (log_probs - old_log_probs).detach()
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    sequence_ratio = (row_sums(log_ratio, response_mask) / lengths).clamp(max=10.0).exp()
+    sequence_ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()
     ratio = sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return loss, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
@@ -85,7 +84,7 @@ def delta(
     ratio = _log_ratio(log_probs, old_log_probs).exp()
     near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = torch.maximum(-advantages * ratio.clamp(max=delta), -advantages * near)
-    return loss, {"pg_clipfrac": (loss.detach() != -advantages * ratio.detach()).to(loss.dtype)}
+    return loss, {"pg_clipfrac": loss.detach() != -advantages * ratio.detach()}
 
 
 @register_policy_loss("luspo", unbiased=True, aggregation="seq-mean-token-sum")
@@ -104,8 +103,7 @@ def luspo(
     https://arxiv.org/abs/2602.05261.
     """
     log_ratio = log_probs - old_log_probs
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    ratio = (row_sums(log_ratio, response_mask) / lengths).clamp(max=10.0).exp()[:, None]
+    ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()[:, None]
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return loss, {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
 
@@ -118,7 +116,7 @@ def cispo(
     *,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
-    bounds: str = "relative",
+    bounds: Literal["relative", "cap", "absolute"] = "relative",
 ) -> Loss:
     """-sg(clamp(rho, lower, upper)) A l: no token loses its gradient, its weight is what is clipped.   -> [B, R]
 
@@ -132,9 +130,9 @@ def cispo(
         "absolute": (clip_ratio_low, clip_ratio_high),
     }[bounds]
     log_ratio = _log_ratio(log_probs, old_log_probs).detach()
-    weight = log_ratio.exp().clamp(lower, upper)
-    clipped = (weight != log_ratio.exp()).to(weight.dtype)
-    return -weight * advantages * log_probs, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+    ratio = log_ratio.exp()
+    clipped = (ratio < lower) | (ratio > upper)
+    return -ratio.clamp_(lower, upper) * advantages * log_probs, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
 
 
 @register_policy_loss("sapo", aggregation="seq-mean-token-mean")
@@ -147,8 +145,8 @@ def sapo(
     """
     log_ratio = _log_ratio(log_probs, old_log_probs)
     tau = pick(advantages > 0, tau_pos, tau_neg, log_ratio)
-    gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
-    return -advantages * gate, {"ppo_kl": -log_ratio.detach()}
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+    return -4.0 * advantages / tau * gate, {"ppo_kl": -log_ratio.detach()}
 
 
 @register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", aliases=("gmpo",))
@@ -167,13 +165,10 @@ def geo_mean(
     Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
     """
     log_ratio = _log_ratio(log_probs, old_log_probs)
-    sign = advantages.sign()
-    near = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    kept = sign * torch.minimum(sign * log_ratio, sign * near)
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    mean_ratio = (row_sums(kept, response_mask) / lengths).exp()
-    loss = -row_sums(advantages, response_mask) / lengths * mean_ratio
-    clipped = ((sign * log_ratio > sign * near) & (response_mask != 0)).to(loss.dtype)
+    kept = torch.where(advantages < 0, log_ratio.clamp(min=-clip_ratio_low), log_ratio.clamp(max=clip_ratio_high))
+    kept = kept.masked_fill(advantages == 0, 0.0)  # sgn(0) is 0
+    loss = -row_means(advantages, response_mask) * row_means(kept, response_mask).exp()
+    clipped = kept.detach() != log_ratio
     return loss[:, None].expand(response_mask.shape), {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
 
 
@@ -186,9 +181,8 @@ def sppo(
     Regression of the sequence's log-ratio to how often it wins; one number a row, on each of its tokens.
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
     """
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
-    moved = row_sums(log_probs - old_log_probs, response_mask)
-    wanted = eta * row_sums(advantages, response_mask) / lengths
+    moved = (log_probs - old_log_probs).sum(-1)
+    wanted = eta * row_means(advantages, response_mask)
     return (moved - wanted).square()[:, None].expand(response_mask.shape), {}
 
 
@@ -206,8 +200,14 @@ def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
-def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), and 1.0 where the clip is what counts."""
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return torch.maximum(unclipped, clipped), (clipped > unclipped).to(ratio.dtype)
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, largest: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and where the clip counts.
+
+    Written as -A times the ratio, which is bounded above where A is positive and below where it is negative.
+    """
+    is_bad = advantages < 0
+    kept = torch.where(is_bad, ratio.clamp(1.0 - low, largest), ratio.clamp(max=1.0 + high))
+    clipped = torch.where(is_bad, ratio < 1.0 - low, (ratio > 1.0 + high) & (advantages > 0))
+    return -advantages * kept, clipped

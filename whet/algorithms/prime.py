@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whet.algorithms.advantages import rloo
 from whet.algorithms.scan import reward_to_go
-from whet.algorithms.statistics import Groups, row_sums, whiten
+from whet.algorithms.statistics import Groups, row_means, whiten
 from whet.registry import register_adv_est, register_value_loss
 
 
@@ -30,9 +30,8 @@ def prime(
     Cui et al. 2025, https://arxiv.org/abs/2502.01456.
     """
     groups = Groups(uid, response_mask)
-    lengths = (response_mask != 0).sum(-1).clamp(min=1)
     process_rewards = beta * process_rewards
-    means = row_sums(process_rewards, response_mask) / lengths
+    means = row_means(process_rewards, response_mask)
     others = (groups.sum(means) - means) / (groups.size - 1).clamp(min=1)
     process = reward_to_go(process_rewards - others[:, None].to(means.dtype), response_mask)
     outcome = rloo(token_level_rewards, response_mask, uid)
@@ -49,8 +48,8 @@ def implicit_reward(
     l is of the reward model, b of its reference. One number a row, on each of its tokens.   -> [B, R]
     Yuan et al. 2024, https://arxiv.org/abs/2412.01981.
     """
-    logit = beta * row_sums(log_probs - ref_log_probs, response_mask)
+    logit = beta * (log_probs - ref_log_probs).sum(-1)
     right = (accuracy >= 1.0).to(logit.dtype)
     loss = F.binary_cross_entropy_with_logits(logit, right, reduction="none")
-    agrees = ((logit > 0) == (right > 0)).to(logit.dtype)
+    agrees = (logit > 0) == (right > 0)
     return loss[:, None].expand(response_mask.shape), {"prm_accuracy": agrees[:, None].expand(response_mask.shape)}

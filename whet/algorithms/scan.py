@@ -13,8 +13,8 @@ BLOCK = 256
 def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     """y_t = terms_t + decay y_{t+1} where `mask` is 1 and y_t = y_{t+1} where it is 0, from y_R = 0.   [B, R] -> [B, R]
 
-    Text that the policy did not sample costs no discount, and what stands in `terms` there never matters. With `decay`
-    0 this is the value at the next sampled position, t included. The result carries no gradient.
+    Text that the policy did not sample costs no discount, and what stands in `terms` there never matters. The result
+    carries no gradient.
     """
     rows, positions = terms.shape
     result = torch.empty_like(terms, memory_format=torch.contiguous_format)
@@ -30,6 +30,14 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
                 carried = total.addcmul_(factor, carried)
             result[:, block] = sums.T
     return result
+
+
+def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
+    """x at the next sampled position of its row, 0 after the last, for each sampled position; 0 elsewhere.   [B, R]"""
+    sampled, lengths = mask != 0, mask.sum(-1)
+    following = x[sampled].roll(-1)
+    following[lengths[lengths > 0].cumsum(0) - 1] = 0.0
+    return torch.zeros_like(x).masked_scatter_(sampled, following)
 
 
 def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:

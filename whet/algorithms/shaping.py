@@ -47,43 +47,47 @@ def normalise(
     The mean is taken from what a row's last sampled token is paid; all its rewards are divided by the deviation.
     """
     scores = row_sums(token_level_rewards, response_mask)
-    by = {"group": Groups(uid, response_mask), "batch": Groups(torch.zeros_like(uid), response_mask)}
+
+    def over(which: str) -> Groups | RunningScores:
+        if which == "running":
+            return running
+        return Groups(uid if which == "group" else torch.zeros_like(uid), response_mask)
+
     shifted = token_level_rewards
     if mean != "none":
-        centre = by[mean].mean(scores) if mean in by else scores.new_tensor(running.mean).expand_as(scores)
-        shifted = shifted - pay_on_last_token(centre, response_mask)
-    if std == "none":
-        return shifted
-    spread = by[std].std(scores) if std in by else scores.new_tensor(running.std).expand_as(scores)
-    return shifted / (spread + 1e-6)[:, None]
+        shifted = shifted - pay_on_last_token(over(mean).mean(scores), response_mask)
+    return shifted if std == "none" else shifted / (over(std).std(scores) + 1e-6)[:, None]
 
 
 class RunningScores:
     """Mean and sample deviation of all scores so far (Chan et al. 1979). Its state belongs in the checkpoint."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self._squares = 0.0, 0.0, 0.0
+        self._count, self._mean, self._squares = 0.0, 0.0, 0.0
 
-    @property
-    def std(self) -> float:
-        """0 before two scores."""
-        return (self._squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+    def mean(self, scores: Tensor) -> Tensor:
+        """The mean, once for each of `scores`; 0 before the first.   [B] -> [B]"""
+        return torch.full_like(scores, self._mean)
+
+    def std(self, scores: Tensor) -> Tensor:
+        """The deviation, once for each of `scores`; 0 before two.   [B] -> [B]"""
+        return torch.full_like(scores, (self._squares / (self._count - 1)) ** 0.5 if self._count > 1 else 0.0)
 
     def update(self, token_level_rewards: Tensor, response_mask: Tensor) -> None:
         """Take note of a step's scores; rows without sampled tokens have none."""
-        scores = row_sums(token_level_rewards, response_mask)[(response_mask != 0).any(-1)].double()
+        scores = row_sums(token_level_rewards, response_mask)[response_mask.sum(-1) > 0].double()
         if not len(scores):
             return
         mean, squares = float(scores.mean()), float((scores - scores.mean()).square().sum())
-        total, apart = self.count + len(scores), mean - self.mean
-        self._squares += squares + apart * apart * self.count * len(scores) / total
-        self.mean += apart * len(scores) / total
-        self.count = total
+        total, apart = self._count + len(scores), mean - self._mean
+        self._squares += squares + apart * apart * self._count * len(scores) / total
+        self._mean += apart * len(scores) / total
+        self._count = total
 
     def state(self) -> dict[str, float]:
         """What a resumed run needs."""
-        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` gave."""
-        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
+        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -10,10 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.masks import row_blocks
+
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of each row over the positions where `mask` is not 0.   [B, R] -> [B]"""
     return x.masked_fill(mask == 0, 0.0).sum(-1)
+
+
+def row_means(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row of an x that is 0 where `mask` is, over where it is not; 0 in an empty row.   [B, R] -> [B]"""
+    return x.sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
@@ -21,20 +28,30 @@ def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the positions where `mask` is not 0, in float64.   [B, R] -> scalar"""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for rows in row_blocks(x):
+        total = total + x[rows].masked_fill(mask[rows] == 0, 0).sum(dtype=torch.float64)
+    return total
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
-    total = x.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64)
-    return (total / (mask != 0).sum().clamp(min=1)).to(x.dtype)
+    """Mean, of flags the share, over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
+    mean = masked_sum(x, mask) / mask.sum().clamp(min=1)
+    return mean.to(x.dtype) if x.is_floating_point() else mean.float()
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the N positions where `mask` is not 0, var with N - 1; 0 elsewhere, and
     everywhere if N < 2.   [B, R] -> [B, R]"""
-    outside = mask == 0
-    deviation = (x - masked_mean(x, mask)).masked_fill(outside, 0.0)
-    degrees_of_freedom = ((~outside).sum() - 1).clamp(min=1)
-    variance = deviation.square().sum(dtype=torch.float64) / degrees_of_freedom
-    return deviation / (variance + 1e-8).sqrt().to(x.dtype)
+    mean, squares = masked_mean(x, mask), torch.zeros((), dtype=torch.float64, device=x.device)
+    whitened = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows in row_blocks(x):
+        deviation = torch.sub(x[rows], mean, out=whitened[rows]).masked_fill_(mask[rows] == 0, 0.0)
+        squares = squares + deviation.square().sum(dtype=torch.float64)
+    variance = squares / (mask.sum() - 1).clamp(min=1)
+    return whitened.div_((variance + 1e-8).sqrt().to(x.dtype))
 
 
 class Groups:
@@ -45,7 +62,7 @@ class Groups:
     """
 
     def __init__(self, uid: Tensor, response_mask: Tensor) -> None:
-        self.member = (response_mask != 0).any(-1)  # [B]
+        self.member = response_mask.sum(-1) > 0  # [B]
         names, self._group = torch.unique(uid, return_inverse=True)  # [G], [B]
         self._num_groups = len(names)
         self.size = self.sum(torch.ones_like(uid))  # [B]: members of the row's group

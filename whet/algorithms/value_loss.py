@@ -24,6 +24,6 @@ def clipped(
     if cliprange_value is not None:
         near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
         clipped_losses = (near - returns).square()
-        diagnostics["vf_clipfrac"] = (clipped_losses > losses).to(losses.dtype)
+        diagnostics["vf_clipfrac"] = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)
     return 0.5 * losses, diagnostics

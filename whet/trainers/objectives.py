@@ -13,6 +13,7 @@ import torch
 from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
+from whet.algorithms.statistics import masked_mean
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
@@ -65,12 +66,12 @@ class Objective:
 
 def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:
     """Per-token diagnostics as means over sampled tokens; scalars as means over rows."""
-    sampled = batch["response_mask"].bool()
-    tokens, rows = sampled.sum(), sampled.any(1).sum()
+    mask = batch["response_mask"]
+    size = counts(mask)
     for name, value in loss.diagnostics.items():
-        metrics.mean(prefix + name, value.masked_fill(~sampled, 0.0).sum() / tokens.clamp(min=1), tokens)
+        metrics.mean(prefix + name, masked_mean(value, mask), size["num_tokens"])
     for name, value in loss.metrics.items():
-        metrics.mean(name if "/" in name else prefix + name, value, rows)
+        metrics.mean(name if "/" in name else prefix + name, value, size["num_sequences"])
 
 
 def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:

@@ -31,9 +31,11 @@ class Shaper:
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
-        if "running" in (shaping.norm_mean, shaping.norm_std):
+        chosen = {"mean": shaping.norm_mean, "std": shaping.norm_std}
+        if "running" in chosen.values():
             self.running.update(rewards, mask)
-        rewards = normalise(rewards, mask, batch["uid"], self.running, mean=shaping.norm_mean, std=shaping.norm_std)
+        if set(chosen.values()) != {"none"}:
+            rewards = normalise(rewards, mask, batch["uid"], self.running, **chosen)
         if shaping.reward_clip is not None:
             rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
         if algorithm.kl.where == "reward":

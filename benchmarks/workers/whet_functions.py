@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of whet's functions on a random batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.workers.random_columns import columns_for
+from benchmarks.workers.turns import Turns
+from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.statistics import masked_mean
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, call
+
+OPTIONS = {"gae": {"gamma": 0.99, "lam": 0.95}}
+
+
+def main() -> None:
+    """A turn is one call."""
+    turns = Turns()
+    kind, name, shape = (turns.settings[key] for key in ("kind", "name", "shape"))
+    columns = columns_for(kind, name, shape)
+    if kind == "loss" and "chosen" in POLICY_LOSSES[name].columns:
+        columns["draws"] = torch.rand(shape)
+    work = {"estimate": estimated, "alone": alone, "loss": loss}[kind]
+    turns.ready()
+    while True:
+        turns.wait()
+        work(name, columns)
+        turns.done()
+
+
+def estimated(name: str, columns: dict[str, Tensor]) -> None:
+    """As the loop does it."""
+    estimate(ADV_ESTIMATORS[name], columns, OPTIONS.get(name, {}))
+
+
+def alone(name: str, columns: dict[str, Tensor]) -> None:
+    """The function itself."""
+    call(ADV_ESTIMATORS[name], columns, OPTIONS.get(name, {}))
+
+
+def loss(name: str, columns: dict[str, Tensor]) -> None:
+    """Forward, what is reported of it, backward."""
+    columns["log_probs"].grad = None
+    entry, mask = POLICY_LOSSES[name], columns["response_mask"]
+    result = policy_loss(entry, settle(entry, columns, {}), {})
+    reported = [float(masked_mean(value, mask)) for value in result.diagnostics.values()]
+    mode = entry.marks.get("aggregation", "token-mean")
+    assert result.per_token is not None
+    total = aggregate(mode, result.per_token, mask, **counts(mask), fixed_length=mask.shape[1])
+    total.backward()
+    assert len(reported) == len(result.diagnostics)
+
+
+if __name__ == "__main__":
+    main()
