@@ -18,7 +18,8 @@ def row_blocks(x: Any) -> list[slice]:
 
 
 def zero_outside(column: Any, mask: Any) -> Any:
-    """`column` with 0 where `mask` is 0; itself, and no copy, where it is so already.   [B, R] -> [B, R]"""
+    """`column` with 0 where `mask` is 0; itself, and no copy, where it is so already.   [B, R, ...], [B, R]"""
+    mask = mask.reshape(*mask.shape, *[1] * (column.dim() - mask.dim()))
     if column.device.type == "cpu":  # elsewhere looking would mean waiting
         values = column.detach()
         if not any(_any((values[rows] != 0) & (mask[rows] == 0)) for rows in row_blocks(values)):

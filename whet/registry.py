@@ -159,9 +159,9 @@ def call(
     options: Mapping[str, Any],
     supplied: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The function's own result on `columns`, whose [B, R] floats are 0 where `response_mask` is 0: what stood there
-    never matters, and a function can count on it.  An option is what `options` says, else what is `supplied` under
-    its name, else its default.  Raises: RegistryError naming what is not there."""
+    """The function's own result on `columns`, whose floats [B, R, ...] are 0 where `response_mask` is 0: what stood
+    there never matters, and a function can count on it.  An option is what `options` says, else what is `supplied`
+    under its name, else its default.  Raises: RegistryError naming what is not there."""
     from whet.masks import zero_outside
 
     supplied = supplied or {}
@@ -178,7 +178,7 @@ def call(
                 f"it has {', '.join(columns)}"
             )
         column = columns[name]
-        if mask is not None and column.shape == mask.shape and column.is_floating_point():
+        if mask is not None and column.shape[:2] == mask.shape and column.is_floating_point():
             column = zero_outside(column, mask)
         # verl's estimators use the elements of `index` as dict keys, and the elements of a tensor are never equal keys.
         arguments.append(column.cpu().numpy() if parameter == "index" else column)

@@ -8,17 +8,19 @@ import torch
 
 from whet.algorithms.certify import (
     GAP,
-    Choice,
     Row,
     World,
     certify,
     multiplicity,
     multisets,
     objective_gradient,
+    plain,
     rows,
 )
+from whet.config.schema import CorrectionConfig, FilterConfig, KLConfig
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
+SUMS = "seq-mean-token-sum"
 CLAIMS = [pytest.param(row, id=f"{row.kind} {row.name}") for row in rows() if row.claims_unbiased]
 
 
@@ -44,7 +46,7 @@ def test_the_objectives_gradient_is_that_of_finite_differences() -> None:
         log_pi, log_ref = (world.log_probs(table).sum(-1) for table in (at, world.table(4)))
         return float((log_pi.exp() * (world.scores - 0.3 * (log_pi - log_ref))).sum())
 
-    found = objective_gradient(world, logits.clone().requires_grad_(), 0.3)
+    found = objective_gradient(world, world.scores, logits.clone().requires_grad_(), 0.3)
     for place in range(logits.numel()):
         step = torch.zeros(logits.numel(), dtype=torch.float64)
         step[place] = 1e-6
@@ -54,37 +56,54 @@ def test_the_objectives_gradient_is_that_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("row", CLAIMS)
 def test_what_claims_to_be_exact_is(row: Row) -> None:
-    assert certify(row.choice, gap=row.gap).relative_error < 1e-8
+    assert certify(row.algorithm, mode=row.mode, gap=row.gap).relative_error < 1e-8
 
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_rloo_is_exact_in_larger_groups_too(n: int) -> None:
-    assert certify(Choice(n=n), World(vocabulary=2, length=3, seed=n)).relative_error < 1e-8
+    assert certify(plain(), World(vocabulary=2, length=3, seed=n), n=n, mode=SUMS).relative_error < 1e-8
 
 
 def test_known_biases() -> None:
     """Without the division by the deviation GRPO is (n - 1) / n of RLOO; with it the direction changes."""
     world = World(vocabulary=2, length=3)
-    shrunk = certify(Choice("dr_grpo", aggregation="seq-mean-token-sum", n=3), world)
+    shrunk = certify(plain(adv_estimator="dr_grpo"), world, mode=SUMS, n=3)
     assert (shrunk.cosine, shrunk.norm_ratio) == (pytest.approx(1.0), pytest.approx(2 / 3))
-    assert certify(Choice("grpo")).cosine < 0.99
+    assert certify(plain(adv_estimator="grpo"), mode=SUMS).cosine < 0.99
     # as a loss k1 has no expected gradient: the error is all of the KL's part
-    without = certify(Choice(kl_where="loss", kl_form="k1", kl_coef=0.0), world)
+    without = certify(plain(kl=KLConfig(where="loss", form="k1", coef=0.0)), world, mode=SUMS)
     assert without.relative_error < 1e-8
-    blind = certify(Choice(kl_where="loss", kl_form="k1", kl_coef=0.5), world)
-    target = objective_gradient(world, world.table(1).requires_grad_(), 0.5)
-    reward = objective_gradient(world, world.table(1).requires_grad_(), 0.0)
+    blind = certify(plain(kl=KLConfig(where="loss", form="k1", coef=0.5)), world, mode=SUMS)
+    target = objective_gradient(world, world.scores, world.table(1).requires_grad_(), 0.5)
+    reward = objective_gradient(world, world.scores, world.table(1).requires_grad_(), 0.0)
     assert blind.relative_error == pytest.approx(float((reward - target).norm() / target.norm()))
 
 
+def test_the_full_kl_is_what_k2_estimates() -> None:
+    """Both follow each token's KL with the states held fixed; what is estimated varies more."""
+    estimated, full = (
+        certify(plain(kl=KLConfig(where="loss", form=form, coef=0.5)), mode=SUMS) for form in ("k2", "full")
+    )
+    assert full.relative_error == pytest.approx(estimated.relative_error, abs=1e-12)
+    assert full.variance < estimated.variance
+
+
 def test_samples_of_another_policy_need_their_weight() -> None:
-    exact = {"weight": "importance", "weight_options": {"level": "sequence", "cap": float("inf")}}
-    assert certify(Choice(), gap=GAP).relative_error > 0.01
-    assert certify(Choice(**exact), gap=GAP).relative_error < 1e-8  # type: ignore[arg-type]
+    exact = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": float("inf")})
+    assert certify(plain(), gap=GAP, mode=SUMS).relative_error > 0.01
+    assert certify(plain(correction=exact), gap=GAP, mode=SUMS).relative_error < 1e-8
+
+
+def test_dynamic_sampling_keeps_the_direction_of_what_differs() -> None:
+    """A group whose answers are alike has no advantage: leaving it out scales RLOO's gradient, and no more."""
+    kept = certify(plain(filter=FilterConfig(name="dapo")), mode=SUMS)
+    assert kept.norm_ratio > 1.2
+    assert kept.cosine > 0.99  # style is a little of the score, and groups that are equally right differ in it
 
 
 def test_the_table_has_everything() -> None:
     names = {(row.kind, row.name) for row in rows()}
-    assert len(names) == len(rows()) >= 65
+    assert len(names) == len(rows()) >= 80
+    assert {("recipe", "gsm8k"), ("recipe", "dapo_gsm8k"), ("recipe", "cpo_quickstart")} <= names
     for kind in (ADV_ESTIMATORS, POLICY_LOSSES):
         assert {(kind.kind, entry.name) for entry in kind if entry.alias_of is None} <= names

@@ -25,7 +25,7 @@ def value_and_gradient(form: str, d: float) -> tuple[float, float]:
 
 
 def test_all_forms_are_there() -> None:
-    assert KL_FORMS.names() == sorted([*FORMS, *(form + "+" for form in FORMS)])
+    assert KL_FORMS.names() == sorted(["full", *FORMS, *(form + "+" for form in FORMS)])
     with pytest.raises(RegistryError, match="did you mean 'k1"):
         kl_penalty("k11", torch.zeros(1, 1), torch.zeros(1, 1))
 
@@ -55,7 +55,35 @@ def test_k3_of_a_small_difference_keeps_its_digits() -> None:
     assert (kl_penalty("k3", many, torch.zeros_like(many)) >= 0).all()
 
 
-@pytest.mark.parametrize("form", [entry.name for entry in KL_FORMS])
+def test_the_full_kl_by_hand() -> None:
+    policy, ref = torch.tensor([[[0.75, 0.25], [torch.nan, 1.0]]]).log(), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log()
+    policy.requires_grad_()
+    mask = torch.tensor([[1, 0]])
+    value = kl_penalty("full", torch.zeros(1, 2), None, mask, vocab_log_probs=policy, ref_vocab_log_probs=ref)
+    assert value.tolist()[0] == pytest.approx([0.75 * math.log(1.5) - 0.25 * LN2, 0.0])
+    value.sum().backward()
+    assert policy.grad is not None  # d sum_v p_v (log p_v - log q_v) / d log p_v = p_v (log p_v - log q_v + 1)
+    assert policy.grad[0, 0].tolist() == pytest.approx([0.75 * (math.log(1.5) + 1), 0.25 * (1 - LN2)])
+    assert policy.grad[0, 1].tolist() == [0.0, 0.0]
+
+
+def test_the_full_kl_in_the_reward() -> None:
+    vocabulary = torch.tensor([[[0.75, 0.25], [0.1, 0.9]]]).log()
+    rewards, penalty = apply_kl_to_reward(
+        torch.tensor([[1.0, 5.0]]),
+        torch.zeros(1, 2),
+        None,
+        torch.tensor([[1, 0]]),
+        form="full",
+        coef=2.0,
+        old_vocab_log_probs=vocabulary,
+        ref_vocab_log_probs=torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log(),
+    )
+    kl = 0.75 * math.log(1.5) - 0.25 * LN2
+    assert penalty.tolist()[0] == pytest.approx([kl, 0.0]) and rewards.tolist()[0] == pytest.approx([1 - 2 * kl, 0.0])
+
+
+@pytest.mark.parametrize("form", [entry.name for entry in KL_FORMS if entry.name != "full"])
 def test_what_is_masked_reaches_neither_value_nor_gradient(form: str) -> None:
     log_probs = torch.tensor([[-1.0, torch.nan, torch.inf]], requires_grad=True)
     mask = torch.tensor([[1, 0, 0]])
@@ -85,6 +113,10 @@ def test_which_forms_follow_the_gradient_of_the_kl_as_a_loss() -> None:
     torch.testing.assert_close(expected_gradient("k1", logits, ref), torch.zeros_like(logits))
     for form in ("k2", "k1+", "k2+", "k3+", "abs+"):
         torch.testing.assert_close(expected_gradient(form, logits, ref), exact.grad)
+    whole = logits.clone().requires_grad_()
+    vocabulary = whole.log_softmax(-1)[None]
+    kl_penalty("full", whole, None, vocab_log_probs=vocabulary, ref_vocab_log_probs=ref[None]).sum().backward()
+    torch.testing.assert_close(whole.grad, exact.grad)
     assert not torch.allclose(expected_gradient("k3", logits, ref), exact.grad, rtol=0.01)
 
 

@@ -78,7 +78,7 @@ def weights_of(engine: TrainEngine) -> torch.Tensor:
 
 def check_forward(reference: TrainEngine, engine: TrainEngine) -> None:
     """Log-probs and entropy, whatever the micro-batches."""
-    batch, needs = ragged_batch(), frozenset({"log_probs", "entropy", "sum_pi_squared"})
+    batch, needs = ragged_batch(), frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
     expected, got = reference.forward(batch, needs, 0.9), engine.forward(batch, needs, 0.9)
     assert expected.keys() == got.keys() == needs
     for name in needs:

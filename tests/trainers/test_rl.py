@@ -119,6 +119,15 @@ def test_kl_in_the_loss_is_zero_until_the_policy_moves(train_config: MakeConfig,
     assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9) and second["actor/kl_loss"] > 1e-6
 
 
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_kl_over_the_vocabulary(train_config: MakeConfig, additions: Rows, where: str) -> None:
+    """What k1 has in expectation over the next token, from the distributions themselves."""
+    config = train_config({"algorithm.kl.where": where, "algorithm.kl.form": "full", "algorithm.kl.coef": 0.05})
+    first, second = train(config, reward=length, data=additions).history
+    name = {"loss": "actor/kl_loss", "reward": "actor/reward_kl_penalty"}[where]
+    assert first[name] == pytest.approx(0.0, abs=1e-6) and second[name] > 1e-6
+
+
 def test_the_adaptive_controller_is_fed_every_step(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config(
         {

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,23 @@ from torch import Tensor
 from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
-from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, KL_FORMS, POLICY_LOSSES, WEIGHTS, call
+from whet.algorithms.shaping import pay_on_last_token, soft_overlong
+from whet.config.checks import aggregation
+from whet.config.compose import shipped_recipes
+from whet.config.load import load_config
+from whet.config.schema import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, OverlongConfig, TrainConfig
+from whet.masks import zero_outside
+from whet.registry import (
+    ADV_ESTIMATORS,
+    AGGREGATIONS,
+    FILTERS,
+    KL_FORMS,
+    POLICY_LOSSES,
+    WEIGHTS,
+    Entry,
+    Registry,
+    call,
+)
 
 Batch = dict[str, Tensor]
 
@@ -90,37 +106,14 @@ class World:
         return chosen.masked_fill(self.mask == 0, 0.0)
 
     def statistic(self, logits: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of each state's log-probs [S, V] -> [S], at each token."""
-        return function(logits.log_softmax(-1))[self.states].masked_fill(self.mask == 0, 0.0)
+        """A function of each state's log-probs [S, V] -> [S, ...], at each token."""
+        at_tokens: Tensor = zero_outside(function(logits.log_softmax(-1))[self.states], self.mask)
+        return at_tokens
 
 
 def entropy_of(log_pi: Tensor) -> Tensor:
     """[S, V] -> [S]."""
     return -(log_pi.exp() * log_pi).sum(-1)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An algorithm: names and options of what is registered, as a config has them."""
-
-    adv_estimator: str = "rloo"
-    adv_options: Mapping[str, Any] = field(default_factory=dict)
-    policy_loss: str = "reinforce"
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
-    aggregation: str | None = None  # unset: what the loss or the estimator fixes, else sums over sequences
-    kl_where: str = "none"
-    kl_form: str = "k1"
-    kl_coef: float = 0.0
-    weight: str | None = None
-    weight_options: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 2
-
-    @property
-    def mode(self) -> str:
-        """The aggregation."""
-        fixed = (POLICY_LOSSES[self.policy_loss], ADV_ESTIMATORS[self.adv_estimator])
-        marks = [entry.marks["aggregation"] for entry in fixed if "aggregation" in entry.marks]
-        return self.aggregation or (marks[0] if marks else "seq-mean-token-sum")
 
 
 @dataclass(frozen=True)
@@ -134,21 +127,37 @@ class Certificate:
     variance: float
 
 
-def certify(choice: Choice, world: World = World(), staleness: float = 0.0, gap: float = 0.0) -> Certificate:
-    """The certificate of a choice. Samples are of a policy that is `staleness` away from the one that is updated, in
-    the standard deviation of logits; with `gap` the sampler was further away still."""
-    now = world.table(1).requires_grad_()
-    old = now.detach() + staleness * world.table(2)
+def certify(
+    algorithm: AlgorithmConfig,
+    world: World = World(),
+    *,
+    n: int = 2,
+    mode: str | None = None,
+    staleness: float = 0.0,
+    gap: float = 0.0,
+) -> Certificate:
+    """The certificate of what a config says of the mathematics, in groups of n answers.
+
+    `mode` is an aggregation in the place of the config's. Samples are of a policy that is `staleness` away from the one
+    that is updated, in the standard deviation of logits; with `gap` the sampler was further away still.
+    """
+    now = world.table(1)
+    old = now + staleness * world.table(2)
     sampler = old + gap * world.table(3)
-    target = objective_gradient(world, now, choice.kl_coef if choice.kl_where != "none" else 0.0)
+    penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
+    scores = scores_of(world, algorithm.overlong)
+    target = objective_gradient(world, scores, now.clone().requires_grad_(), penalised)
     probabilities = world.log_probs(sampler).sum(-1).exp()
 
-    groups = list(multisets(len(world.answers), choice.n))
+    groups = list(multisets(len(world.answers), n))
     weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
     weights = weights * probabilities[torch.tensor(groups)].prod(-1)
-    columns, outputs = columns_of(world, old, sampler), outputs_of(world, now)
-    losses = torch.stack([loss_of_group(choice, world.length, group, columns, outputs) for group in groups])
-    gradients = -gradients_of(losses, now)
+    if algorithm.filter.name is not None:  # what is left out is sampled again
+        weights = weights * torch.tensor([is_kept(algorithm.filter, world, group) for group in groups])
+        weights = weights / weights.sum()
+    columns, outputs = columns_of(world, scores, old, sampler), outputs_of(world, now)
+    slopes = torch.stack([slope_of_group(algorithm, mode, world, group, columns, outputs) for group in groups])
+    gradients = -slopes @ jacobian(world, now)
     mean = weights @ gradients
     variance = weights @ (gradients - mean).square().sum(-1)
     size = target.norm()
@@ -160,65 +169,115 @@ def certify(choice: Choice, world: World = World(), staleness: float = 0.0, gap:
     )
 
 
-def objective_gradient(world: World, logits: Tensor, kl_coef: float) -> Tensor:
-    """Of E[R] - kl_coef KL(pi || ref), over all answers."""
+def scores_of(world: World, overlong: OverlongConfig) -> Tensor:
+    """What the answers earn, less what a config takes from long ones: that is part of what it maximises.   [K]"""
+    if not overlong.penalty:
+        return world.scores
+    return world.scores + soft_overlong(
+        world.mask.sum(-1).double(),
+        max_response_length=world.length,
+        buffer_length=min(overlong.buffer_length, world.length - 1),
+        penalty=overlong.penalty,
+    )
+
+
+def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
+    """Of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
     log_pi = world.log_probs(logits).sum(-1)
     log_ref = world.log_probs(world.table(4)).sum(-1)
-    value = (log_pi.exp() * (world.scores - kl_coef * (log_pi - log_ref))).sum()
+    value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
     return torch.autograd.grad(value, logits)[0].flatten()
 
 
-def gradients_of(losses: Tensor, logits: Tensor) -> Tensor:
-    """Of each of N losses, [N, S V]."""
-    each = torch.eye(len(losses), dtype=losses.dtype)
-    (found,) = torch.autograd.grad(losses, logits, each, is_grads_batched=True)
+def slope_of_group(
+    algorithm: AlgorithmConfig, mode: str | None, world: World, group: Sequence[int], columns: Batch, outputs: Batch
+) -> Tensor:
+    """The gradient of `loss_of_group` with respect to all that the model says of all answers, end to end."""
+    leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
+    loss = loss_of_group(algorithm, mode, world, group, columns, leaves)
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return torch.cat([each.flatten() for each in found])
+
+
+def jacobian(world: World, logits: Tensor) -> Tensor:
+    """Of all that the model says of all answers, end to end, with respect to the logits.   [., S V]"""
+
+    def said(at: Tensor) -> Tensor:
+        return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
+
+    found: Tensor = torch.autograd.functional.jacobian(said, logits)  # type: ignore[no-untyped-call]
     return found.flatten(1)
 
 
-def loss_of_group(choice: Choice, length: int, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
+def loss_of_group(
+    algorithm: AlgorithmConfig, mode: str | None, world: World, group: Sequence[int], columns: Batch, outputs: Batch
+) -> Tensor:
     """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
     rows = torch.tensor(group)
     batch = {name: column[rows] for name, column in columns.items()}
     outputs = {name: column[rows] for name, column in outputs.items()}
     batch["uid"] = torch.zeros(len(rows), dtype=torch.int64)
-    mask = batch["response_mask"]
-    batch["token_level_rewards"] = batch["token_level_scores"]
-    if choice.kl_where == "reward":
-        batch["token_level_rewards"], _ = apply_kl_to_reward(
-            batch["token_level_scores"],
+    mask, kl, correction = batch["response_mask"], algorithm.kl, algorithm.correction
+    rewards = batch["token_level_scores"]
+    if kl.where == "reward":
+        rewards, _ = apply_kl_to_reward(
+            rewards,
             batch["old_log_probs"],
             batch["ref_log_probs"],
             mask,
-            form=choice.kl_form,
-            coef=choice.kl_coef,
+            form=kl.form,
+            coef=kl.coef,
+            old_vocab_log_probs=batch["old_vocab_log_probs"],
+            ref_vocab_log_probs=batch["ref_vocab_log_probs"],
         )
-    estimated = estimate(ADV_ESTIMATORS[choice.adv_estimator], batch, choice.adv_options)
+    batch["token_level_rewards"] = rewards
+    estimated = estimate(ADV_ESTIMATORS[algorithm.adv_estimator], batch, algorithm.adv_options)
     batch |= {"advantages": estimated.advantages}
-    entry = POLICY_LOSSES[choice.policy_loss]
-    batch = settle(entry, batch, choice.loss_options)
-    weights = 1.0 if choice.weight is None else call(WEIGHTS[choice.weight], batch, choice.weight_options)
-    loss = policy_loss(entry, {**batch, **outputs}, choice.loss_options)
+    entry = POLICY_LOSSES[algorithm.policy_loss]
+    batch = settle(entry, batch, algorithm.loss_options)
+    weights = mask
+    if correction.weight is not None:
+        weights = call(WEIGHTS[correction.weight], batch, correction.weight_options)
+    loss = policy_loss(entry, {**batch, **outputs}, algorithm.loss_options)
     assert loss.per_token is not None
 
     def total_of(values: Tensor) -> Tensor:
-        return aggregate(choice.mode, values, mask, **counts(mask), fixed_length=length)
+        return aggregate(mode or aggregation(algorithm), values, mask, **counts(mask), fixed_length=world.length)
 
-    total = total_of(loss.per_token * weights)
-    if choice.kl_where == "loss":
-        penalty = kl_penalty(choice.kl_form, outputs["log_probs"], batch["ref_log_probs"], mask)
-        total = total + choice.kl_coef * total_of(penalty)
+    total = total_of(loss.per_token * weights) - algorithm.entropy_coef * total_of(outputs["entropy"])
+    if kl.where == "loss":
+        penalty = kl_penalty(
+            kl.form,
+            outputs["log_probs"],
+            batch["ref_log_probs"],
+            mask,
+            vocab_log_probs=outputs["vocab_log_probs"],
+            ref_vocab_log_probs=batch["ref_vocab_log_probs"],
+        )
+        total = total + kl.coef * total_of(penalty)
     return total
+
+
+def is_kept(settings: FilterConfig, world: World, group: Sequence[int]) -> bool:
+    """Whether a filter trains on a group, by which of its answers are right."""
+    right = [float(world.scores[answer] >= 1) for answer in group]
+    kept: bool = FILTERS[settings.name or ""].load()(right, **settings.options)
+    return kept
 
 
 def outputs_of(world: World, now: Tensor) -> Batch:
     """What the policy that is updated says of all answers, differentiable."""
-    return {"log_probs": world.log_probs(now), "entropy": world.statistic(now, entropy_of)}
+    vocabulary = world.statistic(now, lambda log_pi: log_pi)
+    return {
+        "log_probs": world.log_probs(now),
+        "entropy": world.statistic(now, entropy_of),
+        "vocab_log_probs": vocabulary,
+    }
 
 
-def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
+def columns_of(world: World, scores: Tensor, old: Tensor, sampler: Tensor) -> Batch:
     """Every column that an algorithm may read, of all answers."""
-    mask, scores = world.mask, world.scores
-    ends = (mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))).double()
+    mask, right = world.mask, (world.scores >= 1).double()
     greedy = old.argmax(-1)
     follows = ((world.tokens == greedy[world.states]) | (mask == 0)).all(-1)
     anything = torch.Generator().manual_seed(7)
@@ -227,6 +286,8 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
         "rollout_log_probs": world.log_probs(sampler),
         "ref_log_probs": world.log_probs(world.table(4)),
         "teacher_log_probs": world.log_probs(world.table(5)),
+        "old_vocab_log_probs": world.statistic(old, lambda log_pi: log_pi),
+        "ref_vocab_log_probs": world.statistic(world.table(4), lambda log_pi: log_pi),
         "entropy": world.statistic(old, entropy_of),
         "sum_pi_squared": world.statistic(old, lambda log_pi: log_pi.exp().square().sum(-1)),
         "values": world.table(6)[:, 0][world.states].masked_fill(mask == 0, 0.0),
@@ -236,12 +297,12 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
     return {
         **per_token,
         "response_mask": mask,
-        "token_level_scores": ends * scores[:, None],
+        "token_level_scores": pay_on_last_token(scores, mask),
         "turn_ids": torch.arange(mask.shape[1]).expand(mask.shape).masked_fill(mask == 0, -1),
         "state_hash": world.states,
-        "accuracy": (scores >= 1).double(),
+        "accuracy": right,
         "reward_baselines": scores[follows][0].expand(len(scores)),
-        "reward_parts": torch.stack([(scores >= 1).double(), scores - (scores >= 1).double()], 1),
+        "reward_parts": torch.stack([right, scores - right], 1),
     }
 
 
@@ -263,45 +324,70 @@ STALENESS, GAP = 0.3, 0.3
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, with all else RLOO, `reinforce` and sums over sequences."""
+    """What was looked at, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
     name: str
-    choice: Choice
-    claims_unbiased: bool
+    algorithm: AlgorithmConfig
+    claims_unbiased: bool = False
+    mode: str | None = "seq-mean-token-sum"
     gap: float = 0.0  # between sampler and trainer
 
 
+def plain(**changed: Any) -> AlgorithmConfig:
+    """The algorithm that follows the objective's gradient exactly, with something changed."""
+    return AlgorithmConfig(**{"adv_estimator": "rloo", "policy_loss": "reinforce", **changed})
+
+
 def rows() -> list[Row]:
-    """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is."""
-    sums = "seq-mean-token-sum"
-    shipped = [entry for kind in (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS) for entry in kind]
+    """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is; then the
+    shipped recipes."""
     found = [
-        Row(entry.kind, entry.name, choice, bool(entry.marks.get("unbiased")))
-        for entry in shipped
-        if entry.alias_of is None
-        for choice in [
-            Choice(adv_estimator=entry.name, aggregation=sums)
-            if entry.kind == ADV_ESTIMATORS.kind
-            else Choice(policy_loss=entry.name)
-            if entry.kind == POLICY_LOSSES.kind
-            else Choice(aggregation=entry.name)
-        ]
+        Row(ADV_ESTIMATORS.kind, entry.name, plain(adv_estimator=entry.name), is_exact(entry))
+        for entry in originals(ADV_ESTIMATORS)
     ]
     found += [
-        Row(f"KL in the {place}", entry.name, Choice(kl_where=place, kl_form=entry.name, kl_coef=0.5), unbiased)
-        for place in ("reward", "loss")
-        for entry in KL_FORMS
-        for unbiased in [place == "reward" and entry.name.rstrip("+") == "k1"]
+        Row(POLICY_LOSSES.kind, entry.name, plain(policy_loss=entry.name), is_exact(entry), fixed_by(entry))
+        for entry in originals(POLICY_LOSSES)
     ]
-    exact = Choice(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
-    found += [Row("weight", "importance, of the sequence, without a cap", exact, True, GAP)]
-    found += [
-        Row("weight", entry.name, Choice(weight=entry.name), False, GAP) for entry in WEIGHTS if entry.alias_of is None
-    ]
-    return [*found, Row("weight", "none", Choice(), False, GAP)]
+    found += [Row(AGGREGATIONS.kind, entry.name, plain(), is_exact(entry), entry.name) for entry in AGGREGATIONS]
+    for where in ("reward", "loss"):
+        for entry in KL_FORMS:
+            exact = where == "reward" and entry.name in ("k1", "k1+")
+            with_kl = plain(kl=KLConfig(where=where, form=entry.name, coef=0.5))
+            found.append(Row(f"KL in the {where}", entry.name, with_kl, exact))
+    whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
+    found.append(Row("weight", "importance, of the sequence, without a cap", plain(correction=whole), True, gap=GAP))
+    for entry in originals(WEIGHTS):
+        weighed = plain(correction=CorrectionConfig(weight=entry.name))
+        found.append(Row("weight", entry.name, weighed, gap=GAP))
+    found.append(Row("weight", "none", plain(), gap=GAP))
+    return found + [Row("recipe", name, algorithm, mode=None) for name, algorithm in recipes()]
+
+
+def recipes() -> Iterator[tuple[str, AlgorithmConfig]]:
+    """The algorithm of each shipped recipe of `whet train`."""
+    for name in shipped_recipes():
+        if not name.endswith(("_sft", "_eval")):  # of other commands
+            yield name, load_config(TrainConfig, name, checked=False).config.algorithm
+
+
+def originals(registry: Registry) -> Iterator[Entry]:
+    """What is no alias."""
+    return (entry for entry in registry if entry.alias_of is None)
+
+
+def is_exact(entry: Entry) -> bool:
+    """Whether its mark claims that."""
+    return bool(entry.marks.get("unbiased"))
+
+
+def fixed_by(entry: Entry) -> str:
+    """The aggregation that a loss fixes, else sums over sequences."""
+    return str(entry.marks.get("aggregation", "seq-mean-token-sum"))
 
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:
     """On the policy's own samples, and on those of one that is `STALENESS` away."""
-    return certify(row.choice, gap=row.gap), certify(row.choice, staleness=STALENESS, gap=row.gap)
+    own = certify(row.algorithm, mode=row.mode, gap=row.gap)
+    return own, certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=STALENESS)

@@ -18,35 +18,59 @@ from torch import Tensor
 from whet.registry import KL_FORMS, call, register_kl
 
 
-def kl_penalty(form: str, log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor | None = None) -> Tensor:
+def kl_penalty(
+    form: str,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    response_mask: Tensor | None = None,
+    *,
+    vocab_log_probs: Tensor | None = None,
+    ref_vocab_log_probs: Tensor | None = None,
+) -> Tensor:
     """The registered `form` of the KL per token, with its gradient with respect to `log_probs`.   [B, R] -> [B, R]
 
-    With `response_mask`, what stands where it is 0 reaches neither the result nor the gradient.  Raises: RegistryError.
+    `full` reads the last two [B, R, V] in their place. With `response_mask`, what stands where it is 0 reaches neither
+    the result nor the gradient.  Raises: RegistryError.
     """
-    columns = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
-    if response_mask is not None:
-        columns["response_mask"] = response_mask
+    given = {
+        "log_probs": log_probs,
+        "ref_log_probs": ref_log_probs,
+        "response_mask": response_mask,
+        "vocab_log_probs": vocab_log_probs,
+        "ref_vocab_log_probs": ref_vocab_log_probs,
+    }
+    columns = {name: column for name, column in given.items() if column is not None}
     penalty: Tensor = call(KL_FORMS[form], columns, {})
     return penalty
+
+
+def kl_columns(form: str, policy: str = "") -> list[str]:
+    """The columns that a form reads, of the policy under the prefix that says which: "" or "old_".
+    Raises: RegistryError."""
+    return [name if name.startswith("ref_") else policy + name for name in KL_FORMS[form].columns]
 
 
 def apply_kl_to_reward(
     token_level_scores: Tensor,
     old_log_probs: Tensor,
-    ref_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
     response_mask: Tensor,
     *,
     form: str,
     coef: float,
+    old_vocab_log_probs: Tensor | None = None,
+    ref_vocab_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(token_level_rewards, KL), both [B, R] and 0 where the mask is 0: r_t = score_t - coef k(o, b)_t.
 
-    The KL is that of the samples' policy before the update, and comes back for the controller and the metrics.
+    The KL is that of the samples' policy before the update, and comes back for the controller and the metrics. The last
+    two [B, R, V] are what `full` reads.
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593.
     """
     outside = response_mask == 0
+    vocabulary = {"vocab_log_probs": old_vocab_log_probs, "ref_vocab_log_probs": ref_vocab_log_probs}
     with torch.no_grad():
-        penalty = kl_penalty(form, old_log_probs, ref_log_probs, response_mask).masked_fill(outside, 0.0)
+        penalty = kl_penalty(form, old_log_probs, ref_log_probs, response_mask, **vocabulary).masked_fill(outside, 0.0)
         return token_level_scores.masked_fill(outside, 0.0) - coef * penalty, penalty
 
 
@@ -82,6 +106,16 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """abs(d)."""
     return (log_probs - ref_log_probs).abs()
+
+
+@register_kl("full")
+def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
+    """sum_v pi_v (log pi_v - log ref_v): the KL of the next token itself, no estimate; needs B R V numbers twice.
+
+    As a loss, with the states of the samples held fixed, what `k2` and every `+` form have in expectation, without
+    their variance. For small vocabularies: no chunk of it can be thrown away before the update.
+    """
+    return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
 @register_kl("k1+")

@@ -156,7 +156,10 @@ class KLConfig(Section):
     """Distance to the reference policy."""
 
     where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
-    form: str = Field("k3", description="k1, k2, k3, abs; with + the value of the form and the gradient of k2")
+    form: str = Field(
+        "k3",
+        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; full over the vocabulary",
+    )
     coef: NonNegativeFloat = Field(0.001, description="its weight")
     controller: Literal["fixed", "adaptive"] = Field("fixed", description="whether the weight follows a target")
     target: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")

@@ -52,7 +52,7 @@ class SingleEngine:
 
     @torch.no_grad()
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R] without gradient, in row order."""
+        """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order."""
         columns = batch.tensors()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training = self.model.training
@@ -60,6 +60,8 @@ class SingleEngine:
         for rows in self._split(columns, block=1):
             part = _rows(columns, rows)
             for name, value in model_outputs(self.model, part, needs, self.forward_settings, temperature).items():
+                if outputs[name].dim() < value.dim():
+                    outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
                 outputs[name][rows] = value
         self.model.train(training)
         return outputs

@@ -39,6 +39,15 @@ def token_statistics(
     return TokenStatistics(log_probs, entropies if entropy else None, squares if sum_pi_squared else None)
 
 
+def vocab_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float = 1.0
+) -> torch.Tensor:
+    """log_softmax((hidden weight^T + bias) / temperature), all of it: [N, H], [V, H], [V] -> [N, V]; differentiable."""
+    typed_bias = None if bias is None else bias.to(hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0).log_softmax(-1)
+
+
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     logits = hidden @ weight.T
     if bias is not None:

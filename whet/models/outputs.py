@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import EngineError
-from whet.models.log_probs import token_statistics
+from whet.models.log_probs import token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.value_head import ValueModel
 
-POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
+POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
 VALUE_OUTPUTS = frozenset({"values"})
 
 
@@ -37,10 +37,12 @@ def model_outputs(
     settings: ForwardSettings,
     temperature: float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """The outputs in `needs`, each [B, R] float32, zero where `response_mask` is 0; differentiable.
+    """The outputs in `needs`, each [B, R] float32, `vocab_log_probs` [B, R, V], zero where `response_mask` is 0;
+    differentiable.
 
-    `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`
-    and `sum_pi_squared`, a ValueModel for `values`.  Raises: EngineError naming an output that the model does not have.
+    `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`,
+    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`.  Raises: EngineError naming an output that the
+    model does not have.
     """
     offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
     if not needs <= offered:
@@ -69,9 +71,13 @@ def model_outputs(
         entropy="entropy" in needs,
         sum_pi_squared="sum_pi_squared" in needs,
     )
-    return {
+    outputs = {
         name: where.to_columns(value[:num_sampled]) for name, value in statistics._asdict().items() if name in needs
     }
+    if "vocab_log_probs" in needs:
+        given = vocab_log_probs(hidden[:num_sampled].to(settings.dtype), head.weight, head.bias, temperature)
+        outputs["vocab_log_probs"] = where.to_columns(given)
+    return outputs
 
 
 def hidden_states(model: PreTrainedModel, where: Layout, packing: bool) -> torch.Tensor:

@@ -90,8 +90,9 @@ class Layout(Grid):
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
 
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
-        """[N] -> [B, R], zero where nothing was sampled; differentiable."""
-        return Pad.apply(sampled, self.places, self.shape[0] * self.shape[1]).view(self.shape)
+        """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
+        padded = Pad.apply(sampled, self.places, self.shape[0] * self.shape[1])
+        return padded.view(*self.shape, *sampled.shape[1:])
 
     def queries(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, ...] -> for each bunch [num_rows, width, ...]; differentiable."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
-from whet.algorithms.kl import AdaptiveKL, FixedKL
+from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.checks import aggregation, check_context, uses_critic
 from whet.config.render import to_yaml
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
@@ -184,9 +184,9 @@ def plan(config: TrainConfig) -> ColumnPlan:
         # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
         readers["the ratio of the policy to what it was"] = ["old_log_probs"]
     if algorithm.kl.where == "reward":
-        readers["algorithm.kl.where=reward"] = ["old_log_probs", "ref_log_probs"]
+        readers["algorithm.kl.where=reward"] = ["old_log_probs", *kl_columns(algorithm.kl.form, "old_")]
     if algorithm.kl.where == "loss":
-        readers["algorithm.kl.where=loss"] = ["ref_log_probs"]
+        readers["algorithm.kl.where=loss"] = [c for c in kl_columns(algorithm.kl.form) if c.startswith("ref_")]
     return plan_columns(readers, config.reward.columns)
 
 

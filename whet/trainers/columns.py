@@ -138,6 +138,18 @@ def ref_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
     return sources.forward("ref", batch, "log_probs")
 
 
+@register_provider("old_vocab_log_probs", roles=("actor",), phase="log_probs")
+def old_vocab_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+    """log pi of every token of the vocabulary, of the policy before the update.   [B, R, V]"""
+    return sources.forward("actor", batch, "vocab_log_probs")
+
+
+@register_provider("ref_vocab_log_probs", roles=("ref",), phase="log_probs")
+def ref_vocab_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+    """log pi of every token of the vocabulary, of the reference policy.   [B, R, V]"""
+    return sources.forward("ref", batch, "vocab_log_probs")
+
+
 @register_provider("values", roles=("critic",), phase="values")
 def values(batch: DataProto, sources: Sources) -> torch.Tensor:
     """The critic's value of the state in which each token was chosen."""

@@ -12,7 +12,7 @@ import torch
 
 from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts
-from whet.algorithms.kl import kl_penalty
+from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.statistics import masked_mean
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
@@ -98,7 +98,8 @@ class PolicyObjective(Objective):
     @property
     def needs(self) -> frozenset[str]:
         """Log-probs, entropy (to be shown even where it is not trained on), and what else the loss reads."""
-        return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & set(self.entry.columns))
+        read = {*self.entry.columns, *(kl_columns(self.kl_form) if self.kl_form is not None else ())}
+        return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """Without a column of old log-probs the samples are the current policy's own: its log-probs, detached."""
@@ -120,7 +121,14 @@ class PolicyObjective(Objective):
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
         if self.kl_form is not None:
-            penalty = kl_penalty(self.kl_form, outputs["log_probs"], batch["ref_log_probs"], batch["response_mask"])
+            penalty = kl_penalty(
+                self.kl_form,
+                outputs["log_probs"],
+                batch.get("ref_log_probs"),
+                batch["response_mask"],
+                vocab_log_probs=outputs.get("vocab_log_probs"),
+                ref_vocab_log_probs=batch.get("ref_vocab_log_probs"),
+            )
             distance = self.aggregate(penalty, batch, counts)
             measure_share(metrics, "actor/kl_loss", distance, batch, counts)
             total = total + self.kl_coef * distance
