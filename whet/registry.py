@@ -37,6 +37,8 @@ FOREIGN_COLUMNS = {
     "ref_log_prob": "ref_log_probs",
     "rollout_log_prob": "rollout_log_probs",
 }
+# Columns [B, K] that say nothing of tokens, and so have no padding, even where K is R.
+ROW_COLUMNS = frozenset({"reward_parts"})
 # Parameters that are no column: the caller supplies them by name, unless the user gives them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 
@@ -178,7 +180,8 @@ def call(
                 f"it has {', '.join(columns)}"
             )
         column = columns[name]
-        if mask is not None and column.shape[:2] == mask.shape and column.is_floating_point():
+        is_per_token = mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS
+        if is_per_token and column.is_floating_point():
             column = zero_outside(column, mask)
         # verl's estimators use the elements of `index` as dict keys, and the elements of a tensor are never equal keys.
         arguments.append(column.cpu().numpy() if parameter == "index" else column)

@@ -260,6 +260,19 @@ def test_grpo_passk_pays_the_best_row_its_lead() -> None:
     assert float(advantages("grpo_passk", batch)[2, 0]) == pytest.approx(2 / deviation)
 
 
+def test_gdpo_reads_all_parts_of_a_row_however_short_its_answer() -> None:
+    """Two parts and two positions: the second part is no padding."""
+    batch = {
+        "response_mask": torch.tensor([[1, 0], [1, 1], [1, 0]]),
+        "reward_parts": torch.tensor([[0.0, 4.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
+        "token_level_rewards": torch.zeros(3, 2, dtype=torch.float64),
+        "uid": torch.tensor([1, 1, 1]),
+    }
+    # the second part: 2, -1, -1, over tokens of rows 0, 1, 1, 2: mean -1/4, so 2.25, -.75 and a deviation of 1.5
+    expected = torch.tensor([[1.5, 0.0], [-0.5, -0.5], [-0.5, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(advantages("gdpo", batch), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_gdpo_normalises_each_part_before_it_is_weighed() -> None:
     # part 0 is 0 and 1, part 1 is 0 and 100 the other way round: after normalisation they cancel, or not with weights
     batch = {

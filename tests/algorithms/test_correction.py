@@ -70,7 +70,7 @@ def test_pf_ppo_weighs_rows_by_their_score() -> None:
     # scores 3 and -1: squares 9 and 1, mean 5
     assert weight("pf_ppo") == pytest.approx([1.8, 1.8, 1.8, 0.2])
     assert weight("pf_ppo", form="max_min") == pytest.approx([1] * 4)
-    assert weight("pf_ppo", form="max_random") == pytest.approx([1 / 0.7] * 3 + [0.4 / 0.7])
+    assert weight("pf_ppo", form="max_random") == pytest.approx([1.6] * 3 + [0.4])
 
 
 def test_rejection_by_token() -> None:

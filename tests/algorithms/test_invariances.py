@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Entry
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS, Entry, call
 
 Batch = dict[str, Tensor]
 MakeBatch = Callable[..., Batch]
@@ -134,6 +135,19 @@ def test_groups_of_one_carry_no_signal(make_batch: MakeBatch, entry: Entry) -> N
 
 @pytest.mark.parametrize("entry", LOSSES)
 @few
+@given(seed=seeds)
+def test_what_was_not_sampled_has_no_gradient(make_batch: MakeBatch, entry: Entry, seed: int) -> None:
+    batch = settle(entry, make_batch(seed), {})
+    trained = "values" if "values" in entry.columns else "log_probs"
+    leaf, mask = batch[trained].clone().requires_grad_(), batch["response_mask"]
+    loss = policy_loss(entry, {**batch, trained: leaf}, {}).per_token
+    assert loss is not None
+    aggregate("token-mean", loss, mask, **counts(mask), fixed_length=9).backward()
+    assert leaf.grad is not None and not leaf.grad[mask == 0].any()
+
+
+@pytest.mark.parametrize("entry", LOSSES)
+@few
 @given(seed=seeds, split=st.lists(st.integers(0, 12), max_size=4))
 def test_the_gradient_does_not_depend_on_the_split(
     make_batch: MakeBatch, entry: Entry, seed: int, split: list[int]
@@ -157,3 +171,67 @@ def test_the_gradient_does_not_depend_on_the_split(
     assert once.isfinite().all()
     assert once.any()
     torch.testing.assert_close(gradient([0, *sorted(split), 12]), once)
+
+
+@pytest.mark.parametrize("entry", [p for p in LOSSES if p.values[0].kind == POLICY_LOSSES.kind])
+@pytest.mark.parametrize("apart", [1e4, -1e4])
+def test_ratios_that_overflow_leave_loss_and_gradient_finite(make_batch: MakeBatch, entry: Entry, apart: float) -> None:
+    """A policy that has run away from some samples, by more than exp can hold."""
+    batch = make_batch(8)
+    far = batch["response_mask"].bool() & (torch.rand(12, 9, generator=torch.Generator().manual_seed(0)) < 0.3)
+    batch["log_probs"] = torch.where(far, batch["old_log_probs"] + apart, batch["log_probs"]).requires_grad_()
+    loss = policy_loss(entry, settle(entry, batch, {}), {}).per_token
+    assert loss is not None and loss.isfinite().all()
+    loss.masked_fill(batch["response_mask"] == 0, 0.0).sum().backward()
+    assert batch["log_probs"].grad is not None and batch["log_probs"].grad.isfinite().all()
+
+
+# ---- the wrappers of CPO, the weights of tokens, rejections
+
+
+OTHERS = [
+    *(pytest.param(ADV_ESTIMATORS["cpo"], {"wrap_method": entry.name}, id=entry.name) for entry in WRAPPERS),
+    *(pytest.param(entry, {}, id=entry.name) for entry in (*WEIGHTS, *REJECTIONS)),
+    *(pytest.param(WEIGHTS[name], {"level": "sequence"}, id=f"{name} sequence") for name in ("importance", "icepop")),
+    *(
+        pytest.param(REJECTIONS["divergence"], {"level": level, "high": 0.1}, id=level)
+        for level in ("token", "sequence_mean", "sequence_sum", "sequence_max")
+    ),
+    pytest.param(ADV_ESTIMATORS["cpo"], {"gate": True, "loss_position": "entropy"}, id="gate"),
+]
+
+
+def column_of(entry: Entry, batch: Batch, options: dict[str, Any]) -> Tensor:
+    """What it says of each sampled token."""
+    result = call(entry, batch, options)
+    column = result[0] if isinstance(result, tuple) else result
+    return column.expand(batch["response_mask"].shape).masked_fill(batch["response_mask"] == 0, 0)
+
+
+@pytest.mark.parametrize(("entry", "options"), OTHERS)
+@few
+@given(seed=seeds)
+def test_the_same_holds_for_weights_and_wrappers(
+    make_batch: MakeBatch, entry: Entry, options: dict[str, Any], seed: int
+) -> None:
+    """Padding and tools' text do not matter, nor does the order of rows or the precision."""
+    batch = make_batch(seed)
+    column = column_of(entry, batch, options)
+    assert column.isfinite().all()
+    assert torch.equal(column_of(entry, make_batch(seed, poison=True), options), column)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(column_of(entry, with_rows(batch, order), options), column[order])
+    alive = batch["response_mask"].any(-1)
+    torch.testing.assert_close(column_of(entry, with_rows(batch, alive), options), column[alive])
+
+
+@pytest.mark.parametrize(("entry", "options"), OTHERS)
+@pytest.mark.parametrize("apart", [torch.inf, -torch.inf])
+def test_an_impossible_token_makes_nothing_but_a_bounded_weight(
+    make_batch: MakeBatch, entry: Entry, options: dict[str, Any], apart: float
+) -> None:
+    """A sampler that gave a token probability 0."""
+    batch = make_batch(8)
+    one = batch["response_mask"].bool() & (batch["response_mask"].cumsum(-1) == 1)
+    batch["rollout_log_probs"] = batch["rollout_log_probs"].masked_fill(one, apart)
+    assert column_of(entry, batch, options).isfinite().all()

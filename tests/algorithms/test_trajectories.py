@@ -34,6 +34,12 @@ def test_one_value_a_row_becomes_one_a_trajectory() -> None:
     assert layout.join("reward_parts", parts).tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
 
 
+def test_parts_of_the_reward_are_no_tokens_even_where_there_are_as_many() -> None:
+    parts = torch.tensor([[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 7.0, 8.0], [1.0, 2.0, 5.0, 6.0], [0.0, 0.0, 0.0, 0.0]])
+    joined = TrajectoryLayout(UID, MASK).join("reward_parts", parts)
+    assert joined.tolist() == [[3.0, 4.0, 7.0, 8.0], [0.0] * 4, [1.0, 2.0, 5.0, 6.0]]
+
+
 def test_rows_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(DataError, match="rows 0 and 2 have one trajectory_uid but different 'uid'; give every row"):
         TrajectoryLayout(UID, MASK).join("uid", torch.tensor([20, 21, 23, 22]))

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from whet.cli.algorithms_page import CHOSEN_BY, certificate, certify_all, facts, number, page, summary, table
-from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES
+from whet.cli.algorithms_page import (
+    CHOSEN_BY,
+    certificate,
+    certify_all,
+    definition,
+    elsewhere,
+    facts,
+    number,
+    page,
+    summary,
+    table,
+)
+from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, Registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 ADVICE = "docs/algorithms.md is not what the functions say; write it with `whet algorithms page`"
@@ -25,12 +36,12 @@ def test_the_page_is_current_but_for_the_certificates(written: str, monkeypatch:
 
 
 def page_without_table(text: str) -> str:
-    return text.split("| | | exact |")[0].rstrip()
+    return text.split("|  |  | exact |")[0].rstrip()
 
 
 @pytest.mark.slow
 def test_the_certificates_are_current(written: str) -> None:
-    assert written.split("| | | exact |")[1] == table(certify_all()).split("| | | exact |")[1], ADVICE
+    assert written.split("|  |  | exact |")[1] == table(certify_all()).split("| | | exact |")[1], ADVICE
 
 
 def test_every_kind_says_where_it_is_chosen() -> None:
@@ -45,6 +56,20 @@ def test_facts_and_certificate_of_one() -> None:
     [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
     assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
     assert certificate(POLICY_LOSSES["vanilla"]) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.folder == "algorithms"], ids=lambda kind: kind.kind)
+def test_everything_says_what_its_name_means_elsewhere(kind: Registry) -> None:
+    assert [entry.name for entry in kind if len(elsewhere(entry)) < len("verl `k1`.")] == []
+
+
+def test_the_definition_ends_where_other_places_begin() -> None:
+    entry = ADV_ESTIMATORS["opo"]
+    assert elsewhere(entry).startswith("verl `opo`") and "verl" not in definition(entry)
+
+
+def test_an_option_shows_what_it_may_be() -> None:
+    assert dict(facts(POLICY_LOSSES["cispo"]))["algorithm.loss_options.bounds"] == "relative (or cap, absolute)"
 
 
 def test_an_alias_says_what_it_changes() -> None:

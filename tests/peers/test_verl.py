@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate, policy_loss
+from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, call
@@ -54,14 +54,14 @@ def ragged(seed: int, tools: bool = True) -> Batch:
     mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=draw) > 0.2 * tools)
     mask[:, 0] = True
     mask = mask.long()
-    old = -normal().abs()
+    old = -normal().abs() - 0.2
     batch = {
         "token_level_rewards": normal(),
         "values": normal(),
         "old_values": normal(),
         "returns": normal(),
         "old_log_probs": old,
-        "log_probs": old + 0.4 * normal(),
+        "log_probs": (old + 0.4 * normal()).clamp(max=-0.01),
         "ref_log_probs": old + 0.4 * normal(),
         "advantages": normal(),
         "sum_pi_squared": torch.rand(rows, width, generator=draw, dtype=torch.float64),
@@ -72,6 +72,7 @@ def ragged(seed: int, tools: bool = True) -> Batch:
         "response_mask": mask,
         "uid": uid,
         "reward_baselines": torch.randn(rows, generator=draw).double(),
+        "reward_parts": torch.randint(-8, 9, (rows, 2), generator=draw).double() / 4,  # verl makes them float32
     }
 
 
@@ -90,6 +91,8 @@ ESTIMATORS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("reinforce_plus_plus", "reinforce_plus_plus", {"gamma": 0.9}, {"gamma": 0.9}),
     ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}, {}),
     ("optimal_token_baseline", "optimal_token_baseline", {}, {}),
+    ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {}, {}),
+    ("gdpo", "gdpo", {"weights": [1.0, 0.5]}, {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]}),
 ]
 # verl compares positions, whet numbers of sampled tokens: the same where no tool has written.
 WITHOUT_TOOLS = {"optimal_token_baseline"}
@@ -107,6 +110,13 @@ LOSSES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("cispo", "cispo", {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}),
     ("geo_mean", "geo_mean", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
     ("dppo_tv", "dppo_tv", {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 20.0}),
+    (
+        "dppo_kl",
+        "dppo_kl",
+        {"threshold": 0.02},
+        {"clip_ratio_low": 0.02, "clip_ratio_high": 0.02, "clip_ratio_c": 20.0},
+    ),
+    ("dro", "dro", {"beta": 0.7}, {"clip_ratio_low": None, "clip_ratio_high": None, "policy_loss": {"dro_beta": 0.7}}),
 ]
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "token-sum"]
 
@@ -157,7 +167,7 @@ def test_losses_and_their_gradients(python: Path, tmp_path: Path) -> None:
 
 def test_kl_forms_and_value_loss(python: Path, tmp_path: Path) -> None:
     batches = [ragged(seed) for seed in range(40)]
-    forms = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs"}
+    forms = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs", "k1+": "k1+", "k3+": "k3+"}
     calls: list[Call] = [("kl", verls, batch, {}) for verls in forms for batch in batches]
     options = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean"}
     calls += [("value", "", batch, options) for batch in batches]
@@ -180,3 +190,27 @@ def test_where_whet_differs_on_purpose(python: Path, tmp_path: Path) -> None:
     scores = batch["token_level_rewards"].sum(-1, keepdim=True) * batch["response_mask"]
     torch.testing.assert_close(theirs, scores, rtol=1e-5, atol=1e-5)
     assert not estimate(ADV_ESTIMATORS["grpo"], batch, {}).advantages.any()
+
+
+def test_covariance_losses_are_verls_where_the_same_tokens_are_chosen(python: Path, tmp_path: Path) -> None:
+    """verl looks at the current policy, and at a micro-batch; whet at the old one, before the update."""
+    batches, calls = [ragged(seed, tools=False) for seed in range(60)], []
+    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss_agg_mode": "token-mean"}
+    for batch in batches:
+        kl = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}
+        calls.append(("loss", "kl_cov", batch, {**clip, "policy_loss": kl}))
+    for batch in batches:
+        within = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
+        calls.append(("loss", "clip_cov", batch, {**clip, "policy_loss": within}))
+    for (_, name, batch, _), (value, gradient) in compare(python, tmp_path, calls):
+        log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
+        of_now = {**batch, "old_log_probs": batch["log_probs"], "draws": torch.zeros_like(batch["log_probs"])}
+        options = {"share": 0.2, "coef": 0.5} if name == "kl_cov" else {"share": 1.0, "lower": 0.1, "upper": 5.0}
+        chosen = settle(POLICY_LOSSES[name], of_now, options)["chosen"]
+        loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs, "chosen": chosen}, options).per_token
+        assert loss is not None
+        total = aggregate("token-mean", loss, mask, **counts(mask), fixed_length=1)
+        (ours,) = torch.autograd.grad(total, log_probs)
+        torch.testing.assert_close(ours, gradient, rtol=1e-6, atol=1e-6, msg=name)
+        if name == "kl_cov":  # clip_cov: verl takes the value of the chosen out, whet their gradient alone
+            torch.testing.assert_close(total.detach(), value.double(), rtol=1e-6, atol=1e-6)

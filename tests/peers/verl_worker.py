@@ -25,8 +25,13 @@ class Config(SimpleNamespace):
 
 def estimate(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     """verl's advantages."""
+    parts = {
+        name: np.array(part.tolist(), dtype=object) for name, part in zip("ab", batch["reward_parts"].T, strict=True)
+    }
     given = {
         **{column: batch[column].clone() for column in batch if column != "uid"},
+        "non_tensor_batch": parts,
+        "batch": {"prompts": torch.zeros(len(batch["uid"]), 1), "attention_mask": attention_mask(batch)},
         "index": np.array([str(each) for each in batch["uid"].tolist()], dtype=object),
         "config": Config(**options),
         **options,
@@ -35,6 +40,12 @@ def estimate(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any])
     wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
     advantages, _ = function(**{name: given[name] for name in wanted if name in given})
     return advantages
+
+
+def attention_mask(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of a prompt of one token and the answer up to its last sampled token."""
+    answered = batch["response_mask"].flip(-1).cumsum(-1).flip(-1) > 0
+    return torch.cat([torch.ones(len(answered), 1), answered], 1).long()
 
 
 def loss(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +64,10 @@ def loss(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> 
 
 
 def actor_config(options: dict[str, Any]) -> Any:
-    """verl's config of an actor, which some losses insist on."""
+    """verl's config of an actor, which some losses insist on; others read a `policy_loss` of it."""
+    if "policy_loss" in options:
+        inner = SimpleNamespace(**options["policy_loss"])
+        return Config(**{"clip_ratio": 0.2, "global_batch_info": {}, **options, "policy_loss": inner})
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import row_sums
+from whet.algorithms.statistics import row_means, row_sums
 from whet.registry import AGGREGATIONS, call, register_aggregation
 
 Count = Tensor | int | float
@@ -37,7 +37,11 @@ def aggregate(
 def token_mean(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476).
+
+    Elsewhere: verl `token-mean`; TRL's "dapo" and "cispo" divide by the tokens of the whole batch as here, its "bnpo"
+    by those of a micro-batch.
+    """
     return _divide(row_sums(values, response_mask).sum(), num_tokens)
 
 
@@ -45,7 +49,10 @@ def token_mean(
 def token_sum(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m): grows with the mini-batch."""
+    """sum(x m): grows with the mini-batch.
+
+    Elsewhere: verl `token-sum`.
+    """
     return row_sums(values, response_mask).sum()
 
 
@@ -53,7 +60,10 @@ def token_sum(
 def seq_mean_token_sum(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences."""
+    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences.
+
+    Elsewhere: verl `seq-mean-token-sum`; TRL's "luspo".
+    """
     return _divide(row_sums(values, response_mask).sum(), num_sequences)
 
 
@@ -61,7 +71,11 @@ def seq_mean_token_sum(
 def seq_mean_token_sum_norm(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783)."""
+    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783).
+
+    Elsewhere: verl `seq-mean-token-sum-norm`, F the width of the batch unless loss_scale_factor is set; TRL's
+    "dr_grpo", F max_completion_length.
+    """
     return _divide(row_sums(values, response_mask).sum(), num_sequences) / fixed_length
 
 
@@ -69,9 +83,11 @@ def seq_mean_token_sum_norm(
 def seq_mean_token_mean(
     values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300)."""
-    lengths = response_mask.sum(-1).clamp(min=1)
-    return _divide((row_sums(values, response_mask) / lengths).sum(), num_sequences)
+    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300).
+
+    Elsewhere: verl `seq-mean-token-mean`; TRL's "grpo".
+    """
+    return _divide(row_means(values, response_mask).sum(), num_sequences)
 
 
 def _divide(total: Tensor, count: Count) -> Tensor:

@@ -36,7 +36,6 @@ from whet.registry import (
     POLICY_LOSSES,
     WEIGHTS,
     Entry,
-    Registry,
     call,
 )
 
@@ -320,6 +319,7 @@ def multiplicity(group: Sequence[int]) -> int:
 # ---- the table
 
 STALENESS, GAP = 0.3, 0.3
+SUMS = "seq-mean-token-sum"
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ class Row:
     kind: str
     name: str
     algorithm: AlgorithmConfig
-    claims_unbiased: bool = False
-    mode: str | None = "seq-mean-token-sum"
+    is_exact: bool = False  # has to be
+    mode: str | None = SUMS
     gap: float = 0.0  # between sampler and trainer
 
 
@@ -342,49 +342,34 @@ def plain(**changed: Any) -> AlgorithmConfig:
 def rows() -> list[Row]:
     """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is; then the
     shipped recipes."""
-    found = [
-        Row(ADV_ESTIMATORS.kind, entry.name, plain(adv_estimator=entry.name), is_exact(entry))
-        for entry in originals(ADV_ESTIMATORS)
-    ]
-    found += [
-        Row(POLICY_LOSSES.kind, entry.name, plain(policy_loss=entry.name), is_exact(entry), fixed_by(entry))
-        for entry in originals(POLICY_LOSSES)
-    ]
-    found += [Row(AGGREGATIONS.kind, entry.name, plain(), is_exact(entry), entry.name) for entry in AGGREGATIONS]
-    for where in ("reward", "loss"):
-        for entry in KL_FORMS:
-            exact = where == "reward" and entry.name in ("k1", "k1+")
-            with_kl = plain(kl=KLConfig(where=where, form=entry.name, coef=0.5))
-            found.append(Row(f"KL in the {where}", entry.name, with_kl, exact))
+    kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
+    found = [row for kind in kinds for entry in kind if entry.alias_of is None for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
-    found.append(Row("weight", "importance, of the sequence, without a cap", plain(correction=whole), True, gap=GAP))
-    for entry in originals(WEIGHTS):
-        weighed = plain(correction=CorrectionConfig(weight=entry.name))
-        found.append(Row("weight", entry.name, weighed, gap=GAP))
-    found.append(Row("weight", "none", plain(), gap=GAP))
-    return found + [Row("recipe", name, algorithm, mode=None) for name, algorithm in recipes()]
-
-
-def recipes() -> Iterator[tuple[str, AlgorithmConfig]]:
-    """The algorithm of each shipped recipe of `whet train`."""
+    found.append(Row(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
+    found.append(Row(WEIGHTS.kind, "none", plain(), gap=GAP))
     for name in shipped_recipes():
         if not name.endswith(("_sft", "_eval")):  # of other commands
-            yield name, load_config(TrainConfig, name, checked=False).config.algorithm
+            algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
+            found.append(Row("recipe", name, algorithm, mode=None))
+    return found
 
 
-def originals(registry: Registry) -> Iterator[Entry]:
-    """What is no alias."""
-    return (entry for entry in registry if entry.alias_of is None)
-
-
-def is_exact(entry: Entry) -> bool:
-    """Whether its mark claims that."""
-    return bool(entry.marks.get("unbiased"))
-
-
-def fixed_by(entry: Entry) -> str:
-    """The aggregation that a loss fixes, else sums over sequences."""
-    return str(entry.marks.get("aggregation", "seq-mean-token-sum"))
+def rows_of(entry: Entry) -> list[Row]:
+    """Those of one function; none of a kind that has no part in a gradient."""
+    kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
+    if kind == ADV_ESTIMATORS.kind:
+        return [Row(kind, name, plain(adv_estimator=name), exact)]
+    if kind == POLICY_LOSSES.kind:
+        return [Row(kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS))]
+    if kind == AGGREGATIONS.kind:
+        return [Row(kind, name, plain(), exact, mode=name)]
+    if kind == KL_FORMS.kind:
+        settings = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
+        exact = name in ("k1", "k1+")  # in the reward
+        return [Row(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in settings]
+    if kind == WEIGHTS.kind:
+        return [Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP)]
+    return []
 
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:

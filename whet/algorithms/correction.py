@@ -33,6 +33,9 @@ def importance(
 
     With `normalise` divided by the mean over the sampled tokens of the mini-batch, so that a step keeps its size.
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
+
+    Elsewhere: verl rollout_is="token" or "sequence"; TRL vllm_importance_sampling_mode="token_truncate" or
+    "sequence_truncate", cap 3.
     """
     weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(max=cap)
     return weight / masked_mean(weight, response_mask).clamp(min=1e-8) if normalise else weight
@@ -51,6 +54,8 @@ def icepop(
     """w where low <= w <= high, else 0: tokens on which the two disagree teach nothing.   -> [B, R]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855.
+
+    Elsewhere: TRL vllm_importance_sampling_mode="token_mask" or "sequence_mask".
     """
     weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level)
     return weight * ((weight >= low) & (weight <= high))
@@ -61,6 +66,8 @@ def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: float = 0.2) -
     """1 on the `share` of the mini-batch's tokens with the most entropy, 0 on the others.   -> [B, R]
 
     Wang et al. 2025, https://arxiv.org/abs/2506.01939.
+
+    Elsewhere: TRL top_entropy_quantile, the same share.
     """
     sampled = response_mask != 0
     values = entropy[sampled]
@@ -81,6 +88,8 @@ def off_policy_sequence(
     """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
 
     What a policy would not say any more needs no unlearning. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+
+    Elsewhere: TRL off_policy_mask_threshold, which looks at the current policy in the place of o.
     """
     moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
@@ -95,9 +104,11 @@ def pf_ppo(
     power: float = 2.0,
 ) -> Tensor:
     """Rows weighed by their score: "pow" abs(s)^power; "max_min" the best and the worst of all alone; "max_random" the
-    best whole, others 0.4. Their mean over the mini-batch's rows is 1.   -> [B, R]
+    best whole, others a quarter. Their mean over the mini-batch's rows is 1.   -> [B, R]
 
     The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+
+    Elsewhere: verl draws rows anew with these probabilities, which is this in expectation, with more variance.
     """
     scores, member = token_level_scores.sum(-1), response_mask.sum(-1) > 0
     if not bool(member.any()):
@@ -106,7 +117,7 @@ def pf_ppo(
     weight = {
         "pow": scores.abs() ** power,
         "max_min": ((scores == best) | (scores == worst)).to(scores.dtype),
-        "max_random": pick(scores == best, 1.0, 0.4, scores),
+        "max_random": pick(scores == best, 1.0, 0.25, scores),
     }[form]
     mean = weight[member].mean()
     return (weight / mean.clamp(min=1e-8))[:, None].expand_as(token_level_scores)
@@ -126,6 +137,8 @@ def divergence(
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 
     k estimates KL(u || o). `level` (token, sequence_mean, sequence_sum, sequence_max) says what of a row decides.
+
+    Elsewhere: verl rollout_rs, such as seq_mean_k1 for form="k1", level="sequence_mean".
     """
     x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
     k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]

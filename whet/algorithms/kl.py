@@ -79,6 +79,8 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """d: unbiased for KL(pi || ref), of either sign. For the reward; as a loss its expected gradient is zero.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    Elsewhere: verl `k1`, `kl`.
     """
     return log_probs - ref_log_probs
 
@@ -88,6 +90,8 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """d^2 / 2: biased in value, of little variance; on-policy its gradient is that of the per-token KL.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    Elsewhere: verl `k2`, `mse`.
     """
     return 0.5 * (log_probs - ref_log_probs).square()
 
@@ -97,6 +101,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """exp(-d) + d - 1, -d within 20 and the result at most 10: never negative, unbiased in value, biased as a loss.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
+
+    Elsewhere: verl `k3`, `low_var_kl`, the same limits; TRL's KL term without them, times the ratio by default.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
     return (x.expm1() - x).clamp(max=10.0)  # expm1: exp(x) - 1 - x would lose a small x altogether
@@ -104,7 +110,10 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @register_kl("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """abs(d)."""
+    """abs(d).
+
+    Elsewhere: verl `abs`.
+    """
     return (log_probs - ref_log_probs).abs()
 
 
@@ -114,31 +123,45 @@ def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
 
     As a loss, with the states of the samples held fixed, what `k2` and every `+` form have in expectation, without
     their variance. For small vocabularies: no chunk of it can be thrown away before the update.
+
+    Elsewhere: verl knows the name and raises NotImplementedError.
     """
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
 @register_kl("k1+")
 def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k1 with the gradient of k2."""
+    """The value of k1 with the gradient of k2.
+
+    Elsewhere: verl `k1+`.
+    """
     return _with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register_kl("k2+")
 def k2_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """k2, under the name that the other forms' pattern gives it."""
+    """k2, under the name that the other forms' pattern gives it.
+
+    Elsewhere: verl `k2+`.
+    """
     return k2(log_probs, ref_log_probs)
 
 
 @register_kl("k3+")
 def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2."""
+    """The value of k3 with the gradient of k2.
+
+    Elsewhere: verl `k3+`.
+    """
     return _with_gradient_of_k2(k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register_kl("abs+")
 def absolute_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of abs with the gradient of k2."""
+    """The value of abs with the gradient of k2.
+
+    Elsewhere: verl `abs+`.
+    """
     return _with_gradient_of_k2(absolute(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 

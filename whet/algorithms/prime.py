@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whet.algorithms.advantages import rloo
 from whet.algorithms.scan import reward_to_go
-from whet.algorithms.statistics import Groups, row_means, whiten
+from whet.algorithms.statistics import Groups, row_means, row_sums, whiten
 from whet.registry import register_adv_est, register_value_loss
 
 
@@ -28,6 +28,8 @@ def prime(
     q = beta (log pi_prm - log pi_ref) of each token, `process_rewards` times beta. The process reward model is the
     critic: critic.value_loss=implicit_reward trains it online. A group of one has neither baseline: 0.
     Cui et al. 2025, https://arxiv.org/abs/2502.01456.
+
+    Elsewhere: verl's recipe `prime`, the same sum; there beta belongs to the reward model's config.
     """
     groups = Groups(uid, response_mask)
     process_rewards = beta * process_rewards
@@ -47,8 +49,10 @@ def implicit_reward(
 
     l is of the reward model, b of its reference. One number a row, on each of its tokens.   -> [B, R]
     Yuan et al. 2024, https://arxiv.org/abs/2412.01981.
+
+    Elsewhere: verl's recipe `prime`, loss_type="ce".
     """
-    logit = beta * (log_probs - ref_log_probs).sum(-1)
+    logit = beta * row_sums(log_probs - ref_log_probs, response_mask)
     right = (accuracy >= 1.0).to(logit.dtype)
     loss = F.binary_cross_entropy_with_logits(logit, right, reduction="none")
     agrees = (logit > 0) == (right > 0)

@@ -21,6 +21,8 @@ def soft_overlong(
     A ramp over the last L_buf = `buffer_length` tokens, from 0 down to -penalty at L_max = `max_response_length`.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
+
+    Elsewhere: verl's reward manager `dapo`, overlong_buffer; TRL get_soft_overlong_punishment, with a penalty of 1.
     """
     excess = response_lengths - (max_response_length - buffer_length)
     return (-excess / buffer_length * penalty).clamp(max=0.0)

@@ -19,8 +19,8 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row of an x that is 0 where `mask` is, over where it is not; 0 in an empty row.   [B, R] -> [B]"""
-    return x.sum(-1) / mask.sum(-1).clamp(min=1)
+    """Mean of each row over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> [B]"""
+    return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
 
 
 def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:

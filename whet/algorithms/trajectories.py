@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError
+from whet.registry import ROW_COLUMNS
 
 
 class TrajectoryLayout:
@@ -31,7 +32,7 @@ class TrajectoryLayout:
     def join(self, name: str, column: Tensor) -> Tensor:
         """[B, R] -> [T, L]; a column with one value a row -> one value a trajectory.
         Raises: DataError where the rows of a trajectory disagree about such a value."""
-        if column.shape == self.row_shape:
+        if column.shape == self.row_shape and name not in ROW_COLUMNS:
             joined = column.new_zeros(self.shape)
             joined[self.trajectory, self.place] = column[self.row, self.position]
             return joined

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from whet.cli.algorithms_page import CHOSEN_BY, cells_of, certificate, certify_all, facts, summary
+from whet.cli.algorithms_page import CHOSEN_BY, TITLES, cells_of, certificate, certify_all, definition, facts, summary
 from whet.cli.algorithms_page import page as write_page
 from whet.errors import RegistryError
 from whet.registry import KINDS
@@ -62,7 +62,7 @@ def show(name: Annotated[str, typer.Argument(help="a name that `whet algorithms`
         said = [*facts(entry), *certificate(entry)]
         width = max(len(title) for title, _ in said) + 2
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-        output.print(Text(f"{entry.doc}\n"))
+        output.print(Text(f"{definition(entry)}\n"))
         for title, text in said:
             output.print(Text.assemble((title.ljust(width), "bold"), text))
         output.print()
@@ -79,7 +79,7 @@ def certify() -> None:
     output.width = output.width if output.is_terminal else PLAIN_WIDTH
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     table = Table(box=None, padding=(0, 1))
-    for title in ("", "", "exact", "error", "cosine", "length", "variance", "stale: error", "cosine"):
+    for title in ("", "", *TITLES):
         table.add_column(title, justify="left" if title in ("", "exact") else "right", no_wrap=True)
     for row in cells_of(found):
         table.add_row(*row)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from whet.registry import KINDS, REQUIRED, Entry, Registry
+from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry
 
 if TYPE_CHECKING:
     from whet.algorithms.certify import Certificate, Row
@@ -25,7 +25,9 @@ CHOSEN_BY = {  # where a kind of function is chosen, and where its options are g
     "reward": ("reward.function", "reward.kwargs"),
     "environment": ("environment.name", "environment.options"),
 }
-Certified = Mapping[tuple[str, str], tuple["Certificate", "Certificate"]]  # by kind and name
+# By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
+Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
+TITLES = ("exact", "error", "cosine", "length", "variance", "stale error", "stale cosine")
 
 HEAD = """\
 # Algorithms
@@ -41,13 +43,15 @@ CERTIFICATES = """\
 `whet algorithms certify` computes them. A policy of three tokens and answers of up to three of them has 15 answers, so
 that the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is the gradient
 of what it is said to maximise, E[R] - beta KL(pi || ref) over whole answers. One thing is changed at a time, all else
-is `rloo`, `reinforce` and sums over sequences.
+is `rloo`, `reinforce` and sums over sequences; a recipe is looked at as it is, but for what three tokens cannot show
+(an entropy weight that adapts, lengths that grow), with a critic and a teacher that know nothing. What it takes from
+long answers is part of its reward.
 
 - error: |g - t| / |t| of the expected gradient g against the objective's t; length: |g| / |t|. Where g has the right
   direction and another length, as with any fixed scale, the cosine is 1.
 - variance: that of one group's gradient, in units of |t|^2.
-- stale: samples of a policy whose logits are 0.3 (standard deviation) away. Weights are looked at with a sampler that
-  is 0.3 away from the trainer.
+- stale error, stale cosine: with samples of a policy whose logits are 0.3 (standard deviation) away. Weights are looked
+  at with a sampler that is 0.3 away from the trainer.
 - exact: what has to have an error below 1e-8 on its own samples; a test holds it to that.
 
 Bias is no fault by itself: variance, length or safety was bought with it.
@@ -61,26 +65,19 @@ def page(certified: Certified) -> str:
 
 def table(certified: Certified) -> str:
     """The certificates as a Markdown table."""
-    lines = [
-        "| | | exact | error | cosine | length | variance | stale: error | cosine |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in cells_of(certified))]) + "\n"
+    lines = [("", "", *TITLES), ["---"] * (2 + len(TITLES)), *cells_of(certified)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def cells_of(certified: Certified) -> list[list[str]]:
     """The table's rows as text."""
-    from whet.algorithms.certify import rows
-
-    return [cells(row, *certified[row.kind, row.name]) for row in rows()]
+    return [[kind, name, *cells(*found)] for (kind, name), found in certified.items()]
 
 
-def cells(row: Row, own: Certificate, stale: Certificate) -> list[str]:
-    """One row as text."""
+def cells(is_exact: bool, own: Certificate, stale: Certificate) -> list[str]:
+    """One row as text, under `TITLES`."""
     return [
-        row.kind,
-        row.name,
-        "yes" if row.claims_unbiased else "",
+        "yes" if is_exact else "",
         number(own.relative_error),
         f"{own.cosine:.3f}",
         f"{own.norm_ratio:.2f}",
@@ -99,33 +96,51 @@ def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> Certif
     """Every certificate; `show` may look at the rows as they come."""
     from whet.algorithms.certify import certificates, rows
 
-    return {(row.kind, row.name): certificates(row) for row in show(rows())}
+    return {(row.kind, row.name): (row.is_exact, *certificates(row)) for row in show(rows())}
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
     """What `whet algorithms show` says of a function's expected gradient."""
-    from whet.algorithms.certify import certificates, rows
+    from whet.algorithms.certify import certificates, rows_of
 
-    titles = ("exact", "error", "cosine", "length", "variance", "stale error", "stale cosine")
-    return [
-        (f"certificate, {row.kind}" if row.kind != entry.kind else "certificate", ", ".join(shown))
-        for row in rows()
-        if row.name == entry.name and entry.kind.split()[-1] in (row.kind.split()[-1], *row.kind.split()[:1])
-        for shown in [[f"{t} {c}" for t, c in zip(titles, cells(row, *certificates(row))[2:], strict=True) if c]]
-    ]
+    found = []
+    for row in [] if entry.alias_of else rows_of(entry):
+        shown = zip(TITLES, cells(row.is_exact, *certificates(row)), strict=True)
+        title = "certificate" if row.kind == entry.kind else f"certificate, {row.kind}"
+        found.append((title, ", ".join(f"{name} {cell}" for name, cell in shown if cell)))
+    return found
+
+
+def definition(entry: Entry) -> str:
+    """What the docstring says of the function itself."""
+    return entry.doc.partition(ELSEWHERE)[0].rstrip()
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """What there is to know of a function but its docstring."""
+    """What there is to know of a function but its definition."""
     key, options_key = CHOSEN_BY[entry.kind]
-    found = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(entry.columns)), ("code", entry.target)]
+    reads = entry.columns if entry.kind != WRAPPERS.kind else ()
+    found = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(reads)), ("code", entry.target)]
     found += [("alias of", entry.alias_of)] if entry.alias_of else []
     found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]
     if options_key is not None:
-        found += [(f"{options_key}.{name}", default(value)) for name, value in entry.options.items()]
+        for name, value in entry.options.items():
+            choices = (
+                f" (or {', '.join(c for c in entry.choices[name] if c != value)})" if name in entry.choices else ""
+            )
+            found.append((f"{options_key}.{name}", default(value) + choices))
+    found.append(("elsewhere", elsewhere(entry)))
     return [(title, text) for title, text in found if text]
 
 
+def elsewhere(entry: Entry) -> str:
+    """What other frameworks mean by the name, or call what it is."""
+    if entry.kind == WRAPPERS.kind:
+        return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
+    return " ".join(entry.doc.partition(ELSEWHERE)[2].split())
+
+
+ELSEWHERE = "Elsewhere: "  # begins the last paragraph of a docstring
 MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 
@@ -152,8 +167,8 @@ def _section(kind: Registry) -> list[str]:
             lines += [f"{summary(entry)}.", ""]
             continue
         lines += [
-            *_block(entry.doc),
-            *(f"- {title}: `{text}`" for title, text in facts(entry) if title != "choose"),
+            *_block(definition(entry)),
+            *(f"- {title}: {text if title == 'elsewhere' else f'`{text}`'}" for title, text in facts(entry)[1:]),
             "",
         ]
     return lines

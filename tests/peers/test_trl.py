@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""whet's losses against those of TRL 1.16's GRPOTrainer on a thousand random ragged batches, and its length penalty."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.peers.test_verl import BATCHES, DEADLINE_SECONDS, ROOT, Batch, ragged
+from whet.algorithms.adapters import policy_loss
+from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.kl import kl_penalty
+from whet.algorithms.shaping import soft_overlong
+from whet.registry import POLICY_LOSSES, WEIGHTS, call
+
+WORKER = Path(__file__).parent / "trl_worker.py"
+pytestmark = pytest.mark.slow
+
+# (whet's loss, its options, aggregation, what TRL is told)
+LOSSES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("ppo_clip", {"clip_ratio_high": 0.28}, "seq-mean-token-mean", {"loss_type": "grpo", "epsilon_high": 0.28}),
+    ("ppo_clip", {}, "token-mean", {"loss_type": "bnpo"}),
+    ("ppo_clip", {}, "token-mean", {"loss_type": "dapo"}),
+    ("ppo_clip", {}, "seq-mean-token-sum-norm", {"loss_type": "dr_grpo"}),
+    ("delta", {"delta": 1.1}, "seq-mean-token-mean", {"loss_type": "grpo", "delta": 1.1}),
+    (
+        "gspo",
+        {},
+        "seq-mean-token-mean",
+        {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    ),
+    (
+        "luspo",
+        {},
+        "seq-mean-token-sum",
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    ),
+    ("cispo", {"bounds": "cap", "clip_ratio_high": 1.3}, "token-mean", {"loss_type": "cispo", "epsilon_high": 1.3}),
+    ("sapo", {}, "seq-mean-token-mean", {"loss_type": "sapo"}),
+    ("vespo", {}, "token-mean", {"loss_type": "vespo"}),
+]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of the environment that has TRL."""
+    folder = Path(os.environ.get("WHET_TRL_VENV") or ROOT / ".venv-trl")
+    if not (folder / "bin" / "python").exists():
+        pytest.skip(f"{folder} is not there: `make bench` makes it")
+    return folder / "bin" / "python"
+
+
+def compare(python: Path, folder: Path, calls: list[tuple[Any, ...]]) -> Iterator[Any]:
+    """What TRL says to each call."""
+    torch.save(calls, folder / "calls.pt")
+    command = [str(python), str(WORKER), str(folder / "calls.pt"), str(folder / "results.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    yield from torch.load(folder / "results.pt")
+
+
+def one_advantage_a_row(seed: int) -> Batch:
+    batch = ragged(seed)
+    draw = torch.Generator().manual_seed(seed)
+    batch["row_advantages"] = torch.randn(len(batch["uid"]), generator=draw, dtype=torch.float64)
+    batch["advantages"] = batch["row_advantages"][:, None] * batch["response_mask"]
+    batch["entropy"] = torch.rand(batch["values"].shape, generator=draw).double() * batch["response_mask"]
+    return batch
+
+
+def ours(
+    batch: Batch, name: str, options: dict[str, Any], mode: str, weight: Tensor | float = 1.0, kl: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
+    loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs}, options).per_token
+    assert loss is not None
+    loss = loss * weight + kl * kl_penalty("k3", log_probs, batch["ref_log_probs"], mask)
+    total = aggregate(mode, loss, mask, **counts(mask), fixed_length=1)
+    (gradient,) = torch.autograd.grad(total, log_probs)
+    return total.detach(), gradient
+
+
+def test_losses_and_their_gradients(python: Path, tmp_path: Path) -> None:
+    cases = [(case, one_advantage_a_row(seed)) for case in LOSSES for seed in range(BATCHES // len(LOSSES))]
+    calls = [("loss", batch, told) for (_, _, _, told), batch in cases]
+    for ((name, options, mode, told), batch), (value, gradient) in zip(
+        cases, compare(python, tmp_path, calls), strict=True
+    ):
+        total, slope = ours(batch, name, options, mode)
+        torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=f"{name} {told}")
+        torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6, msg=f"gradient of {name} {told}")
+
+
+def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> None:
+    batches = [one_advantage_a_row(seed) for seed in range(60)]
+    told = [{"beta": 0.1}, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.05}]
+    calls = [("loss", batch, options) for options in told for batch in batches]
+    for (_, batch, options), (value, gradient) in zip(calls, compare(python, tmp_path, calls), strict=True):
+        weight: Tensor | float = 1.0
+        if "top_entropy_quantile" in options:
+            weight = call(WEIGHTS["top_entropy"], batch, {"share": 0.3})
+        if "off_policy_mask_threshold" in options:  # TRL compares with the current policy
+            now = {**batch, "old_log_probs": batch["log_probs"], "rollout_log_probs": batch["old_log_probs"]}
+            weight = call(WEIGHTS["off_policy_sequence"], now, {"threshold": 0.05})
+        total, slope = ours(batch, "ppo_clip", {}, "seq-mean-token-mean", weight, options.get("beta", 0.0))
+        torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=str(options))
+        torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6, msg=f"gradient of {options}")
+
+
+def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:
+    lengths = list(range(1, 101))
+    told = {"max_completion_len": 100, "soft_punish_cache": 20}
+    [penalties] = compare(python, tmp_path, [("overlong", lengths, told)])
+    found = soft_overlong(torch.tensor(lengths), max_response_length=100, buffer_length=20)
+    assert found.tolist() == pytest.approx(penalties)

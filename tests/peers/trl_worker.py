@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls TRL's own functions on batches from a file and writes what they give. Runs in TRL's environment:
+
+python trl_worker.py IN OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl import GRPOTrainer  # type: ignore[import-not-found]  # of another environment
+from trl.rewards import get_soft_overlong_punishment  # type: ignore[import-not-found]
+
+ARGS = {
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "steps_per_generation": 1,
+}
+SETTINGS = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "token",
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "beta": 0.0,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "max_completion_length": 1,
+}
+
+
+class OneProcess:
+    """What a trainer asks of its accelerator."""
+
+    num_processes, sync_gradients = 1, True
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def pad_across_processes(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return x
+
+    def reduce(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return x
+
+
+def loss(batch: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's loss and its gradient with respect to the log-probs, from a trainer that was never built."""
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    settings = {**SETTINGS, **{name: value for name, value in options.items() if name in SETTINGS}}
+    trainer = SimpleNamespace(
+        **settings,
+        args=SimpleNamespace(**{**ARGS, **{name: value for name, value in options.items() if name in ARGS}}),
+        accelerator=OneProcess(),
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, batch["entropy"], None),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+    )
+    trainer.get_high_entropy_mask = lambda *given: GRPOTrainer.get_high_entropy_mask(trainer, *given)
+    mask = batch["response_mask"]
+    inputs = {
+        "prompt_ids": torch.zeros(len(mask), 1).long(),
+        "prompt_mask": torch.ones(len(mask), 1).long(),
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": batch["row_advantages"],
+        "old_per_token_logps": batch["old_log_probs"],
+        "ref_per_token_logps": batch["ref_log_probs"],
+        "num_items_in_batch": mask.sum(),
+    }
+    result = GRPOTrainer._compute_loss(trainer, None, inputs)
+    (gradient,) = torch.autograd.grad(result, log_probs)
+    return result.detach(), gradient
+
+
+def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
+    """TRL's penalty for answers of these lengths."""
+    found: list[float] = get_soft_overlong_punishment(**options)(completion_ids=[[0] * length for length in lengths])
+    return found
+
+
+def main() -> None:
+    """Every call of the file, in order."""
+    calls = torch.load(sys.argv[1], weights_only=False)
+    kinds = {"loss": loss, "overlong": overlong}
+    torch.save([kinds[kind](*given) for kind, *given in calls], sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()
