@@ -71,6 +71,11 @@ class Metrics:
         """The metrics by name, sorted, without timings. A mean whose weights are all 0 is left out."""
         return self._reduced(timings=False)
 
+    def value(self, name: str) -> float | None:
+        """One of them now; None where nothing was recorded under the name."""
+        series = self._series.get(name)
+        return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
+
     def timings(self) -> dict[str, float]:
         """The seconds by name, sorted: apart from `reduce`, whose numbers are the same in every repeat of a run."""
         return self._reduced(timings=True)

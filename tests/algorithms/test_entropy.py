@@ -22,6 +22,7 @@ def test_its_state_resumes() -> None:
     other.load_state(one.state())
     assert one.coef == other.coef == pytest.approx(0.35)
     one.update(0.4)
+    other.update(None)  # a step that trained nothing
     other.update(0.4)
     assert one.coef == other.coef
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,3 +135,35 @@ def test_cpo_trains(wrap_method: str, train_config: MakeConfig, additions: Rows)
     config = train_config({**CPO, "algorithm.adv_options": {"wrap_method": wrap_method, "cpo_lambda": 1.1}})
     history = train(config, reward=length, data=additions).history
     assert all("cpo/k" in step and step["actor/grad_norm"] > 0 for step in history)
+
+
+def test_every_token_can_be_looked_at(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, model_folder: Path
+) -> None:
+    """trainer.log_tokens: what the hint says of a token, and what the wrapper made of it."""
+    config = train_config({**CPO, "algorithm.adv_options.wrap_method": "tok_kl", "trainer.log_tokens": 1})
+    run = train(config, reward=length, data=additions)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "tokens" / "step_000001.jsonl").open()]
+    assert len(rows) == 16
+    for row in rows:
+        size = len(row["tokens"])
+        assert {len(row[name]) for name in ("k", "advantages", "entropy", "response_mask")} == {size}
+        for k, hinted, alone in zip(row["k"], row["teacher_log_probs"], row["old_log_probs"], strict=True):
+            assert k == pytest.approx(hinted - alone, abs=2e-6)
+    answers = {a["uid"]: a["response"] for a in map(json.loads, (tmp_path / "run/rollouts/step_000001.jsonl").open())}
+    assert all("".join(row["tokens"]) == answers[row["uid"]] for row in rows)
+    assert run.step == 2
+
+
+def test_a_judge_that_hangs_is_waited_for_once(train_config: MakeConfig, additions: Rows) -> None:
+    options = {"complete": f"{__file__}:hangs", "timeout_seconds": 0.5, "parallel": 1}
+    run, groups, _ = built(train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options}), additions)
+    start = time.monotonic()
+    assert {hint for group in hints_of(groups, run.sources(groups, 1)) for hint in group} == {None}
+    assert time.monotonic() - start < 2.0  # not half a second for each of four prompts, and the two seconds it sleeps
+    run.close()
+
+
+def hangs(messages: list[dict[str, Any]]) -> str:
+    time.sleep(2.0)
+    return "late"

@@ -12,7 +12,7 @@ class FixedEntropy:
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
-    def update(self, entropy: float) -> None:
+    def update(self, entropy: float | None) -> None:
         """Nothing to adapt."""
 
     def state(self) -> dict[str, float]:
@@ -38,8 +38,10 @@ class AdaptiveEntropy:
         """The weight for the next step: 0 where the entropy was high enough."""
         return self._coef if self._is_low else 0.0
 
-    def update(self, entropy: float) -> None:
-        """Take note of a step's mean entropy."""
+    def update(self, entropy: float | None) -> None:
+        """Take note of a step's mean entropy; None where the step trained nothing."""
+        if entropy is None:
+            return
         self._is_low = entropy < self.target
         moved = self._coef + (self.delta if self._is_low else -self.delta)
         self._coef = min(max(moved, 0.0), self.highest)

@@ -94,6 +94,8 @@ class DataConfig(Section):
     max_prompt_length: PositiveInt = Field(512, description="tokens")
     max_response_length: PositiveInt = Field(512, description="tokens")
     overlong_prompts: Literal["drop", "error"] = Field("drop", description="what happens to a prompt over the limit")
+    difficulty_key: str | None = Field(None, description="field with how hard a row is, as a number; unset: use all")
+    difficulty_window: tuple[float, float] = Field((0.0, 1.0), description="train on rows strictly between these")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
 
 
@@ -336,6 +338,7 @@ class TrainerConfig(Section):
     experiment_name: str = Field("default", description="for trackers and the run's folder")
     logger: list[Literal["console", "jsonl"]] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
+    log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
 

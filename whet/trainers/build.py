@@ -20,6 +20,7 @@ from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutCon
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
+from whet.data.difficulty import within_window
 from whet.data.loader import PromptLoader
 from whet.data.prompts import PromptFormat, build_prompts
 from whet.data.sources import read_rows
@@ -111,6 +112,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
     prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
+    if config.data.difficulty_key is not None:
+        prompts = within_window(prompts, config.data.difficulty_key, *config.data.difficulty_window)
     loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
     val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
     epoch_steps = loader.steps_per_epoch(config.data.train_batch_size)

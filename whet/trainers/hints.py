@@ -8,10 +8,12 @@ A hint source is registered under its name, takes the step's groups, and gives a
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import jinja2
@@ -182,25 +184,47 @@ def judge(
     parallel: int = 8,
 ) -> Hints:
     """What a judge says of each prompt: `complete` names a function of messages that returns text, as
-    `path/file.py:function`. One that raises or is late gives no hint, and is logged."""
+    `path/file.py:function`. One that raises gives no hint, nor do those that have said nothing `timeout_seconds` after
+    the first was asked, all prompts together; both are logged."""
     function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
 
     def ask(group: Group) -> str:
         return function([{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)])
 
-    pool = ThreadPoolExecutor(parallel)
-    try:
-        futures = [pool.submit(ask, group) for group in groups]
-        said: list[str | None] = []
-        for future in futures:
-            try:
-                said.append(str(future.result(timeout=timeout_seconds)))
-            except (Exception, TooLate) as error:  # other people's code, over a network
-                log.warning("the judge gave no hint: %s: %s", type(error).__name__, error)
-                said.append(None)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    said = [_said(future) for future in in_threads(ask, groups, parallel, timeout_seconds)]
     return [[hint] * len(group.trajectories) for group, hint in zip(groups, said, strict=True)]
+
+
+def in_threads(
+    function: Callable[[Group], str], groups: Sequence[Group], parallel: int, timeout_seconds: float
+) -> list[Future[str]]:
+    """What the function says of each group by then. Its threads are daemons: one that hangs cannot hold up the end."""
+    futures: list[Future[str]] = [Future() for _ in groups]
+    waiting = deque(zip(groups, futures, strict=True))
+
+    def work() -> None:
+        while waiting:
+            with suppress(IndexError):  # another thread took the last one
+                group, future = waiting.popleft()
+                try:
+                    future.set_result(function(group))
+                except Exception as error:
+                    future.set_exception(error)
+
+    for _ in range(parallel):
+        Thread(target=work, daemon=True).start()
+    wait(futures, timeout=timeout_seconds)
+    waiting.clear()
+    return futures
+
+
+def _said(future: Future[str]) -> str | None:
+    """What a judge has said by now; None where it raised, or is late."""
+    try:
+        return str(future.result(timeout=0))
+    except Exception as error:  # other people's code, over a network
+        log.warning("the judge gave no hint: %s: %s", type(error).__name__, error)
+        return None
 
 
 def text(answer: Trajectory) -> str | None:

@@ -60,6 +60,7 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
         batch = run.shaper.rewards(batch, metrics)
         batch = run.shaper.advantages(add_advantages(run, batch, metrics), metrics)
         batch = run.settlement.reject(batch, metrics)
+    run.write_tokens(step, batch)
     measure_batch(metrics, batch, run.config.data.max_response_length)
 
     with metrics.time("time/update"):
@@ -72,7 +73,7 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
             for mini_batch in mini_batches(run, batch, run.config.actor, step):
                 weighed = run.settlement.weigh(mini_batch, metrics)
                 metrics.merge(run.roles["actor"].update(weighed, objective))
-            run.entropy_controller.update(metrics.reduce().get("actor/entropy", 0.0))
+            run.entropy_controller.update(metrics.value("actor/entropy"))
     with metrics.time("time/sync"):
         run.roles["rollout"].sync(step)
 

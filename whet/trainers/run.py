@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.config.schema import TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.metrics import Metrics
+from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
@@ -126,6 +127,16 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_answers(path, groups, self.tokenizer)
 
+    def write_tokens(self, step: int, batch: DataProto) -> None:
+        """One JSON object a row, in tokens/: each token as text, and what every column says of it."""
+        every = self.config.trainer.log_tokens
+        if every == 0 or step % every:
+            return
+        path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in readable_tokens(batch, self.tokenizer)]
+        path.write_text("".join(lines), encoding="utf-8")
+
     def close(self) -> None:
         """Ends workers, reward processes and trackers, the later ones also where an earlier one fails."""
         with ExitStack() as stack:
@@ -175,6 +186,28 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "policy_version": last.policy_version if last is not None else None,
         "failure": None if answer.failure is None else asdict(answer.failure),
     }
+
+
+def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    """Each row: whose answer it is, its tokens, whether the policy sampled and trains on them, and every column that
+    has a number for each token. Where a teacher spoke, `k` is what it gives a token over what the policy does."""
+    shape = batch["response_mask"].shape
+    columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
+    columns = {name: column for name, column in columns.items() if column.is_floating_point()}
+    if {"teacher_log_probs", "old_log_probs"} <= columns.keys():
+        columns["k"] = columns["teacher_log_probs"] - columns["old_log_probs"]
+    lengths = batch["attention_mask"][:, -shape[1] :].sum(1).tolist()
+    for row, length in enumerate(lengths):
+        ids = batch["responses"][row, :length].tolist()
+        numbers = {
+            name: [round(value, 6) for value in column[row, :length].tolist()] for name, column in columns.items()
+        }
+        yield {
+            "uid": batch["trajectory_uid_name"][row],
+            "tokens": [tokenizer.decode([token]) for token in ids],
+            "response_mask": batch["response_mask"][row, :length].tolist(),
+            **numbers,
+        }
 
 
 def _response_ids(answer: Trajectory) -> tuple[int, ...]:
