@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-peers/.ready
+TRL := .venv-trl/.ready
 
 .PHONY: quickstart test test-all peers quality style bench
 
@@ -14,10 +15,10 @@ quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 test: $(READY) ## the CPU suite
 	$(BIN)/pytest
 
-test-all: $(READY) $(PEERS) ## with the slow tests
+test-all: $(READY) $(PEERS) $(TRL) ## with the slow tests
 	$(BIN)/pytest -m "slow or not slow"
 
-peers: $(PEERS) ## an environment of its own for verl, whose functions the slow tests compare with
+peers: $(PEERS) $(TRL) ## environments of their own for verl and TRL, whose functions the slow tests compare with
 
 quality: $(READY) ## what a commit must pass
 	$(BIN)/ruff check
@@ -45,4 +46,10 @@ $(PEERS): tests/peers/constraints.txt
 	.venv-peers/bin/pip install --quiet -c $< torch
 	.venv-peers/bin/pip install --quiet -c $< --no-deps verl
 	.venv-peers/bin/pip install --quiet -c $< codetiming hydra-core numpy omegaconf packaging pandas ray tensordict transformers
+	@touch $@
+
+$(TRL): benchmarks/constraints-trl.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet -c $< torch
+	.venv-trl/bin/pip install --quiet -c $< trl
 	@touch $@

@@ -53,7 +53,7 @@ def python() -> Path:
     """The interpreter of the environment that has TRL."""
     folder = Path(os.environ.get("WHET_TRL_VENV") or ROOT / ".venv-trl")
     if not (folder / "bin" / "python").exists():
-        pytest.skip(f"{folder} is not there: `make bench` makes it")
+        pytest.skip(f"{folder} is not there: `make peers` makes it")
     return folder / "bin" / "python"
 
 
