@@ -18,7 +18,7 @@ estimators run as the loop calls them (`estimate`: columns checked, advantages o
 `registry.call` does, which gives one number a row where that is what the function gives. Losses: forward, diagnostics
 as numbers, token-mean or the loss's own aggregation, backward. Memory is what the process needed beyond its inputs.
 """
-ROUNDS = 5
+ROUNDS = 3
 ESTIMATORS = {"grpo": ("grpo", "grpo_vectorized"), "rloo": ("rloo", "rloo_vectorized"), "gae": ("gae",)}
 LOSSES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "dro", "dppo_tv", "dppo_kl", "kl_cov", "clip_cov")
 

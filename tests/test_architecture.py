@@ -30,6 +30,7 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for par
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_ALGORITHM_LINES = 25
 MAX_PACKAGE_LINES = 20_000
 MAX_LEAF_KEYS = 150
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
@@ -139,6 +140,21 @@ def test_the_config_stays_small_and_every_key_says_what_it_is(schema: type[Train
     leaves = leaf_fields(schema)
     assert sum(not is_free(field) for field in leaves.values()) <= MAX_LEAF_KEYS
     assert not [key for key, field in leaves.items() if not field.description]
+
+
+def test_no_algorithm_is_longer_than_a_page_of_a_book() -> None:
+    """Lines of code of every registered function of the mathematics, without signature, docstring and comments."""
+    long = {}
+    for file in sorted((PACKAGE / "algorithms").glob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                "register_" in ast.unparse(use) for use in node.decorator_list
+            ):
+                body = source.splitlines()[(node.body[0].end_lineno or 0) : node.end_lineno]
+                lines = [line for line in body if line.strip() and not line.strip().startswith("#")]
+                long |= {node.name: len(lines)} if len(lines) > MAX_ALGORITHM_LINES else {}
+    assert not long
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:

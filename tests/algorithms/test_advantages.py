@@ -300,12 +300,17 @@ def test_optimal_token_baseline_by_hand() -> None:
     batch = {
         "token_level_rewards": torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64),
         "old_log_probs": torch.tensor([[0.5, 0.25], [0.5, 1.0]], dtype=torch.float64).log(),
+        "rollout_log_probs": torch.tensor([[0.5, 0.25], [0.25, 1.0]], dtype=torch.float64).log(),
         "sum_pi_squared": torch.tensor([[0.5, 0.375], [0.5, 1.0]], dtype=torch.float64),
         "response_mask": torch.ones(2, 2, dtype=torch.long),
         "uid": torch.tensor([3, 3]),
     }
     expected = torch.tensor([[1.0, 2 - 26 / 15], [-1.0, 1 - 26 / 15]], dtype=torch.float64)
     torch.testing.assert_close(advantages("optimal_token_baseline", batch), expected, atol=1e-7, rtol=0)
+    # the first token of row 1 is twice as likely as it was to the sampler, capped at 1.5: w = .5 * 2.25, W 1.125 twice.
+    # B_0 = (1.5 + 1.125) / 1.625, B_1 = (2.75 + 1.125) / 2.5
+    weighed = torch.tensor([[3 - 2.625 / 1.625, 0.45], [1 - 2.625 / 1.625, -0.55]], dtype=torch.float64)
+    torch.testing.assert_close(advantages("optimal_token_baseline", batch, cap=1.5), weighed, atol=1e-7, rtol=0)
     shorter = {**batch, "response_mask": torch.tensor([[1, 1], [1, 0]])}
     # R of row 1 is 0 now; position 1 is reached by row 0 alone: no baseline
     expected = torch.tensor([[1.5, 2.0], [-1.5, 0.0]], dtype=torch.float64)

@@ -49,6 +49,10 @@ def test_importance_is_cut_above() -> None:
 
 def test_importance_may_keep_the_size_of_a_step() -> None:
     assert weight("importance", normalise=True) == pytest.approx([each / 1.375 for each in (2, 0.5, 1, 2)])
+    # of sequences: without its first token row 0 has 1/2, row 1 has 2, and a row counts once
+    fewer = {**BATCH, "response_mask": torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])}
+    of_rows: Tensor = call(WEIGHTS["importance"], fewer, {"level": "sequence", "normalise": True})
+    assert of_rows[:2, 0].tolist() == pytest.approx([0.4, 1.6])
 
 
 def test_icepop_drops_what_is_outside_of_its_band() -> None:

@@ -67,6 +67,14 @@ SECTIONS_AND_REFUSALS = [
     ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 answers"),
     ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator: no advantage estimator is called 'grpoo'; did you"),
     ("algorithm: {adv_options: {std_nrm: false}}", "'grpo' has no option 'std_nrm'; did you mean 'std_norm'?"),
+    (
+        "{algorithm: {adv_estimator: cpo, adv_options: {wrap_method: tok_k}}, teacher: {hint: peer}}",
+        "algorithm.adv_options.wrap_method: no CPO wrapper is called 'tok_k'; did you mean 'tok_kl'?",
+    ),
+    (
+        "algorithm: {policy_loss: cispo, loss_options: {bounds: capped}}",
+        "algorithm.loss_options.bounds='capped'; expected relative or cap or absolute",
+    ),
     ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high' is a str; expected bool"),
     ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options: policy loss 'ppo_clip' has no option 'clip'"),
     ("algorithm: {kl: {form: k4}}", "algorithm.kl.form: no KL form is called 'k4'"),

@@ -6,6 +6,7 @@ Where the definitions agree the numbers do, to 1e-6. Where whet's differ on purp
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor
 from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, call
 
 Batch = dict[str, Tensor]
 Call = tuple[str, str, Batch, dict[str, Any]]
@@ -63,6 +64,7 @@ def ragged(seed: int, tools: bool = True) -> Batch:
         "old_log_probs": old,
         "log_probs": (old + 0.4 * normal()).clamp(max=-0.01),
         "ref_log_probs": old + 0.4 * normal(),
+        "rollout_log_probs": old + 0.4 * normal(),
         "advantages": normal(),
         "sum_pi_squared": torch.rand(rows, width, generator=draw, dtype=torch.float64),
     }
@@ -92,6 +94,7 @@ ESTIMATORS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}, {}),
     ("optimal_token_baseline", "optimal_token_baseline", {}, {}),
     ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {}, {}),
+    ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {"cap": 1.2}, {"cap": 1.2}),
     ("gdpo", "gdpo", {"weights": [1.0, 0.5]}, {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]}),
 ]
 # verl compares positions, whet numbers of sampled tokens: the same where no tool has written.
@@ -115,6 +118,18 @@ LOSSES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "dppo_kl",
         {"threshold": 0.02},
         {"clip_ratio_low": 0.02, "clip_ratio_high": 0.02, "clip_ratio_c": 20.0},
+    ),
+    (  # the ratio to the sampler, capped as a weight
+        "bypass_mode",
+        "cispo",
+        {"bounds": "cap", "clip_ratio_high": 1.2},
+        {
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.2,
+            "policy_loss": {
+                "rollout_correction": {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 1.2}
+            },
+        },
     ),
     ("dro", "dro", {"beta": 0.7}, {"clip_ratio_low": None, "clip_ratio_high": None, "policy_loss": {"dro_beta": 0.7}}),
 ]
@@ -190,6 +205,38 @@ def test_where_whet_differs_on_purpose(python: Path, tmp_path: Path) -> None:
     scores = batch["token_level_rewards"].sum(-1, keepdim=True) * batch["response_mask"]
     torch.testing.assert_close(theirs, scores, rtol=1e-5, atol=1e-5)
     assert not estimate(ADV_ESTIMATORS["grpo"], batch, {}).advantages.any()
+
+
+# (verl's level, its options, whet's weight, its options)
+WEIGHED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("token", {"rollout_is_threshold": 1.3}, "importance", {"cap": 1.3}),
+    ("sequence", {"rollout_is_threshold": 1.3}, "importance", {"cap": 1.3, "level": "sequence"}),
+    ("token", {"rollout_is_batch_normalize": True}, "importance", {"normalise": True}),
+    ("sequence", {"rollout_is_batch_normalize": True}, "importance", {"normalise": True, "level": "sequence"}),
+    ("token", {"rollout_is_threshold": "0.8_1.3"}, "icepop", {"low": 0.8, "high": 1.3}),
+    ("sequence", {"rollout_is_threshold": "0.5_2"}, "icepop", {"low": 0.5, "high": 2.0, "level": "sequence"}),
+]
+
+
+def test_weights_and_rejections(python: Path, tmp_path: Path) -> None:
+    batches = [ragged(seed) for seed in range(40)]
+    calls: list[Call] = [("weights", level, batch, told) for level, told, _, _ in WEIGHED for batch in batches]
+    levels = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
+    names = [f"{level}_{form}" for level in levels for form in ("k1", "k2", "k3") if (level, form) != ("seq_max", "k1")]
+    for name in names:
+        told = {"rollout_rs_threshold": "0.8_1.25" if name.endswith("k1") else 0.1}
+        calls += [("rejection", name, batch, told) for batch in batches]
+    ours = [(name, options) for _, _, name, options in WEIGHED for _ in batches]
+    for number, ((kind, name, batch, _), theirs) in enumerate(compare(python, tmp_path, calls)):
+        mask = batch["response_mask"]
+        if kind == "weights":
+            weight = call(WEIGHTS[ours[number][0]], batch, ours[number][1])
+            torch.testing.assert_close(weight * mask, theirs.double(), rtol=1e-6, atol=1e-6, msg=str(ours[number]))
+            continue
+        level, _, form = name.rpartition("_")
+        within = {"low": math.log(0.8), "high": math.log(1.25)} if form == "k1" else {"high": 0.1}
+        kept = call(REJECTIONS["divergence"], batch, {"form": form, "level": levels[level], **within})
+        assert torch.equal(kept & (mask != 0), theirs != 0), name
 
 
 def test_covariance_losses_are_verls_where_the_same_tokens_are_chosen(python: Path, tmp_path: Path) -> None:

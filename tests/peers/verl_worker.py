@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl.trainer.ppo import core_algos  # type: ignore[import-not-found]  # of another environment
+from verl.trainer.ppo import core_algos, rollout_corr_helper  # type: ignore[import-not-found]  # of another environment
 from verl.workers.config import ActorConfig  # type: ignore[import-not-found]
 
 
@@ -36,6 +36,9 @@ def estimate(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any])
         "config": Config(**options),
         **options,
     }
+    if "cap" in options:
+        ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp()
+        given["rollout_is_weights"] = ratio.clamp(max=options["cap"])
     function = core_algos.get_adv_estimator_fn(name)
     wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
     advantages, _ = function(**{name: given[name] for name in wanted if name in given})
@@ -66,7 +69,7 @@ def loss(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> 
 def actor_config(options: dict[str, Any]) -> Any:
     """verl's config of an actor, which some losses insist on; others read a `policy_loss` of it."""
     if "policy_loss" in options:
-        inner = SimpleNamespace(**options["policy_loss"])
+        inner = Config(**options["policy_loss"])
         return Config(**{"clip_ratio": 0.2, "global_batch_info": {}, **options, "policy_loss": inner})
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
 
@@ -87,10 +90,29 @@ def value(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) ->
     )[0]
 
 
+def weights(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    """verl's weights between trainer and sampler."""
+    apart = batch["old_log_probs"] - batch["rollout_log_probs"]
+    return rollout_corr_helper.compute_rollout_correction_weights(apart, batch["response_mask"], name, **options)[0]
+
+
+def rejection(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    """What verl leaves of the mask."""
+    apart = batch["old_log_probs"] - batch["rollout_log_probs"]
+    return rollout_corr_helper.compute_rollout_rejection_mask(apart, batch["response_mask"], name, **options)[0]
+
+
 def main() -> None:
     """Every call of the file, in order."""
     calls = torch.load(sys.argv[1], weights_only=False)
-    kinds = {"estimate": estimate, "loss": loss, "kl": kl, "value": value}
+    kinds = {
+        "estimate": estimate,
+        "loss": loss,
+        "kl": kl,
+        "value": value,
+        "weights": weights,
+        "rejection": rejection,
+    }
     results = [kinds[kind](name, batch, options) for kind, name, batch, options in calls]
     torch.save(results, sys.argv[2])
 

@@ -236,15 +236,19 @@ def gdpo(reward_parts: Tensor, response_mask: Tensor, uid: Tensor, *, weights: S
 def optimal_token_baseline(
     token_level_rewards: Tensor,
     old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
     sum_pi_squared: Tensor,
     response_mask: Tensor,
     uid: Tensor,
+    *,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A_t = R_t - B_t,  B_t = sum_G R_t W_t / (sum_G W_t + 1e-8),  W_t = sum_{k <= t} (1 - 2 pi_k + sum_v pi_v^2).
 
     W_t is the expected squared norm of the score function up to t: the weight with which a token's return makes
-    variance. Rows are compared at equal numbers of sampled tokens, whatever tools wrote between them. Where one row of
-    a group alone has come so far B is 0. The own sample is in the baseline, so it is biased.   -> A, R [B, R]
+    variance. With `cap` each of its terms is times min(exp(o - u), cap)^2, for tokens that are weighed so. Rows are
+    compared at equal numbers of sampled tokens, whatever tools wrote between them. Where one row of a group alone has
+    come so far B is 0. The own sample is in the baseline, so it is biased.   -> A, R [B, R]
     https://arxiv.org/abs/2602.07078.
 
     Elsewhere: verl `optimal_token_baseline` compares positions, whatever tools wrote; its `tir_optimal_token_baseline`
@@ -252,7 +256,10 @@ def optimal_token_baseline(
     """
     sampled = response_mask != 0
     returns = reward_to_go(token_level_rewards, response_mask)
-    weights = (1 - 2 * old_log_probs.exp() + sum_pi_squared).masked_fill(~sampled, 0.0).cumsum(-1) * sampled
+    weights = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    if cap is not None:
+        weights = weights * (old_log_probs - rollout_log_probs).exp().clamp(max=cap).square()
+    weights = weights.masked_fill(~sampled, 0.0).cumsum(-1) * sampled
     groups, place = Groups(uid, response_mask), (sampled.cumsum(-1) - 1).clamp(min=0)
 
     def total(x: Tensor) -> Tensor:

@@ -31,14 +31,18 @@ def importance(
 ) -> Tensor:
     """min(w, cap), w = exp(x) of each token, or exp(sum_t x) of its sequence.   -> [B, R]
 
-    With `normalise` divided by the mean over the sampled tokens of the mini-batch, so that a step keeps its size.
+    With `normalise` divided by the mean over the mini-batch, of its sampled tokens or of its sequences, so that a step
+    keeps its size.
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
 
     Elsewhere: verl rollout_is="token" or "sequence"; TRL vllm_importance_sampling_mode="token_truncate" or
     "sequence_truncate", cap 3.
     """
-    weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(max=cap)
-    return weight / masked_mean(weight, response_mask).clamp(min=1e-8) if normalise else weight
+    weight = _ratio(old_log_probs, rollout_log_probs, level).clamp(max=cap)
+    if not normalise:
+        return weight
+    each = (weight, response_mask) if level == "token" else (weight[:, :1], response_mask.sum(-1, keepdim=True) > 0)
+    return weight / masked_mean(*each).clamp(min=1e-8)
 
 
 @register_weight("icepop")
@@ -57,7 +61,7 @@ def icepop(
 
     Elsewhere: TRL vllm_importance_sampling_mode="token_mask" or "sequence_mask".
     """
-    weight = _ratio(old_log_probs, rollout_log_probs, response_mask, level)
+    weight = _ratio(old_log_probs, rollout_log_probs, level)
     return weight * ((weight >= low) & (weight <= high))
 
 
@@ -164,7 +168,7 @@ def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor)
     }
 
 
-def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str) -> Tensor:
+def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tensor:
     x = old_log_probs - rollout_log_probs
     if level == "sequence":
         x = x.sum(-1, keepdim=True).expand_as(x)

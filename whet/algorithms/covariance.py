@@ -77,14 +77,16 @@ def choose_within(
 ) -> Tensor:
     """`chosen` of `clip_cov` [B, R] bool. `draws` [B, R] are uniform in [0, 1): the smallest are taken."""
     covariance = covariances(advantages, old_log_probs, response_mask)
-    within = (covariance > lower) & (covariance < upper) & (response_mask != 0)
-    return _first(draws.masked_fill(~within, torch.inf), _count(share, response_mask)) & within
+    within = ((covariance > lower) & (covariance < upper) & (response_mask != 0)).flatten().nonzero()[:, 0]
+    order = draws.flatten()[within].argsort()
+    return _flags(within[order[: _count(share, response_mask)]], response_mask)
 
 
 def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: float) -> Tensor:
     """`chosen` of `kl_cov` [B, R] bool."""
     covariance = covariances(advantages, old_log_probs, response_mask).masked_fill(response_mask == 0, -torch.inf)
-    return _first(-covariance, _count(share, response_mask)) & (response_mask != 0)
+    count = min(_count(share, response_mask), covariance.numel())
+    return _flags(covariance.flatten().topk(count).indices, response_mask) & (response_mask != 0)
 
 
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
@@ -94,12 +96,11 @@ def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor
 
 
 def _count(share: float, response_mask: Tensor) -> int:
-    return max(1, int(share * int((response_mask != 0).sum())))
+    return max(1, int(share * int(response_mask.sum())))
 
 
-def _first(values: Tensor, count: int) -> Tensor:
-    """[B, R] bool: the `count` smallest."""
-    order = values.flatten().argsort()
-    first = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
-    first[order[:count]] = True
-    return first.view(values.shape)
+def _flags(places: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, R] bool: True at these places of the flattened batch."""
+    flags = torch.zeros(response_mask.numel(), dtype=torch.bool, device=response_mask.device)
+    flags[places] = True
+    return flags.view(response_mask.shape)

@@ -37,6 +37,7 @@ from whet.registry import (
     REWARDS,
     VALUE_LOSSES,
     WEIGHTS,
+    WRAPPERS,
     Entry,
     Registry,
 )
@@ -170,6 +171,7 @@ def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
     return [
         partial(_check_sampling, "trainer.validation", config.trainer.validation),
         partial(_check_options, ADV_ESTIMATORS, "algorithm.adv_estimator", estimator, algorithm.adv_options),
+        partial(_check_wrapper, algorithm),
         partial(_check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
         partial(_check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
         partial(_check_kl_controller, algorithm.kl),
@@ -288,6 +290,13 @@ def _check_kl_controller(kl: KLConfig) -> None:
             f"algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is "
             f"{kl.where}; set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
         )
+
+
+def _check_wrapper(algorithm: AlgorithmConfig) -> None:
+    """An option of `cpo` that names a function, which would not be looked for before the first step."""
+    name = algorithm.adv_options.get("wrap_method")
+    if isinstance(name, str):
+        _entry(WRAPPERS, "algorithm.adv_options.wrap_method", name)
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
