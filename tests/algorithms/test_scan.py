@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whet.algorithms.scan import BLOCK, reverse_scan, reward_to_go
+from whet.algorithms.scan import BLOCK, next_sampled, reverse_scan, reward_to_go
 
 
 def slow_reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
@@ -16,22 +16,22 @@ def slow_reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
         carried = 0.0
         for t in reversed(range(terms.shape[1])):
             if mask[row, t]:
-                carried = float(terms[row, t]) + decay * carried
-            result[row, t] = carried
+                result[row, t] = carried = float(terms[row, t]) + decay * carried
     return result
 
 
 def test_by_hand() -> None:
-    # decay .5, backwards: 8; 2 + .5 * 8 = 6; the masked 99 carries 6 through; 1 + .5 * 6 = 4
+    # decay .5, backwards: 8; 2 + .5 * 8 = 6; past the masked 99; 1 + .5 * 6 = 4
     terms = torch.tensor([[1.0, 99.0, 2.0, 8.0]])
     mask = torch.tensor([[1, 0, 1, 1]])
-    assert reverse_scan(terms, mask, 0.5).tolist() == [[4.0, 6.0, 6.0, 8.0]]
+    assert reverse_scan(terms, mask, 0.5).tolist() == [[4.0, 0.0, 6.0, 8.0]]
     assert reward_to_go(terms, mask, 0.5).tolist() == [[4.0, 0.0, 6.0, 8.0]]
 
 
-def test_decay_of_zero_gives_the_value_at_the_next_sampled_position() -> None:
-    terms = torch.tensor([[1.0, 99.0, 2.0, 99.0]])
-    assert reverse_scan(terms, torch.tensor([[1, 0, 1, 0]]), 0.0).tolist() == [[1.0, 2.0, 2.0, 0.0]]
+def test_the_next_sampled_number_by_hand() -> None:
+    x = torch.tensor([[1.0, 99.0, 2.0, 99.0], [99.0, 99.0, 99.0, 99.0], [3.0, 4.0, 99.0, 5.0]])
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 1]])
+    assert next_sampled(x, mask).tolist() == [[2.0, 0.0, 0.0, 0.0], [0.0] * 4, [4.0, 5.0, 0.0, 0.0]]
 
 
 @settings(max_examples=30, deadline=None)
@@ -58,5 +58,5 @@ def test_blocks_join_without_a_seam(positions: int) -> None:
 def test_the_arguments_stay_as_they_were_and_nan_is_masked() -> None:
     terms, mask = torch.tensor([[1.0, torch.nan, 2.0]]), torch.tensor([[True, False, True]])
     before = terms.clone()
-    assert reverse_scan(terms, mask, 1.0).tolist() == [[3.0, 2.0, 2.0]]
+    assert reverse_scan(terms, mask, 1.0).tolist() == [[3.0, 0.0, 2.0]]
     torch.testing.assert_close(terms, before, rtol=0, atol=0, equal_nan=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.scan import reward_to_go
+from whet.algorithms.statistics import spread
 from whet.algorithms.trajectories import TrajectoryLayout
 from whet.errors import RegistryError
-from whet.masks import row_blocks
+from whet.masks import zero_outside
 from whet.registry import Entry, call, entry_of, load_target
 
 BATCH = frozenset({"batch", "non_tensor_batch"})
@@ -180,13 +181,9 @@ def _column(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
 
 def _spread(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
     """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0."""
-    by_token = value[:, None].expand(mask.shape) if value.ndim == 1 else value
-    column = torch.empty(mask.shape, dtype=value.dtype, device=value.device)
-    zero, total = value.new_zeros(()), value.new_zeros(())
-    for rows in row_blocks(column):
-        torch.where(mask[rows] != 0, by_token[rows], zero, out=column[rows])
-        total += column[rows].sum()
-    if not bool(total.isfinite()):  # it always is where all are; where it is not, large numbers may have run over
+    column = spread(value[:, None].expand(mask.shape), mask) if value.ndim == 1 else zero_outside(value, mask)
+    # A sum is finite only where all of it is; where it is not, large numbers may have run over.
+    if not bool((value if value.ndim == 1 else column).sum().isfinite()):
         _refuse_infinite(entry, name, column)
     return column
 

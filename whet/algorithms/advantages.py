@@ -35,8 +35,7 @@ def gae(
     """
     deltas = token_level_rewards + gamma * next_sampled(values, response_mask) - values
     advantages = reverse_scan(deltas, response_mask, gamma * lam)
-    returns = (advantages + values).masked_fill(response_mask == 0, 0.0)
-    return whiten(advantages, response_mask), returns
+    return whiten(advantages, response_mask), advantages + values
 
 
 @register_adv_est("grpo")

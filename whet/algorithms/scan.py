@@ -11,7 +11,7 @@ BLOCK = 256
 
 
 def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """y_t = terms_t + decay y_{t+1} where `mask` is 1 and y_t = y_{t+1} where it is 0, from y_R = 0.   [B, R] -> [B, R]
+    """y_t = terms_t + decay y_s at sampled positions, s the next one that is sampled; 0 elsewhere.   [B, R] -> [B, R]
 
     Text that the policy did not sample costs no discount, and what stands in `terms` there never matters. The result
     carries no gradient.
@@ -28,7 +28,7 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
             factors = torch.ones_like(terms[:, block]).masked_fill(sampled, decay).T.contiguous()  # [block, B]
             for total, factor in zip(reversed(sums.unbind(0)), reversed(factors.unbind(0)), strict=True):
                 carried = total.addcmul_(factor, carried)
-            result[:, block] = sums.T
+            result[:, block] = sums.T.masked_fill(~sampled, 0.0)
     return result
 
 
@@ -42,4 +42,4 @@ def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
 
 def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
     """R_t = r_t + gamma R_{t+1} over sampled tokens, 0 elsewhere.   [B, R] -> [B, R]"""
-    return reverse_scan(token_level_rewards, response_mask, gamma).masked_fill(response_mask == 0, 0.0)
+    return reverse_scan(token_level_rewards, response_mask, gamma)

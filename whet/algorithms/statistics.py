@@ -7,6 +7,8 @@ deviation: divided by a deviation of 1e-8 instead, they would look like a signal
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from whet.masks import row_blocks
 
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of each row over the positions where `mask` is not 0.   [B, R] -> [B]"""
-    return x.masked_fill(mask == 0, 0.0).sum(-1)
+    """Sum of each row over the positions where `mask` is not 0; differentiable once.   [B, R] -> [B]"""
+    sums: Tensor = _RowSums.apply(x, mask)  # type: ignore[no-untyped-call]
+    return sums
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
@@ -52,6 +55,31 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
         squares = squares + deviation.square().sum(dtype=torch.float64)
     variance = squares / (mask.sum() - 1).clamp(min=1)
     return whitened.div_((variance + 1e-8).sqrt().to(x.dtype))
+
+
+class _RowSums(torch.autograd.Function):
+    """x.masked_fill(mask == 0, 0).sum(-1) without a second x, neither forward nor backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        sums = x.new_empty(len(x))
+        for rows in row_blocks(x):
+            sums[rows] = x[rows].masked_fill(mask[rows] == 0, 0.0).sum(-1)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (mask,), (grad,) = ctx.saved_tensors, grads
+        return spread(grad[:, None].expand(mask.shape), mask), None
+
+
+def spread(x: Tensor, mask: Tensor) -> Tensor:
+    """A new tensor: x where `mask` is not 0, else 0.   [B, R] -> [B, R]"""
+    result, zero = torch.empty(mask.shape, dtype=x.dtype, device=x.device), x.new_zeros(())
+    for rows in row_blocks(result):
+        torch.where(mask[rows] != 0, x[rows], zero, out=result[rows])
+    return result
 
 
 class Groups:
