@@ -162,8 +162,8 @@ def call(
     supplied: Mapping[str, Any] | None = None,
 ) -> Any:
     """The function's own result on `columns`, whose floats [B, R, ...] are 0 where `response_mask` is 0: what stood
-    there never matters, and a function can count on it.  An option is what `options` says, else what is `supplied`
-    under its name, else its default.  Raises: RegistryError naming what is not there."""
+    there never matters, and a function can count on it, but must not write into them.  An option is what `options`
+    says, else what is `supplied` under its name, else its default.  Raises: RegistryError naming what is not there."""
     from whet.masks import zero_outside
 
     supplied = supplied or {}

@@ -44,14 +44,18 @@ def alone(name: str, columns: dict[str, Tensor]) -> None:
 def loss(name: str, columns: dict[str, Tensor]) -> None:
     """Forward, what is reported of it, backward."""
     columns["log_probs"].grad = None
+    total(name, columns).backward()  # type: ignore[no-untyped-call]
+
+
+def total(name: str, columns: dict[str, Tensor]) -> Tensor:
+    """The loss as one number; what it reported is a list of numbers then, as in an engine, and no tensor any more."""
     entry, mask = POLICY_LOSSES[name], columns["response_mask"]
     result = policy_loss(entry, settle(entry, columns, {}), {})
     reported = [float(masked_mean(value, mask)) for value in result.diagnostics.values()]
     mode = entry.marks.get("aggregation", "token-mean")
     assert result.per_token is not None
-    total = aggregate(mode, result.per_token, mask, **counts(mask), fixed_length=mask.shape[1])
-    total.backward()
     assert len(reported) == len(result.diagnostics)
+    return aggregate(mode, result.per_token, mask, **counts(mask), fixed_length=mask.shape[1])
 
 
 if __name__ == "__main__":

@@ -58,6 +58,21 @@ def plain_log_probs(
 
 
 @pytest.mark.parametrize("packing", [True, False])
+def test_log_probs_of_the_vocabulary_equal_transformers(model_folder: Path, packing: bool) -> None:
+    batch = random_batch()
+    needs = frozenset({"vocab_log_probs"})
+    with torch.no_grad():
+        got = model_outputs(load_policy(model_folder), batch, needs, ForwardSettings(packing=packing), 0.6)
+    whole = got["vocab_log_probs"]
+    mask, width = batch["response_mask"], batch["response_mask"].shape[1]
+    log_probs, entropy = plain_log_probs(model_folder, batch, 0.6)
+    chosen = whole.gather(2, batch["input_ids"][:, -width:, None])[..., 0]
+    torch.testing.assert_close(chosen, log_probs, atol=2e-5, rtol=0)
+    torch.testing.assert_close(-(whole.exp() * whole).sum(-1), entropy, atol=2e-5, rtol=0)
+    assert not whole[mask == 0].any()
+
+
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("folder", ["model_folder", "qwen25_folder"])
 def test_log_probs_and_entropy_equal_transformers(

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.peers.test_verl import BATCHES, DEADLINE_SECONDS, ROOT, Batch, ragged
+from tests.peers.peer import ask, interpreter
+from tests.peers.test_verl import BATCHES, Batch, ragged
 from whet.algorithms.adapters import policy_loss
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
@@ -51,19 +49,7 @@ LOSSES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def python() -> Path:
     """The interpreter of the environment that has TRL."""
-    folder = Path(os.environ.get("WHET_TRL_VENV") or ROOT / ".venv-trl")
-    if not (folder / "bin" / "python").exists():
-        pytest.skip(f"{folder} is not there: `make peers` makes it")
-    return folder / "bin" / "python"
-
-
-def compare(python: Path, folder: Path, calls: list[tuple[Any, ...]]) -> Iterator[Any]:
-    """What TRL says to each call."""
-    torch.save(calls, folder / "calls.pt")
-    command = [str(python), str(WORKER), str(folder / "calls.pt"), str(folder / "results.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    yield from torch.load(folder / "results.pt")
+    return interpreter("WHET_TRL_VENV", ".venv-trl")
 
 
 def one_advantage_a_row(seed: int) -> Batch:
@@ -91,7 +77,7 @@ def test_losses_and_their_gradients(python: Path, tmp_path: Path) -> None:
     cases = [(case, one_advantage_a_row(seed)) for case in LOSSES for seed in range(BATCHES // len(LOSSES))]
     calls = [("loss", batch, told) for (_, _, _, told), batch in cases]
     for ((name, options, mode, told), batch), (value, gradient) in zip(
-        cases, compare(python, tmp_path, calls), strict=True
+        cases, ask(python, WORKER, tmp_path, calls), strict=True
     ):
         total, slope = ours(batch, name, options, mode)
         torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=f"{name} {told}")
@@ -102,7 +88,7 @@ def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> No
     batches = [one_advantage_a_row(seed) for seed in range(60)]
     told = [{"beta": 0.1}, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.05}]
     calls = [("loss", batch, options) for options in told for batch in batches]
-    for (_, batch, options), (value, gradient) in zip(calls, compare(python, tmp_path, calls), strict=True):
+    for (_, batch, options), (value, gradient) in zip(calls, ask(python, WORKER, tmp_path, calls), strict=True):
         weight: Tensor | float = 1.0
         if "top_entropy_quantile" in options:
             weight = call(WEIGHTS["top_entropy"], batch, {"share": 0.3})
@@ -117,6 +103,6 @@ def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> No
 def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:
     lengths = list(range(1, 101))
     told = {"max_completion_len": 100, "soft_punish_cache": 20}
-    [penalties] = compare(python, tmp_path, [("overlong", lengths, told)])
+    [penalties] = ask(python, WORKER, tmp_path, [("overlong", lengths, told)])
     found = soft_overlong(torch.tensor(lengths), max_response_length=100, buffer_length=20)
     assert found.tolist() == pytest.approx(penalties)

@@ -7,8 +7,6 @@ Where the definitions agree the numbers do, to 1e-6. Where whet's differ on purp
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.peers.peer import ask, interpreter
 from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
@@ -24,9 +23,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSE
 
 Batch = dict[str, Tensor]
 Call = tuple[str, str, Batch, dict[str, Any]]
-ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "verl_worker.py"
-DEADLINE_SECONDS = 600
 BATCHES = 1000  # for all functions together, each batch is one function's
 pytestmark = pytest.mark.slow
 
@@ -34,10 +31,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def python() -> Path:
     """The interpreter of the environment that has verl."""
-    folder = Path(os.environ.get("WHET_PEERS_VENV") or ROOT / ".venv-peers")
-    if not (folder / "bin" / "python").exists():
-        pytest.skip(f"{folder} is not there: `make peers` makes it")
-    return folder / "bin" / "python"
+    return interpreter("WHET_PEERS_VENV", ".venv-peers")
 
 
 def ragged(seed: int, tools: bool = True) -> Batch:
@@ -138,11 +132,7 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "
 
 def compare(python: Path, folder: Path, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
     """What verl says to each call."""
-    torch.save(calls, folder / "calls.pt")
-    command = [str(python), str(WORKER), str(folder / "calls.pt"), str(folder / "results.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    yield from zip(calls, torch.load(folder / "results.pt"), strict=True)
+    return zip(calls, ask(python, WORKER, folder, calls), strict=True)
 
 
 def test_estimators(python: Path, tmp_path: Path) -> None:

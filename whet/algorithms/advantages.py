@@ -277,7 +277,7 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
 
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
 
-    Elsewhere: verl's and ROLL's SPPO recipes train on pairs; there is no estimator of this name.
+    Elsewhere: verl's recipe `sppo` takes the score less the group's softmean of scores in its place.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)

@@ -64,7 +64,7 @@ def gigpo(
     which a turn was sampled, the same number on all its tokens; a state that was seen once gives 0.   -> [B, R]
     Feng et al. 2025, https://arxiv.org/abs/2505.10978.
 
-    Elsewhere: ROLL `gigpo`; its authors' code is a fork of verl, which itself has none.
+    Elsewhere: in neither verl 0.9.1 nor TRL 1.16.
     """
     groups = Groups(uid, response_mask)
     scores = token_level_rewards.sum(-1)

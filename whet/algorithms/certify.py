@@ -204,7 +204,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
     def said(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
 
-    found: Tensor = torch.autograd.functional.jacobian(said, logits)  # type: ignore[no-untyped-call]
+    found: Tensor = torch.autograd.functional.jacobian(said, logits, vectorize=True)  # type: ignore[no-untyped-call]
     return found.flatten(1)
 
 
@@ -243,7 +243,9 @@ def loss_of_group(
     def total_of(values: Tensor) -> Tensor:
         return aggregate(mode or aggregation(algorithm), values, mask, **counts(mask), fixed_length=world.length)
 
-    total = total_of(loss.per_token * weights) - algorithm.entropy_coef * total_of(outputs["entropy"])
+    total = total_of(loss.per_token * weights)
+    if algorithm.entropy_coef:
+        total = total - algorithm.entropy_coef * total_of(outputs["entropy"])
     if kl.where == "loss":
         penalty = kl_penalty(
             kl.form,

@@ -197,7 +197,8 @@ def sppo(
     Regression of the sequence's log-ratio to how often it wins; one number a row, on each of its tokens.
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
 
-    Elsewhere: TRL's `sppo_hard` is a DPO loss on pairs with a win rate of 1; ROLL's sppo_config is no SPPO.
+    Elsewhere: verl's recipe `sppo`, with another advantage (`whet algorithms show win_rate`); TRL's `sppo_hard` is a
+    DPO loss on pairs; ROLL's sppo_config is no SPPO.
     """
     moved = row_sums(log_probs - old_log_probs, response_mask)
     wanted = eta * row_means(advantages, response_mask)
