@@ -71,14 +71,17 @@ class _RowSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (mask,), (grad,) = ctx.saved_tensors, grads
-        return spread(grad[:, None].expand(mask.shape), mask), None
+        result, zero = torch.empty(mask.shape, dtype=grad.dtype, device=grad.device), grad.new_zeros(())
+        for rows in row_blocks(result):
+            torch.where(mask[rows] != 0, grad[rows, None], zero, out=result[rows])
+        return result, None
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
-    """A new tensor: x where `mask` is not 0, else 0.   [B, R] -> [B, R]"""
-    result, zero = torch.empty(mask.shape, dtype=x.dtype, device=x.device), x.new_zeros(())
+    """A finite number of each row at its sampled tokens, 0 elsewhere.   [B], [B, R] of 0 and 1 -> [B, R]"""
+    result = torch.empty(mask.shape, dtype=x.dtype, device=x.device)
     for rows in row_blocks(result):
-        torch.where(mask[rows] != 0, x[rows], zero, out=result[rows])
+        torch.mul(x[rows, None], mask[rows], out=result[rows])
     return result
 
 
