@@ -31,8 +31,8 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for par
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_ALGORITHM_LINES = 25
-MAX_PACKAGE_LINES = 20_000
-MAX_LEAF_KEYS = 150
+MAX_PACKAGE_LINES = 30_000
+MAX_LEAF_KEYS = 200
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "wandb", "mlflow", "swanlab"}
 HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", *LAZY}

@@ -71,7 +71,8 @@ class _RowSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (mask,), (grad,) = ctx.saved_tensors, grads
-        result, zero = torch.empty(mask.shape, dtype=grad.dtype, device=grad.device), grad.new_zeros(())
+        result: Tensor = torch.empty(mask.shape, dtype=grad.dtype, device=grad.device)
+        zero = grad.new_zeros(())
         for rows in row_blocks(result):
             torch.where(mask[rows] != 0, grad[rows, None], zero, out=result[rows])
         return result, None
@@ -79,7 +80,7 @@ class _RowSums(torch.autograd.Function):
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
     """A finite number of each row at its sampled tokens, 0 elsewhere.   [B], [B, R] of 0 and 1 -> [B, R]"""
-    result = torch.empty(mask.shape, dtype=x.dtype, device=x.device)
+    result: Tensor = torch.empty(mask.shape, dtype=x.dtype, device=x.device)
     for rows in row_blocks(result):
         torch.mul(x[rows, None], mask[rows], out=result[rows])
     return result
