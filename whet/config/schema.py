@@ -339,6 +339,9 @@ class TrainerConfig(Section):
     logger: list[Literal["console", "jsonl"]] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
+    profile: list[PositiveInt] = Field(
+        [], description="steps to trace: operators by phase, and memory over time, into profile/"
+    )
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
 

@@ -33,12 +33,7 @@ def load_policy(path: str | Path) -> PreTrainedModel:
 
     Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
     """
-    config = load_config(path)
-    changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
-    if changed:
-        raise ModelError(
-            f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet"
-        )
+    _supported(path)
     try:
         with without_weight_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -46,16 +41,57 @@ def load_policy(path: str | Path) -> PreTrainedModel:
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    _drop_nothing(model)
     fuse(model)
     return model
 
 
 def load_value_model(path: str | Path) -> ValueModel:
     """A value model whose body is the language model at `path`.  Raises: ModelError."""
-    body = load_policy(path).base_model
+    return _value_model(load_policy(path))
+
+
+def outline(path: str | Path, *, is_value_model: bool = False) -> PreTrainedModel | ValueModel:
+    """What `load_policy` or `load_value_model` gives, from the config alone. Called under a FakeTensorMode: shapes that
+    compute shapes take no memory.  Raises: ModelError."""
+    config = _supported(path)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{path} is not the config of a causal language model: {error}") from error
+    _drop_nothing(model)
+    fuse(model, shown=False)
+    return _value_model(model) if is_value_model else model
+
+
+def recompute_activations(model: torch.nn.Module) -> None:
+    """Keeps no activations of a layer for the backward pass but its input."""
+    body = model.body if isinstance(model, ValueModel) else model
+    # transformers renames the method between 5.17 and 6
+    name = "activation_checkpointing_enable"
+    getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
+
+
+def _supported(path: str | Path) -> Any:
+    config = load_config(path)
+    changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
+    if changed:
+        raise ModelError(
+            f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet"
+        )
+    return config
+
+
+def _drop_nothing(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def _value_model(model: PreTrainedModel) -> ValueModel:
+    body = model.base_model
     assert isinstance(body, PreTrainedModel)
     return ValueModel(body)
 

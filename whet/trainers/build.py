@@ -43,6 +43,7 @@ from whet.rollout.collect import Collector
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
+from whet.tracking.profile import observed
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
@@ -87,7 +88,7 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects():
+            with _settled_objects(), observed(run.run_dir, config.trainer.profile, lambda: run.step + 1):
                 loop(run)
     finally:
         run.close()

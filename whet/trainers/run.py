@@ -98,15 +98,16 @@ class Run:
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
         }
-        return checkpoint.save(
-            self.run_dir,
-            self.step,
-            roles=self.roles,
-            state=state,
-            tokenizer=self.tokenizer,
-            model_path=str(self.config.model.path),
-            save_limit=self.config.trainer.save_limit,
-        )
+        with Metrics().time("time/save"):
+            return checkpoint.save(
+                self.run_dir,
+                self.step,
+                roles=self.roles,
+                state=state,
+                tokenizer=self.tokenizer,
+                model_path=str(self.config.model.path),
+                save_limit=self.config.trainer.save_limit,
+            )
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""

@@ -30,6 +30,7 @@ from whet.models.load import load_config, load_tokenizer
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
+from whet.tracking.profile import observed
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.objectives import ImitationObjective
@@ -74,7 +75,9 @@ class SFTRun:
             metrics = Metrics()
             with metrics.time("time/step"):
                 chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                metrics.merge(self.roles["actor"].update(to_batch(chosen, self._pad_token_id), ImitationObjective()))
+                batch = to_batch(chosen, self._pad_token_id)
+                with metrics.time("time/update"):
+                    metrics.merge(self.roles["actor"].update(batch, ImitationObjective()))
             self.step += 1
             if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
@@ -95,9 +98,9 @@ class SFTRun:
     def validate(self) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
         batch = to_batch(self.val_examples, self._pad_token_id)
-        log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-        tokens = batch["response_mask"].sum()
-        metrics = Metrics()
+        tokens, metrics = batch["response_mask"].sum(), Metrics()
+        with metrics.time("time/validation"):
+            log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
         metrics.mean("val/loss", -log_probs.sum() / tokens, tokens)
         return metrics
 
@@ -113,15 +116,16 @@ class SFTRun:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        return checkpoint.save(
-            self.run_dir,
-            self.step,
-            roles=self.roles,
-            state={"loader": self.loader.state()},
-            tokenizer=self.tokenizer,
-            model_path=str(self.config.model.path),
-            save_limit=self.config.trainer.save_limit,
-        )
+        with Metrics().time("time/save"):
+            return checkpoint.save(
+                self.run_dir,
+                self.step,
+                roles=self.roles,
+                state={"loader": self.loader.state()},
+                tokenizer=self.tokenizer,
+                model_path=str(self.config.model.path),
+                save_limit=self.config.trainer.save_limit,
+            )
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""
@@ -191,7 +195,8 @@ def train_sft(
     try:
         if found is not None:
             run.restore(found)
-        run.fit()
+        with observed(run_dir, config.trainer.profile, lambda: run.step + 1):
+            run.fit()
     finally:
         run.close()
     return run
