@@ -102,7 +102,7 @@ def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
     octets += b" " * (-len(octets) % 8)
     file.write(len(octets).to_bytes(8, "little") + octets)
     for _, tensor in ordered:
-        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 class _Buffered:

@@ -12,9 +12,11 @@ import typer
 
 from whet.cli.algorithms import algorithms
 from whet.cli.config import config
+from whet.cli.doctor import doctor
 from whet.cli.eval import evaluate
 from whet.cli.export import export
 from whet.cli.init_model import init_model
+from whet.cli.plan import plan
 from whet.cli.quickstart import quickstart
 from whet.cli.sft import sft
 from whet.cli.train import train
@@ -35,6 +37,8 @@ app.command("train", rich_help_panel=TRAIN)(train)
 app.command("sft", rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
 app.command("export", rich_help_panel=AFTER)(export)
+app.command("doctor", rich_help_panel=LOOK)(doctor)
+app.command("plan", rich_help_panel=LOOK)(plan)
 app.command("config", rich_help_panel=LOOK)(config)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)
 

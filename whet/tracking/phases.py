@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ class PhaseClock:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._last = clock, clock()
         self._open = [BETWEEN]
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -36,7 +36,7 @@ class PhaseClock:
         """A line for each phase, the longest first."""
         self._turn()
         total = sum(self.seconds.values())
-        rows = [*self.seconds.most_common(), ("all", total)]
+        rows = [*sorted(self.seconds.items(), key=lambda row: -row[1]), ("all", total)]
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {each:10,.2f} s  {each / max(total, 1e-9):5.1%}" for name, each in rows]
         return "\n".join(["where the time went:", *lines])

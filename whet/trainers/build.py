@@ -26,6 +26,8 @@ from whet.data.prompts import PromptFormat, build_prompts
 from whet.data.sources import read_rows
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.planning.fit import check_fits
+from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
     FILTERS,
@@ -123,6 +125,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
     found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
     start_step = 0 if found is None else checkpoint.step_of(found)
     console = "console" in config.trainer.logger and not dry_run
@@ -192,6 +196,19 @@ def plan(config: TrainConfig) -> ColumnPlan:
     if algorithm.kl.where == "loss":
         readers["algorithm.kl.where=loss"] = [c for c in kl_columns(algorithm.kl.form) if c.startswith("ref_")]
     return plan_columns(readers, config.reward.columns)
+
+
+def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
+    """What the plan of a run is made from; without lengths every prompt is taken to be as long as it may be."""
+    columns = plan(config)
+    roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
+    return Setup(
+        config,
+        roles,
+        {"actor": _policy_objective(config), **({"critic": _value_objective(config)} if "critic" in roles else {})},
+        Lengths(tuple(prompt_lengths) or (config.data.max_prompt_length,), config.data.max_response_length),
+        tuple(role for provider in columns.providers for role in provider.marks.get("roles", ())),
+    )
 
 
 def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:

@@ -27,6 +27,8 @@ from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
+from whet.planning.fit import check_fits
+from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
@@ -163,13 +165,15 @@ def train_sft(
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-    examples = _examples(config, tokenizer, list(data) if data is not None else config.data.train_files)
-    val_examples = _examples(config, tokenizer, config.data.val_files) if config.data.val_files else ()
+    examples = examples_of(config, tokenizer, list(data) if data is not None else config.data.train_files)
+    val_examples = examples_of(config, tokenizer, config.data.val_files) if config.data.val_files else ()
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     loader = OrderLoader(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
     epoch_steps = max(1, len(examples) // config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
+    lengths = [len(example.input_ids) for example in examples]
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
     found = checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
     start_step = 0 if found is None else checkpoint.step_of(found)
     console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
@@ -202,6 +206,12 @@ def train_sft(
     return run
 
 
+def setup(config: SFTConfig, lengths: Sequence[int] = ()) -> Setup:
+    """What the plan of a run is made from; without lengths every example is taken to be as long as it may be."""
+    lengths = tuple(lengths) or (config.data.max_length,)
+    return Setup(config, {"actor": _settings(config, 1)}, {"actor": ImitationObjective()}, Lengths(lengths, 0))
+
+
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:
     """Examples as rows: the first token is the prompt, all others the response; the mask says what is learnt."""
     width = max(len(example.input_ids) for example in examples)
@@ -220,7 +230,8 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
     )
 
 
-def _examples(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: Any) -> tuple[SupervisedExample, ...]:
+def examples_of(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: Any) -> tuple[SupervisedExample, ...]:
+    """The rows of files, or given ones, as the config says."""
     built = build_examples(
         read_rows(source),
         PromptFormat(tokenizer, apply_chat_template=config.data.apply_chat_template),
