@@ -17,7 +17,6 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-import whet
 from whet.config.schema import ClusterConfig, EngineConfig, RolloutConfig
 from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
@@ -51,7 +50,12 @@ def examine(run_dir: Path) -> dict[str, list[Finding]]:
 
 
 def _python() -> Iterator[Finding]:
-    yield Finding("ok", "whet", f"{whet.__version__} in {Path(whet.__file__).parent}")
+    folder = Path(__file__).resolve().parents[1]
+    try:
+        yield Finding("ok", "whet", f"{metadata.version('whet')} in {folder}")
+    except metadata.PackageNotFoundError:
+        advice = "what it needs cannot be compared with what is there: pip install -e ."
+        yield Finding("note", "whet", f"{folder}, not installed", advice)
     version = platform.python_version()
     old = sys.version_info < OLDEST_PYTHON
     yield Finding(
