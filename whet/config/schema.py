@@ -330,7 +330,10 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="validate the model as it comes")
     validation: SamplingConfig = SamplingConfig()
     save_freq: NonNegativeInt = Field(0, description="save every so many steps; 0 only at the end")
-    save_limit: PositiveInt | None = Field(2, description="checkpoints kept; unset: all")
+    save_limit: PositiveInt | None = Field(2, description="newest checkpoints kept, and the best; unset: all")
+    best_metric: str | None = Field(
+        None, description="by which the best checkpoint is; - before it: lower is; unset: val/accuracy, sft -val/loss"
+    )
     resume: str = Field("auto", description="auto (the newest in run_dir, if any), never, or the path of a checkpoint")
     seed: NonNegativeInt = Field(0, description="of every random draw")
     run_dir: str | None = Field(None, description="unset: runs/<project_name>/<experiment_name>")

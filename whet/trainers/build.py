@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,6 @@ from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.checks import aggregation, check_context, uses_critic
-from whet.config.render import to_yaml
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
@@ -50,8 +49,10 @@ from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run, metric_file, run_folder
+from whet.trainers.run_dir import open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
+from whet.trainers.stop import Stopped, stopped_in_order
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
@@ -73,7 +74,7 @@ def train(
 
     `reward` and `data` stand in for `reward.function` and `data.train_files`. With `dry_run` everything is built, one
     batch of prompts is loaded and shown, and nothing is trained or written.
-    Raises: WhetError for everything that a user can mend.
+    Raises: WhetError for everything that a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it.
     """
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
@@ -87,8 +88,10 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects():
+            with _settled_objects(), run.signals:
                 loop(run)
+    except Stopped as stopped:
+        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
@@ -122,12 +125,14 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
-    found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = "console" in config.trainer.logger and not dry_run
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
-    roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
-    try:
+    with ExitStack() as undo:
+        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
+        found = None if opened is None else opened.found
+        start_step = 0 if found is None else checkpoint.step_of(found)
+        console = "console" in config.trainer.logger and not dry_run
+        roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
+        undo.callback(roles["rollout"].close)
         roles["rollout"].sync(0)
         stop_ids = stop_token_ids(model_path, tokenizer)
         run = Run(
@@ -151,12 +156,11 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
+            opened=opened,
         )
         if found is not None:
             run.restore(found)
-    except BaseException:
-        roles["rollout"].close()
-        raise
+        undo.pop_all()
     return run
 
 

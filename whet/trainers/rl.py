@@ -33,12 +33,14 @@ def fit(run: Run) -> None:
         step = run.step + 1
         metrics = Metrics()
         with metrics.time("time/step"):
-            groups = take(run, step, metrics)
-            train_step(run, groups, step, metrics)
+            with run.interruptible():
+                groups = take(run, step, metrics)
+            batch = train_step(run, groups, step, metrics)
         run.step = step
         if validates and run.is_due(trainer.val_freq):
             metrics.merge(validate(run, step))
         run.log(step, metrics)
+        run.health.look(run, batch, step, metrics)
         if run.is_due(trainer.save_freq):
             run.save()
 
@@ -52,8 +54,8 @@ def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
     return taken.groups
 
 
-def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> None:
-    """What one batch of groups teaches."""
+def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> DataProto:
+    """What one batch of groups teaches.  Returns it with all columns."""
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=run.config.reward.columns)
     batch = run.columns.add(batch, run.sources(groups, step), metrics)
     with metrics.time("time/advantage"):
@@ -76,6 +78,7 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
             run.entropy_controller.update(metrics.value("actor/entropy"))
     with metrics.time("time/sync"):
         run.roles["rollout"].sync(step)
+    return batch
 
 
 def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
 from whet.config.schema import SFTConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
@@ -32,8 +31,11 @@ from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
+from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run import metric_file, run_folder
+from whet.trainers.run import best_score, metric_file, restored, run_folder
+from whet.trainers.run_dir import RunDir, open_run_dir
+from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
 from whet.trainers.workers import RoleSettings, TrainWorker
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,14 @@ class SFTRun:
     timings_file: Tracker
     trackers: Trackers
     callbacks: Sequence[Callable[[SFTRun], None]] = ()  # after every step
+    opened: RunDir | None = None  # the run's folder, taken
     step: int = 0
+    score: float | None = None  # trainer.best_metric where the last step was validated
     history: list[dict[str, float]] = field(default_factory=list)
+    signals: StopSignals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signals = StopSignals(self.run_dir / "stop")
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
@@ -79,10 +87,13 @@ class SFTRun:
             if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
             self.log(metrics)
+            check_skipped("sft", "optim.lr", metrics, self.run_dir)
             for callback in self.callbacks:
                 callback(self)
             if self.is_due(trainer.save_freq):
                 self.save()
+            if self.step < self.total_steps:
+                self.signals.here()
 
     def is_due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: only at the end) follows the step just done."""
@@ -105,6 +116,7 @@ class SFTRun:
         """Hands a step's numbers to the trackers."""
         numbers, timings = metrics.reduce(), metrics.timings()
         self.history.append({"step": self.step, **numbers})
+        self.score = best_score(numbers, self.config.trainer.best_metric or "-val/loss")
         if "time/step" in timings:
             timings["perf/throughput"] = numbers["sft/tokens"] / timings["time/step"]
         self.metrics_file.log(self.step, numbers)
@@ -118,6 +130,7 @@ class SFTRun:
             self.step,
             roles=self.roles,
             state={"loader": self.loader.state()},
+            score=self.score,
             tokenizer=self.tokenizer,
             model_path=str(self.config.model.path),
             save_limit=self.config.trainer.save_limit,
@@ -125,7 +138,7 @@ class SFTRun:
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""
-        state = checkpoint.restore(folder, self.roles)
+        state = restored(folder, self.roles, self.config.model.path)
         self.step = state["step"]
         self.loader.load_state(state["loader"])
 
@@ -136,6 +149,8 @@ class SFTRun:
                 stack.callback(group.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
                 stack.callback(tracker.close)
+            if self.opened is not None:
+                stack.callback(self.opened.close)
 
     @property
     def _pad_token_id(self) -> int:
@@ -166,14 +181,16 @@ def train_sft(
     epoch_steps = max(1, len(examples) // config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
-    found = checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
-    roles = launch(
-        [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
-        ResourcePool(processes=config.cluster.processes),
-        deadline_seconds=config.cluster.deadline_seconds,
-    )
+    with ExitStack() as undo:
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
+        start_step = 0 if opened.found is None else checkpoint.step_of(opened.found)
+        console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
+        roles = launch(
+            [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
+            ResourcePool(processes=config.cluster.processes),
+            deadline_seconds=config.cluster.deadline_seconds,
+        )
+        undo.pop_all()
     run = SFTRun(
         config=config,
         run_dir=run_dir,
@@ -187,11 +204,15 @@ def train_sft(
         timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
         trackers=Trackers(console if "console" in config.trainer.logger else []),
         callbacks=callbacks,
+        opened=opened,
     )
     try:
-        if found is not None:
-            run.restore(found)
-        run.fit()
+        if opened.found is not None:
+            run.restore(opened.found)
+        with run.signals:
+            run.fit()
+    except Stopped as stopped:
+        raise stopped_in_order(stopped, run.step, run_dir, run.save) from stopped
     finally:
         run.close()
     return run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from whet import serialization
@@ -86,8 +87,11 @@ class TrainWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count to one file."""
-        serialization.save(path, self.engine.state())
+        """Writes weights, optimizer state and step count to one file.  Raises: CheckpointError."""
+        try:
+            serialization.save(path, self.engine.state())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
