@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,7 +136,8 @@ class SingleEngine:
         for name in COUNTS:
             setattr(self, name, state[name])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def offload(self) -> None:
         """Does nothing: where this engine runs, the device is the host."""

@@ -49,7 +49,7 @@ from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run, metric_file, run_folder
-from whet.trainers.run_dir import open_run_dir
+from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, stopped_in_order
@@ -88,7 +88,7 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects(), run.signals:
+            with _settled_objects(), run.signals, disk_errors(run.run_dir):
                 loop(run)
     except Stopped as stopped:
         raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
@@ -127,7 +127,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     run_dir = run_folder(config.trainer)
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
     with ExitStack() as undo:
-        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
+        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
         found = None if opened is None else opened.found
         start_step = 0 if found is None else checkpoint.step_of(found)
         console = "console" in config.trainer.logger and not dry_run

@@ -34,7 +34,7 @@ from whet.trainers import checkpoint
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
 from whet.trainers.run import best_score, metric_file, restored, run_folder
-from whet.trainers.run_dir import RunDir, open_run_dir
+from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
 from whet.trainers.workers import RoleSettings, TrainWorker
 
@@ -182,7 +182,7 @@ def train_sft(
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
     with ExitStack() as undo:
-        opened = undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
         start_step = 0 if opened.found is None else checkpoint.step_of(opened.found)
         console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
         roles = launch(
@@ -209,7 +209,7 @@ def train_sft(
     try:
         if opened.found is not None:
             run.restore(opened.found)
-        with run.signals:
+        with run.signals, disk_errors(run_dir):
             run.fit()
     except Stopped as stopped:
         raise stopped_in_order(stopped, run.step, run_dir, run.save) from stopped
