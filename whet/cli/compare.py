@@ -23,25 +23,27 @@ def compare(
     Validation files of a run (rollouts/validation_*.jsonl) are files of answers too."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from whet.evaluation.answers import read_answers
     from whet.evaluation.compare import compare as run
-    from whet.evaluation.compare import shown
+    from whet.evaluation.compare import shown, shown_p
     from whet.tracking.console import shared_console
 
     found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(
-        ("data source", "prompts", "A", "B", "B - A", "95 % interval", "p", "A only", "B only")
-    ):
+    for number, title in enumerate(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only")):
         table.add_column(title, justify="right" if number else "left")
     for source, each in [*list(found.items())[1:], ("all", found["all"])]:
         low, high = shown(each.difference.low, metric), shown(each.difference.high, metric)
-        numbers = [shown(value, metric) for value in (each.a.value, each.b.value, each.difference.value)]
+        difference = Text.assemble(shown(each.difference.value, metric), (f"\n{low} to {high}", "dim"))
+        means = [shown(each.a.value, metric), shown(each.b.value, metric)]
         counts = [str(each.a_better), str(each.b_better)]
-        table.add_row(source, str(each.num_prompts), *numbers, f"{low} to {high}", f"{each.p_value:.2g}", *counts)
+        table.add_row(
+            source, str(each.num_prompts), *means, difference, shown_p(each.p_value).removeprefix("= "), *counts
+        )
     console, whole = shared_console(), found["all"]
     console.print(table)
-    console.print(f"A is {a} ({whole.n[0]} answers a prompt), B is {b} ({whole.n[1]})", soft_wrap=True)
-    console.print("A only, B only: prompts on which that one scored higher", soft_wrap=True)
+    console.print(f"A: {a}, {whole.n[0]} a prompt\nB: {b}, {whole.n[1]} a prompt", soft_wrap=True)
+    console.print("A only, B only: prompts on which that one scored higher", style="dim", soft_wrap=True)
     console.print(whole.verdict(), style="bold", soft_wrap=True)

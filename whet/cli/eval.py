@@ -35,8 +35,8 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     for table in tables(evaluation):
         console.print(table)
     console.print(
-        f"{evaluation.mean_response_tokens:.0f} tokens an answer, {100 * evaluation.truncated:.1f} % of answers cut off "
-        f"at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
+        f"{evaluation.mean_response_tokens:.0f} tokens an answer, {100 * evaluation.truncated:.1f} % of answers cut "
+        f"off at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
         soft_wrap=True,
     )
     wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` sets two such folders side by side"
@@ -51,7 +51,9 @@ def tables(evaluation: Evaluation) -> list[Table]:
     rows = dict(by_source) if len(by_source) == 1 else {**by_source, "all": evaluation.metrics}
     n, counts = evaluation.n, _prompt_counts(evaluation)
     metrics = evaluation.metrics
-    whole = [f"mean@{n}", *([f"best@{n}", f"maj@{n}"] if n > 1 else []), "reward"]
+    whole = [f"mean@{n}", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
+    if any(found["reward"].value != found[f"mean@{n}"].value for found in rows.values()):
+        whole.append("reward")
     first = _table(["data source", "prompts", *(name for name in whole if name in metrics)])
     for source, found in rows.items():
         cells = [_cell(found[name], name == "reward") if name in found else "" for name in whole if name in metrics]
@@ -88,7 +90,6 @@ def _cell(estimate: Estimate, is_reward: bool) -> Text:
     """An accuracy in percent, or a reward as it is, over its 95 % interval."""
     from rich.text import Text
 
-    value, low, high = (
-        f"{each:.3g}" if is_reward else f"{100 * each:.1f}" for each in (estimate.value, estimate.low, estimate.high)
-    )
-    return Text.assemble(value, (f"\n{low} to {high}", "dim"))
+    numbers = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (f"{each:.3g}" if is_reward else f"{100 * each:.1f}" for each in numbers)
+    return Text.assemble(value, (f"\n{low} to {high}" if is_reward else f"\n{low}–{high}", "dim"))

@@ -42,22 +42,27 @@ class Comparison:
         value = self.difference.value
         if value == 0:
             return f"A and B are equally good on these {self.num_prompts} prompts"
-        size = shown(abs(value), self.metric) + (" points" if self.metric == "accuracy" else f" {self.metric}")
+        unit = "points" if self.metric == "accuracy" else self.metric
+        size = f"{shown(abs(value), self.metric)} {unit} {'better' if value > 0 else 'worse'}"
         low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))
-        found = (
-            f"B is {size} {'better' if value > 0 else 'worse'} (95 % interval {low} to {high}, p = {self.p_value:.2g})"
-        )
+        found = f"B is {size} (95 % interval {low} to {high}, p {shown_p(self.p_value)})"
         if self.is_real:
             return f"{found}: the {'gain' if value > 0 else 'loss'} is real"
-        return (
-            f"{found}: that cannot be told from chance with {self.num_prompts} prompts; about {self.prompts_needed:,} "
-            "would be needed to see such a difference"
-        )
+        unclear = f"{found}: that cannot be told from chance with {self.num_prompts} prompts"
+        if self.prompts_needed is None:
+            return unclear
+        needed = round(self.prompts_needed, 2 - len(str(self.prompts_needed)))  # two digits of it mean something
+        return f"{unclear}; about {needed:,} would be needed to see such a difference"
 
 
 def shown(value: float, metric: str) -> str:
     """An accuracy in percent, any other score as it is."""
     return f"{100 * value:.1f}" if metric == "accuracy" else f"{value:.3g}"
+
+
+def shown_p(p_value: float) -> str:
+    """A p-value as a reader needs it: sampled swaps cannot tell small ones apart."""
+    return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
 
 
 def compare(

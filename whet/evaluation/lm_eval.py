@@ -149,15 +149,16 @@ class WhetLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        # Left-truncated, as lm-eval's own models do; the last token is only predicted, never read.
+        # Left-truncated, as lm-eval's own models do. Nothing is asked of the last token: its position is free.
         rows = [(context + said)[-(self.max_length + 1) :] for _, context, said in requests]
         sizes = [min(len(said), len(row) - 1) for (_, _, said), row in zip(requests, rows, strict=True)]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         scored = torch.tensor([[0] * (width - 1 - size) + [1] * size for size in sizes])
-        batch = {"input_ids": ids, "attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
-        where = layout({**batch, "response_mask": scored})
+        positions = (real.cumsum(1) - 1).clamp(0, self.max_length - 1)
+        batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
+        where = layout(batch)
         hidden = hidden_states(self.policy, where, packing=True)[where.states]
         head = self.policy.get_output_embeddings()
         chosen = []
@@ -180,7 +181,7 @@ class WhetLM(TemplateLM):
             )
         params = SamplingParams(
             max_new_tokens=new,
-            temperature=float(asked["temperature"]),
+            temperature=float(asked.get("temperature", 1.0)) if asked["do_sample"] else 0.0,
             top_p=float(asked.get("top_p", 1.0)),
             top_k=int(asked.get("top_k", 0)),
             stop_token_ids=self.stop_ids,
