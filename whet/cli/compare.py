@@ -10,8 +10,10 @@ import typer
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="a folder that whet eval wrote, or a file of answers", exists=True)],
-    b: Annotated[Path, typer.Argument(help="the same of the model to compare with A", exists=True)],
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="a folder that whet eval wrote, or a file of answers", exists=True)
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="the same of the model to compare with A", exists=True)],
     metric: Annotated[str, typer.Option(help="accuracy, reward, or a part of the reward")] = "accuracy",
     other_prompts: Annotated[
         bool, typer.Option("--other-prompts", help="the same problems may have been asked in other words")

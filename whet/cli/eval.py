@@ -20,12 +20,8 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
     RECIPE is gsm8k, math500, aime, or your own. model.path is a model folder, a checkpoint or a run's folder."""
     from whet.config import EvalConfig, load_config
-    from whet.config.compose import shipped_recipes
 
-    recipe, overrides = split_recipe(words, config_name)
-    if f"{recipe}_eval" in shipped_recipes():
-        recipe = f"{recipe}_eval"
-    config = load_config(EvalConfig, recipe, overrides).config
+    config = load_config(EvalConfig, *split_recipe(words, config_name)).config
 
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import shared_console

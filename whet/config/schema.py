@@ -28,6 +28,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
     )
+    command: ClassVar[str] = ""  # whose whole config it is
 
     @field_validator("*", mode="before")
     @classmethod
