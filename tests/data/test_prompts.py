@@ -54,6 +54,19 @@ def test_the_other_fields_of_a_plain_row_are_extra_info(tokenizer: PreTrainedTok
     assert prompt.extra_info == {"answer": 4, "level": 3, "tests": ["a"]}
 
 
+def test_of_several_names_of_a_field_the_first_there_is(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"Problem": "1+1", "Answer": 2, "year": 2024}, {"problem": "2+2", "answer": None, "solution": "4"}]
+    keys = {"prompt_key": ["problem", "Problem"], "answer_key": ["answer", "Answer", "solution"]}
+    prompts = build_prompts(rows, PromptFormat(tokenizer), data_source_key="year", data_source="else", **keys).prompts
+    assert [(str(p.messages[0].content), p.ground_truth, p.data_source) for p in prompts] == [
+        ("1+1", 2, "2024"),
+        ("2+2", "4", "else"),
+    ]
+    assert prompts[0].extra_info == {"year": 2024}
+    with pytest.raises(DataError, match="row 0: field 'problem or Problem' is missing; the row has question"):
+        build_prompts([{"question": "3+3"}], PromptFormat(tokenizer), **keys)
+
+
 def test_ids_are_those_of_apply_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "word " * (n % 50) + f"{n}?"} for n in range(1500)]
     tool = {"name": "add"}

@@ -134,7 +134,7 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
             return [*_shared_checks(config, given), partial(_check_supervised, config.trainer)]
         case EvalConfig():
             return [
-                partial(_check_model, config.model),
+                partial(_check_model, config.model, or_checkpoint=True),
                 partial(_check_files, "data.val_files", config.data.val_files, required="data" not in given),
                 *_answer_checks(config, given),
             ]
@@ -197,7 +197,7 @@ def _check_options(registry: Registry, key: str, reference: str, options: Mappin
     _entry(registry, key, reference).resolve_options(options, OPTIONS[key])
 
 
-def _check_model(model: ModelConfig) -> None:
+def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
     if model.path is None:
         raise ConfigError(
             "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
@@ -207,7 +207,11 @@ def _check_model(model: ModelConfig) -> None:
     if not path.is_dir() and (names_a_folder or path.exists()):
         raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder")
+        is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
+        if is_checkpoint and or_checkpoint:
+            return
+        hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
+        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}")
 
 
 def _check_files(key: str, files: Sequence[str], *, required: bool) -> None:

@@ -28,6 +28,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
     )
+    command: ClassVar[str] = ""  # whose whole config it is
 
     @field_validator("*", mode="before")
     @classmethod
@@ -65,7 +66,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or hub name."""
 
-    path: str | None = Field(None, description="folder or hub name of the model to train")
+    path: str | None = Field(
+        None, description="folder or hub name of the model; for whet eval also a checkpoint or a run"
+    )
     tokenizer_path: str | None = Field(None, description="where the tokenizer lies, if not in model.path")
     dtype: Dtype = Field(
         "float32", description="what forward and backward compute in; bfloat16 keeps float32 master weights"
@@ -78,10 +81,13 @@ class DataConfig(Section):
 
     train_files: list[str] = Field([], description=".jsonl, .json or .parquet files, read in this order")
     val_files: list[str] = Field([], description="files of the held-out prompts")
-    prompt_key: str = Field("prompt", description="field with the prompt: text, or a list of messages")
-    answer_key: str | None = Field(
-        None, description="field with the answer; unset: reward_model.ground_truth, else answer"
+    prompt_key: str | list[str] = Field(
+        "prompt", description="field with the prompt: text, or a list of messages; of several names the first there is"
     )
+    answer_key: str | list[str] | None = Field(
+        None, description="field with the answer, or several names; unset: reward_model.ground_truth, else answer"
+    )
+    data_source_key: str = Field("data_source", description="field with the source, by which results are told apart")
     data_source: str | None = Field(None, description="names the source of rows that do not say it themselves")
     system_prompt: str | None = Field(None, description="system message put before every prompt that has none")
     format_prompt: str | None = Field(
@@ -415,7 +421,9 @@ class EvalConfig(Section):
     rollout: RolloutConfig = RolloutConfig(n=1, temperature=0.0)
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
-    output: str | None = Field(None, description="folder for answers.jsonl and summary.json; unset: none is written")
+    output: str | None = Field(
+        None, description="folder for answers.jsonl and summary.json; unset: none is written; cut off, it goes on"
+    )
     seed: NonNegativeInt = Field(0, description="of every random draw")
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Names = str | Sequence[str]  # of a field: that of several which a row has first
+
 _ROWS_A_CHUNK = 1024  # tokenised together: enough for the tokenizer's threads, little memory
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; every other field is handed to the reward
@@ -105,9 +107,10 @@ def build_prompts(
     rows: Sequence[Mapping[str, Any]],
     prompt_format: PromptFormat,
     *,
-    prompt_key: str = "prompt",
-    answer_key: str | None = None,
+    prompt_key: Names = "prompt",
+    answer_key: Names | None = None,
     data_source: str | None = None,
+    data_source_key: str = "data_source",
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["drop", "error"] = "drop",
 ) -> PromptSet:
@@ -134,9 +137,9 @@ def build_prompts(
                 index=index,
                 messages=messages,
                 token_ids=tuple(token_ids),
-                data_source=str(row.get("data_source") or data_source or "unknown"),
+                data_source=str(row.get(data_source_key) or data_source or "unknown"),
                 ground_truth=_ground_truth(row, index, answer_key),
-                extra_info=_extra_info(row, index, {prompt_key, answer_key}),
+                extra_info=_extra_info(row, index, {*_all(prompt_key), *_all(answer_key or ())}),
             )
         )
     _report(prompts, dropped_lengths, max_prompt_length)
@@ -155,17 +158,22 @@ def read_messages(content: object, index: int) -> list[Message]:
         raise DataError(f"row {index}: expected {expected}, found {str(content)[:200]}") from error
 
 
-def read_field(row: Mapping[str, Any], name: str, index: int, option: str, common: Sequence[str] = ()) -> Any:
-    """`row[name]`. Raises: DataError that names the row, the keys it has, and the `option` that chose `name`."""
-    if row.get(name) is not None:
-        return row[name]
+def read_field(row: Mapping[str, Any], names: Names, index: int, option: str, common: Sequence[str] = ()) -> Any:
+    """The field of a row, by its name or the first of several that is there.
+
+    Raises: DataError that names the row, the keys it has, and the `option` that chose the name.
+    """
+    for name in _all(names):
+        if row.get(name) is not None:
+            return row[name]
+    name = " or ".join(_all(names))
     nearest = next((f" (perhaps {option}={key})" for key in common if row.get(key) is not None), "")
     state = "is null" if name in row else "is missing"
     raise DataError(f"row {index}: field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
 
 
 def _encoded(
-    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: str
+    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: Names
 ) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int]]]:
     for start in range(0, len(rows), _ROWS_A_CHUNK):
         chunk = rows[start : start + _ROWS_A_CHUNK]
@@ -179,7 +187,7 @@ def _encoded(
         yield from zip(range(start, start + len(chunk)), chunk, conversations, encoded, strict=True)
 
 
-def _ground_truth(row: Mapping[str, Any], index: int, answer_key: str | None) -> Any:
+def _ground_truth(row: Mapping[str, Any], index: int, answer_key: Names | None) -> Any:
     if answer_key is not None:
         return read_field(row, answer_key, index, "data.answer_key")
     reward_model = row.get("reward_model")
@@ -188,7 +196,11 @@ def _ground_truth(row: Mapping[str, Any], index: int, answer_key: str | None) ->
     return row.get("answer")
 
 
-def _extra_info(row: Mapping[str, Any], index: int, used: set[str | None]) -> dict[str, Any]:
+def _all(names: Names) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _extra_info(row: Mapping[str, Any], index: int, used: set[str]) -> dict[str, Any]:
     own = row.get("extra_info") or {}
     if not isinstance(own, Mapping):
         raise DataError(f"row {index}: expected extra_info to be an object with fields, found {type(own).__name__}")

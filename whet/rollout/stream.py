@@ -203,6 +203,7 @@ def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
         accuracy=outcome.accuracy,
         parts=outcome.parts,
         token_rewards=outcome.token_rewards,
+        extracted=outcome.extracted,
     )
 
 

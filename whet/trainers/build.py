@@ -293,6 +293,7 @@ def load_prompts(
         prompt_key=data.prompt_key,
         answer_key=data.answer_key,
         data_source=data.data_source,
+        data_source_key=data.data_source_key,
         max_prompt_length=data.max_prompt_length,
         overlong_prompts=data.overlong_prompts,
     ).prompts

@@ -229,6 +229,7 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
         "response": tokenizer.decode(list(_response_ids(answer))),
         "ground_truth": answer.prompt.ground_truth,
+        "extracted": answer.extracted,
         "reward": None if answer.failure is not None else answer.score,
         "accuracy": answer.accuracy,
         "parts": dict(answer.parts),
