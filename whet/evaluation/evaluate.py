@@ -17,12 +17,12 @@ from whet.config.schema import EvalConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.sources import read_rows
+from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
-from whet.trainers.build import build_collector, load_prompts, sampling_params, scorer_of
+from whet.trainers.build import build_collector, sampling_params, scorer_of
 from whet.trainers.run import write_answers
 from whet.trainers.workers import RolloutWorker
 from whet.types import Group
@@ -67,7 +67,8 @@ def evaluate(
             started.callback(scorer.close)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-        prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.val_files))
+        where, seed = config.data.filter, config.seed
+        prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, config.model.path))
         engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
         started.callback(engine.close)

@@ -41,11 +41,15 @@ class PromptSource(Protocol):
         """The next n prompts."""
         ...
 
-    def state(self) -> Mapping[str, int]:
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Is shown how they were answered, those too that a filter drops."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
         """Where the next `take` starts."""
         ...
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         ...
 
@@ -105,6 +109,7 @@ class Rollouts:
         refills = self.group_filter.max_refills if self.group_filter is not None else 0
         for _ in range(1 + refills):
             groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
+            self.prompts.observe(groups)
             for group in groups:
                 (kept if self._is_kept(group) else dropped).append(group)
             if len(kept) == n:
@@ -143,11 +148,11 @@ class Rollouts:
                 metrics.sum(f"failures/{trajectory.failure.source}", 1)
         return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
-    def state(self) -> Mapping[str, int]:
+    def state(self) -> Mapping[str, Any]:
         """Where the next `take` starts."""
         return {} if self.prompts is None else self.prompts.state()
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         if self.prompts is not None:
             self.prompts.load_state(state)
