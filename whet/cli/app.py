@@ -12,6 +12,7 @@ import typer
 
 from whet.cli.algorithms import algorithms
 from whet.cli.config import config
+from whet.cli.data import data
 from whet.cli.eval import evaluate
 from whet.cli.export import export
 from whet.cli.init_model import init_model
@@ -36,6 +37,7 @@ app.command("sft", rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
 app.command("export", rich_help_panel=AFTER)(export)
 app.command("config", rich_help_panel=LOOK)(config)
+app.command("data", rich_help_panel=LOOK)(data)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)
 
 

@@ -97,6 +97,15 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_emb
         )
 
 
+def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
+    """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
+    _check_model(config.model)
+    key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
+    check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
+    if isinstance(config, TrainConfig):
+        _check_sampler(config.data)
+
+
 def aggregation(algorithm: AlgorithmConfig) -> str:
     """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
 

@@ -67,10 +67,10 @@ def _read(path: str, config: str | None, split: str | None, default_split: str |
                 raise DataError(f"{path} holds one split without a name; take @{split} out")
             return cast(list[dict[str, Any]], saved.to_list())
         return cast(list[dict[str, Any]], saved[_split_of(path, split, default_split, list(saved))].to_list())
-    at = str(folder) if folder.is_dir() else path
-    if split is None:
-        split = _split_of(path, None, default_split, datasets.get_dataset_split_names(at, config))
-    return cast(list[dict[str, Any]], datasets.load_dataset(at, config, split=split).to_list())
+    found = datasets.load_dataset(str(folder) if folder.is_dir() else path, config, split=split)
+    if split is None:  # all of them, which are fetched together anyway; asking for names does not work offline
+        found = found[_split_of(path, None, default_split, list(found))]
+    return cast(list[dict[str, Any]], found.to_list())
 
 
 def _split_of(path: str, split: str | None, default: str | None, known: list[str]) -> str:

@@ -171,7 +171,7 @@ class SamplerLoader:
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts.  Raises: DataError where the sampler gives other than n places in the data."""
-        rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist()
+        rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist() if n else []
         if len(rows) != n:
             raise DataError(f"{self._name}: take({n}) gave {len(rows)} rows; expected {n}")
         self._drawn += n

@@ -57,7 +57,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a model and, where `output` is set, writes answers.jsonl and summary.json there.
 
-    Raises: WhetError for everything that a user can mend.
+    Raises: WhetError for everything that a user can mend, among it a reward that fails on every answer.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
@@ -86,6 +86,7 @@ def evaluate(
         folder.mkdir(parents=True, exist_ok=True)
         write_answers(folder / "answers.jsonl", groups, tokenizer)
         (folder / "summary.json").write_text(json.dumps(evaluation.summary(), indent=1))
+    rollouts.failures.see(groups)
     return evaluation
 
 

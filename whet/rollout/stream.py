@@ -16,6 +16,7 @@ from whet.rewards.adapter import RewardItem
 from whet.rewards.result import Outcome, RewardResult
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
+from whet.rollout.failures import FailureWatch
 from whet.rollout.protocol import SamplingParams
 from whet.types import Failure, Group, Prompt, Trajectory
 
@@ -98,6 +99,7 @@ class Rollouts:
         self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
+        self.failures = FailureWatch()
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
@@ -112,7 +114,7 @@ class Rollouts:
             self.prompts.observe(groups)
             for group in groups:
                 (kept if self._is_kept(group) else dropped).append(group)
-            if len(kept) == n:
+            if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
                 break
         if self.group_filter is not None:
             metrics.sum("filter/dropped_groups", len(dropped))
