@@ -160,7 +160,7 @@ def _read_all(
             if any(isinstance(item, Prompt) for item in given):
                 yield _of_prompts(source, given, conditions)
                 continue
-            read = read_rows(given)
+            read = given if source is not None and source.kind != "function" else read_rows(given)
             numbers = matching(read, conditions)
             if conditions:
                 name = "data" if source is None else source.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,9 +52,10 @@ from whet.trainers.run import Run, metric_file, run_folder
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
+from whet.types import Prompt
 
 log = logging.getLogger(__name__)
-Rows = Sequence[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, Any] | Prompt]
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
 CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
