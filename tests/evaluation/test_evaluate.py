@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.config import EvalConfig, load_config
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, RewardError
 from whet.evaluation.answers import Row, by_prompt
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
@@ -132,8 +132,19 @@ def test_without_output_nothing_is_written(
 
 
 def test_a_judge_that_fails_is_counted(eval_config: MakeConfig, additions: Rows) -> None:
-    found = evaluate(eval_config(), reward=lambda solution_str: solution_str.nothing, data=additions[:3])
-    assert (found.failures, found.accuracy, found.metrics["reward"].value) == (3, 0.0, 0.0)
+    judged = iter([1.0])
+    found = evaluate(eval_config(), reward=lambda solution_str: next(judged), data=additions[:4])
+    assert (found.failures, found.accuracy, found.metrics["reward"].value) == (3, 0.25, 0.25)
+
+
+def test_a_judge_that_always_fails_is_an_error_after_its_answers_are_written(
+    eval_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    config = eval_config(output=str(tmp_path / "out"))
+    with pytest.raises(RewardError, match=r"all 3 answers failed.*'str' object has no attribute 'nothing'"):
+        evaluate(config, reward=lambda solution_str: solution_str.nothing, data=additions[:3])
+    written = (tmp_path / "out" / "answers.partial.jsonl").read_text().splitlines()
+    assert ["nothing" in json.loads(line)["failure"]["message"] for line in written] == [True] * 3
 
 
 def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions: Rows) -> None:

@@ -13,6 +13,7 @@ import typer
 from whet.cli.algorithms import algorithms
 from whet.cli.compare import compare
 from whet.cli.config import config
+from whet.cli.data import data
 from whet.cli.eval import evaluate
 from whet.cli.export import export
 from whet.cli.init_model import init_model
@@ -44,6 +45,7 @@ app.command(
 )(lm_eval)
 app.command("export", rich_help_panel=AFTER)(export)
 app.command("config", rich_help_panel=LOOK)(config)
+app.command("data", rich_help_panel=LOOK)(data)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)
 
 

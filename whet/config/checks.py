@@ -26,6 +26,7 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
+from whet.config.sources import check_files
 from whet.errors import ConfigError, RegistryError
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -35,6 +36,7 @@ from whet.registry import (
     POLICY_LOSSES,
     REJECTIONS,
     REWARDS,
+    SAMPLERS,
     VALUE_LOSSES,
     WEIGHTS,
     WRAPPERS,
@@ -42,9 +44,9 @@ from whet.registry import (
     Registry,
 )
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
+SAMPLER_SUPPLIED = ("prompts", "epoch", "seed", "total_draws")  # what a sampler may take before its `*`
 OPTIONS = {  # the key of a function to the key of its options
     "environment.name": "environment.options",
     "algorithm.adv_estimator": "algorithm.adv_options",
@@ -95,6 +97,15 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_emb
         )
 
 
+def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
+    """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
+    _check_model(config.model)
+    key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
+    check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
+    if isinstance(config, TrainConfig):
+        _check_sampler(config.data)
+
+
 def aggregation(algorithm: AlgorithmConfig) -> str:
     """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
 
@@ -135,7 +146,9 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
         case EvalConfig():
             return [
                 partial(_check_model, config.model, or_checkpoint=True),
-                partial(_check_files, "data.val_files", config.data.val_files, required="data" not in given),
+                partial(
+                    check_files, "data.val_files", config.data.val_files, config.data, required="data" not in given
+                ),
                 *_answer_checks(config, given),
             ]
         case _:
@@ -146,8 +159,8 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
     data, trainer = config.data, config.trainer
     return [
         partial(_check_model, config.model),
-        partial(_check_files, "data.train_files", data.train_files, required="data" not in given),
-        partial(_check_files, "data.val_files", data.val_files, required=False),
+        partial(check_files, "data.train_files", data.train_files, data, required="data" not in given),
+        partial(check_files, "data.val_files", data.val_files, data, required=False),
         partial(_check_validation, trainer, data.val_files),
         partial(_check_trainer, trainer),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
@@ -181,6 +194,7 @@ def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
+        partial(_check_sampler, config.data),
         partial(_check_critic, config),
         partial(_check_teacher, config),
     ]
@@ -214,18 +228,7 @@ def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
         raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}")
 
 
-def _check_files(key: str, files: Sequence[str], *, required: bool) -> None:
-    if required and not files:
-        raise ConfigError(f"{key} is empty; name at least one file ({', '.join(DATA_SUFFIXES)})")
-    for file in files:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"{key}: {file} does not exist (seen from {Path.cwd()})")
-        if path.suffix not in DATA_SUFFIXES:
-            raise ConfigError(f"{key}: {file} ends in {path.suffix or 'nothing'}; expected {', '.join(DATA_SUFFIXES)}")
-
-
-def _check_validation(trainer: TrainerConfig, files: Sequence[str]) -> None:
+def _check_validation(trainer: TrainerConfig, files: Sequence[Any]) -> None:
     if trainer.val_freq > 0 and not files:
         raise ConfigError(
             f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files, or set it to 0"
@@ -345,6 +348,20 @@ def _check_group(config: TrainConfig) -> None:
             f"rollout.n=1, but algorithm.filter.name={config.algorithm.filter.name} judges groups of answers to one "
             "prompt; set rollout.n to 2 or more, or unset the filter"
         )
+
+
+def _check_sampler(data: DataConfig) -> None:
+    if data.sampler is None:
+        if data.sampler_options:
+            raise ConfigError(f"data.sampler_options={data.sampler_options}, but data.sampler is not set; name one")
+        return
+    entry = _entry(SAMPLERS, "data.sampler", data.sampler)
+    if unknown := [name for name in entry.parameters if name not in SAMPLER_SUPPLIED]:
+        raise ConfigError(
+            f"data.sampler={data.sampler} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
+            f"{', '.join(SAMPLER_SUPPLIED)}; an option stands after `*`"
+        )
+    entry.resolve_options(data.sampler_options, "data.sampler_options")
 
 
 def _check_overlong(config: TrainConfig) -> None:

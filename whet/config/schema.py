@@ -76,11 +76,24 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
 
 
+FILES = (
+    "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
+    "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
+)
+DATA_WEIGHTS = "share of each entry of train_files in what is drawn, made to sum to 1; unset: all rows alike"
+DATA_FILTER = (
+    "rows to use, by field: a value, a list of values, {min: , max: } or {not: }; of train_files (of val_files in "
+    "`whet eval`)"
+)
+
+
 class DataConfig(Section):
     """The prompts."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files, read in this order")
-    val_files: list[str] = Field([], description="files of the held-out prompts")
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="the held-out prompts, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
     prompt_key: str | list[str] = Field(
         "prompt", description="field with the prompt: text, or a list of messages; of several names the first there is"
     )
@@ -103,6 +116,11 @@ class DataConfig(Section):
     difficulty_key: str | None = Field(None, description="field with how hard a row is, as a number; unset: use all")
     difficulty_window: tuple[float, float] = Field((0.0, 1.0), description="train on rows strictly between these")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    sampler: str | None = Field(
+        None, description="registered sampler, or path/file.py:name: which rows come when; unset: as data.shuffle says"
+    )
+    sampler_options: dict[str, Any] = Field({}, description="options of the sampler")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SamplingConfig(Section):
@@ -383,8 +401,10 @@ class TrainConfig(Section):
 class SupervisedDataConfig(Section):
     """Examples to imitate."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files")
-    val_files: list[str] = Field([], description="held-out examples")
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="held-out examples, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
     messages_key: str = Field(
         "messages", description="field with a whole conversation; where absent, prompt and response are read"
     )
@@ -395,6 +415,7 @@ class SupervisedDataConfig(Section):
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer example")
     train_batch_size: PositiveInt = Field(64, description="examples an optimizer step")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SFTConfig(Section):

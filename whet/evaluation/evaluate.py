@@ -19,7 +19,7 @@ from whet.config.schema import EvalConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.sources import read_rows
+from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
@@ -27,7 +27,7 @@ from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
 from whet.tracking.console import progress
-from whet.trainers.build import build_collector, load_prompts, sampling_params, scorer_of
+from whet.trainers.build import build_collector, sampling_params, scorer_of
 from whet.trainers.export import find_model, model_folder
 from whet.trainers.run import readable
 from whet.trainers.workers import RolloutWorker
@@ -73,7 +73,7 @@ def evaluate(
     """Evaluates a model, a checkpoint or a run's newest one and, where `output` is set, writes answers.jsonl,
     summary.json and config.yaml there; an evaluation that was cut off goes on where it was.
 
-    Raises: WhetError for everything that a user can mend.
+    Raises: WhetError for everything that a user can mend, among it a reward that fails on every answer.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
@@ -84,8 +84,9 @@ def evaluate(
         model_path = started.enter_context(model_folder(config.model.path))
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
         check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
-        rows = read_rows(list(data) if data is not None else config.data.val_files)
-        prompts = load_prompts(config, tokenizer, rows)[: config.data.val_max_prompts]
+        where, seed = config.data.filter, config.seed
+        prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
+        prompts = prompts[: config.data.val_max_prompts]
         spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, model_path))
         engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
         started.callback(engine.close)
@@ -97,14 +98,18 @@ def evaluate(
 
         def answers_to(asked: Sequence[Prompt]) -> list[Row]:
             groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-            return [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            if journal is not None:
+                journal.add(rows)
+            rollouts.failures.see(groups)
+            return rows
 
         journal = None
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
             settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
             journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
-        answers = _all_answers(config, prompts, answers_to, journal)
+        answers = _all_answers(config, prompts, answers_to, [] if journal is None else journal.rows)
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
@@ -141,18 +146,16 @@ def _all_answers(
     config: EvalConfig,
     prompts: Sequence[Prompt],
     answers_to: Callable[[Sequence[Prompt]], list[Row]],
-    journal: Journal | None,
+    earlier: Sequence[Row],
 ) -> list[Row]:
-    """The answers to all prompts, those already in the journal not asked for again."""
-    answers = list(journal.rows) if journal is not None else []
+    """The answers to all prompts, those of an earlier evaluation not asked for again."""
+    answers = list(earlier)
     done = {row["index"] for row in answers}
     left = [prompt for prompt in prompts if prompt.index not in done]
     with progress("answers", total=len(left) * config.rollout.n) as advance:
         for chunk in _chunks(left, max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)):
             rows = answers_to(chunk)
             answers += rows
-            if journal is not None:
-                journal.add(rows)
             advance(len(rows))
     return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -19,10 +19,9 @@ from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutCon
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.difficulty import within_window
-from whet.data.loader import PromptLoader
-from whet.data.prompts import PromptFormat, build_prompts
-from whet.data.sources import read_rows
+from whet.data.load import VAL, load_prompts
+from whet.data.loader import steps_per_epoch
+from whet.data.samplers import make_loader
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.registry import (
@@ -40,7 +39,7 @@ from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
 from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Filter, Rollouts, Scorer
+from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
@@ -57,7 +56,7 @@ from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
-Rows = Sequence[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, Any] | Prompt]
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
 CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
@@ -114,13 +113,12 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     model_path = _required(config.model.path, "model.path")
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
-    prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
-    if config.data.difficulty_key is not None:
-        prompts = within_window(prompts, config.data.difficulty_key, *config.data.difficulty_window)
-    loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
-    val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
-    epoch_steps = loader.steps_per_epoch(config.data.train_batch_size)
+    data_config, seed = config.data, config.trainer.seed
+    loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
+    val_prompts = load_prompts(data_config, tokenizer, VAL, seed=seed).items if data_config.val_files else ()
+    epoch_steps = steps_per_epoch(len(loaded.items), data_config.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
@@ -275,30 +273,6 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
 
 
-def load_prompts(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows
-) -> tuple[Prompt, ...]:
-    """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
-    data = config.data
-    prompt_format = PromptFormat(
-        tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        system_prompt=data.system_prompt,
-        format_prompt=data.format_prompt,
-    )
-    return build_prompts(
-        rows,
-        prompt_format,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        data_source=data.data_source,
-        data_source_key=data.data_source_key,
-        max_prompt_length=data.max_prompt_length,
-        overlong_prompts=data.overlong_prompts,
-    ).prompts
-
-
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
 ) -> Collector:
@@ -336,7 +310,7 @@ def sampling_params(
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    loader: PromptLoader,
+    loader: PromptSource,
     generate: Callable[..., Any],
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],

@@ -19,10 +19,10 @@ from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.loader import OrderLoader
-from whet.data.prompts import PromptFormat
-from whet.data.sources import read_rows
-from whet.data.supervised import SupervisedExample, build_examples
+from whet.data.load import VAL, load_examples
+from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.samplers import order_of
+from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
@@ -174,11 +174,14 @@ def train_sft(
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-    examples = _examples(config, tokenizer, list(data) if data is not None else config.data.train_files)
-    val_examples = _examples(config, tokenizer, config.data.val_files) if config.data.val_files else ()
+    seed = config.trainer.seed
+    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
+    val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
+    examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
-    loader = OrderLoader(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
-    epoch_steps = max(1, len(examples) // config.data.train_batch_size)
+    order = order_of(loaded, seed=seed, shuffle=shuffle)
+    loader = OrderLoader(len(examples), seed=seed, shuffle=shuffle, order=order)
+    epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
     with ExitStack() as undo:
@@ -234,19 +237,6 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
             "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
         }
     )
-
-
-def _examples(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: Any) -> tuple[SupervisedExample, ...]:
-    built = build_examples(
-        read_rows(source),
-        PromptFormat(tokenizer, apply_chat_template=config.data.apply_chat_template),
-        messages_key=config.data.messages_key,
-        prompt_key=config.data.prompt_key,
-        response_key=config.data.response_key,
-        max_length=config.data.max_length,
-        overlong=config.data.overlong,
-    )
-    return built.examples
 
 
 def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
