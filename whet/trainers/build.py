@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
-from whet.trainers.run import Run, metric_file, run_folder
+from whet.trainers.run import Run, metric_file, open_trackers, run_folder
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
@@ -123,13 +123,17 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
     found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = "console" in config.trainer.logger and not dry_run
-    specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
-    roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
-    try:
+    start_step = None if found is None else checkpoint.step_of(found)
+    with ExitStack() as on_error:
+        services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
+        on_error.callback(services.close, failed=True)
+        specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
+        roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
+        on_error.callback(roles["rollout"].close)
         roles["rollout"].sync(0)
         stop_ids = stop_token_ids(model_path, tokenizer)
+        console = "console" in config.trainer.logger and not dry_run
+        shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -147,16 +151,14 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             val_prompts=val_prompts[: config.data.val_max_prompts],
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
             total_steps=total_steps,
-            trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
+            trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
         )
         if found is not None:
             run.restore(found)
-    except BaseException:
-        roles["rollout"].close()
-        raise
+        on_error.pop_all()
     return run
 
 

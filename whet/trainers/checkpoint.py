@@ -27,13 +27,12 @@ from transformers import PreTrainedTokenizerBase
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import load_config
-from whet.tracking.jsonl import cut_back
+from whet.tracking.jsonl import METRIC_FILES, cut_back
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
 TRAINED_ROLES = ("actor", "critic")
-METRIC_FILES = ("metrics.jsonl", "timings.jsonl")
 
 
 def save(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from whet.tracking.console import Column, ConsoleTracker
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run import metric_file, run_folder
+from whet.trainers.run import metric_file, open_trackers, run_folder
 from whet.trainers.workers import RoleSettings, TrainWorker
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class SFTRun:
             for group in self.roles.values():
                 stack.callback(group.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=sys.exception() is not None)
 
     @property
     def _pad_token_id(self) -> int:
@@ -167,13 +168,17 @@ def train_sft(
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
     found = checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
-    roles = launch(
-        [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
-        ResourcePool(processes=config.cluster.processes),
-        deadline_seconds=config.cluster.deadline_seconds,
-    )
+    start_step = None if found is None else checkpoint.step_of(found)
+    console = [ConsoleTracker(total_steps, first_step=start_step or 0, columns=COLUMNS)]
+    with ExitStack() as on_error:
+        services = open_trackers(config, run_dir, start_step)
+        on_error.callback(services.close, failed=True)
+        roles = launch(
+            [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
+            ResourcePool(processes=config.cluster.processes),
+            deadline_seconds=config.cluster.deadline_seconds,
+        )
+        on_error.pop_all()
     run = SFTRun(
         config=config,
         run_dir=run_dir,
@@ -185,7 +190,7 @@ def train_sft(
         total_steps=total_steps,
         metrics_file=metric_file(config.trainer, run_dir / "metrics.jsonl"),
         timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
-        trackers=Trackers(console if "console" in config.trainer.logger else []),
+        trackers=Trackers([*(console if "console" in config.trainer.logger else []), services]),
         callbacks=callbacks,
     )
     try:
