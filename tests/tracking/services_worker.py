@@ -31,10 +31,10 @@ def rows(step: int) -> list[Row]:
 
 if __name__ == "__main__":
     folder, service, steps_done, last_step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    config = {"rollout": {"n": 4}, "trainer": {"logger": [service]}, "reward": {"kwargs": {"judge's key": None}}}
+    config = {"rollout": {"n": 4}, "trainer": {"logger": [service]}, "extra": {"judge's key": None}}
     file = JsonlTracker(folder / "metrics.jsonl")
     file.cut_back(steps_done)
-    [tracker] = open_services([service], TrackedRun(folder, "project", "a name", config, steps_done))
+    [tracker] = open_services([service], TrackedRun(folder, "project", "sevens", config, steps_done))
     for step in range(steps_done + 1, last_step + 1):
         numbers = {"critic/score/mean": value(step), "val/open ai: 8k#/accuracy": float("nan"), "time/step": 0.1}
         file.log(step, numbers)

@@ -168,13 +168,8 @@ def test_runs_record_what_the_table_says_and_all_of_it(
         whet.train(reward=broken if "failures" in name else moody, data=additions, **settings)
     examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
-    fine = {
-        **common,
-        "data.max_length": 32,
-        "data.val_files": [str(held_out)],
-        "trainer.run_dir": str(tmp_path / "sft"),
-    }
-    train_sft(load_config(SFTConfig, None, fine, given={"data"}).config, data=examples)
+    fine = {"data.max_length": 32, "data.val_files": [str(held_out)], "trainer.run_dir": str(tmp_path / "sft")}
+    train_sft(load_config(SFTConfig, None, common | fine, given={"data"}).config, data=examples)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
 

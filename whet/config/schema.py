@@ -339,7 +339,7 @@ class TrainerConfig(Section):
     experiment_name: str = Field("default", description="for trackers and the run's folder")
     logger: list[Logger] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
-    table_rows: NonNegativeInt = Field(8, description="answers in the tables that a tracker shows; 0 no tables")
+    table_rows: NonNegativeInt = Field(8, description="answers that trackers show of what rollouts/ holds; 0 none")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")

@@ -14,8 +14,8 @@ from whet.tracking.tracker import NO_TABLES, Row, Tables
 
 
 class TensorboardTracker:
-    """Scalars, tables as text in Markdown, and the config as text. Steps after a checkpoint that a run goes back to are
-    purged, so that readers see them once, as they were taken the second time."""
+    """Scalars, tables as text in Markdown, and the config as text. Scalars after a checkpoint that a run goes back to
+    are purged, so that readers see a step once, as it was taken the second time."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"

@@ -176,7 +176,8 @@ def open_trackers(config: TrainConfig | SFTConfig, run_dir: Path, start_step: in
         config=config.model_dump(mode="json"),
         steps_done=-1 if start_step is None else start_step,
     )
-    return Trackers(open_services([name for name in trainer.logger if name not in ("console", "jsonl")], told))
+    services = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
+    return Trackers(open_services(list(services), told))
 
 
 def write_answers(path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> None:
