@@ -6,6 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
+TRACKIO := .venv-trackio/.ready
 
 .PHONY: quickstart test test-all peers quality style bench
 
@@ -15,10 +16,10 @@ quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 test: $(READY) ## the CPU suite
 	$(BIN)/pytest
 
-test-all: $(READY) $(PEERS) $(TRL) ## with the slow tests
+test-all: $(READY) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
 	$(BIN)/pytest -m "slow or not slow"
 
-peers: $(PEERS) $(TRL) ## environments of their own for verl and TRL, whose functions the slow tests compare with
+peers: $(PEERS) $(TRL) $(TRACKIO) ## environments of their own for verl and TRL, which the slow tests compare with, and Trackio
 
 quality: $(READY) ## what a commit must pass
 	$(BIN)/ruff check
@@ -52,4 +53,11 @@ $(TRL): benchmarks/constraints-trl.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/pip install --quiet -c $< torch
 	.venv-trl/bin/pip install --quiet -c $< trl
+	@touch $@
+
+# Trackio wants an older pillow: laid over .venv, whose packages it sees where it has none of its own.
+$(TRACKIO): tests/tracking/constraints-trackio.txt $(READY)
+	$(PYTHON) -m venv .venv-trackio
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-trackio/bin/pip install --quiet -c $< trackio
 	@touch $@

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
         partial(check_files, "data.val_files", data.val_files, data, required=False),
         partial(_check_validation, trainer, data.val_files),
         partial(_check_trainer, trainer),
+        partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
         partial(_check_processes, config),
     ]
@@ -243,6 +245,14 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     for key, references in (("loop", [trainer.loop] if trainer.loop else []), ("callbacks", trainer.callbacks)):
         for reference in references:
             _check_function_path(f"trainer.{key}", reference)
+
+
+def _check_loggers(names: Sequence[str]) -> None:
+    """A library that is not there; a folder of its name in the working directory is no library."""
+    for name in dict.fromkeys(name for name in names if name not in ("console", "jsonl")):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ConfigError(f'trainer.logger names {name}, which is not installed; run pip install "whet[{name}]"')
 
 
 def _check_function_path(key: str, reference: str) -> None:

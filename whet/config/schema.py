@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
@@ -363,8 +364,9 @@ class TrainerConfig(Section):
     run_dir: str | None = Field(None, description="unset: runs/<project_name>/<experiment_name>")
     project_name: str = Field("whet", description="for trackers and the run's folder")
     experiment_name: str = Field("default", description="for trackers and the run's folder")
-    logger: list[Literal["console", "jsonl"]] = Field(["console", "jsonl"], description="where metrics go")
+    logger: list[Logger] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
+    table_rows: NonNegativeInt = Field(8, description="answers that trackers show of what rollouts/ holds; 0 none")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")

@@ -47,7 +47,7 @@ from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
-from whet.trainers.run import Run, metric_file, run_folder
+from whet.trainers.run import Run, metric_file, open_trackers, run_folder
 from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
@@ -127,12 +127,15 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     with ExitStack() as undo:
         opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
         found = None if opened is None else opened.found
-        start_step = 0 if found is None else checkpoint.step_of(found)
-        console = "console" in config.trainer.logger and not dry_run
+        start_step = None if found is None else checkpoint.step_of(found)
+        services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
         roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
         undo.callback(roles["rollout"].close)
         roles["rollout"].sync(0)
         stop_ids = stop_token_ids(model_path, tokenizer)
+        console = "console" in config.trainer.logger and not dry_run
+        shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -150,7 +153,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             val_prompts=val_prompts[: config.data.val_max_prompts],
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
             total_steps=total_steps,
-            trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
+            trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,

@@ -24,11 +24,10 @@ import yaml
 from whet.config.render import to_yaml
 from whet.config.schema import Section, SFTConfig, TrainConfig
 from whet.errors import ConfigError, StorageError, WhetError
-from whet.tracking.jsonl import cut_back
+from whet.tracking.jsonl import METRIC_FILES, cut_back
 from whet.trainers import checkpoint
 
 log = logging.getLogger(__name__)
-METRIC_FILES = ("metrics.jsonl", "timings.jsonl")
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and

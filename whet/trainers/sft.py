@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run import best_score, metric_file, restored, run_folder
+from whet.trainers.run import best_score, metric_file, open_trackers, restored, run_folder
 from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
 from whet.trainers.workers import RoleSettings, TrainWorker
@@ -148,7 +149,7 @@ class SFTRun:
             for group in self.roles.values():
                 stack.callback(group.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
             if self.opened is not None:
                 stack.callback(self.opened.close)
 
@@ -186,8 +187,10 @@ def train_sft(
     run_dir = run_folder(config.trainer)
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
-        start_step = 0 if opened.found is None else checkpoint.step_of(opened.found)
-        console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
+        start_step = None if opened.found is None else checkpoint.step_of(opened.found)
+        console = [ConsoleTracker(total_steps, first_step=start_step or 0, columns=COLUMNS)]
+        services = open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
         roles = launch(
             [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
             ResourcePool(processes=config.cluster.processes),
@@ -205,17 +208,22 @@ def train_sft(
         total_steps=total_steps,
         metrics_file=metric_file(config.trainer, run_dir / "metrics.jsonl"),
         timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
-        trackers=Trackers(console if "console" in config.trainer.logger else []),
+        trackers=Trackers([*(console if "console" in config.trainer.logger else []), services]),
         callbacks=callbacks,
         opened=opened,
     )
+    return _finished(run, opened.found)
+
+
+def _finished(run: SFTRun, found: Path | None) -> SFTRun:
+    """Trains to the end, from the checkpoint that was found."""
     try:
-        if opened.found is not None:
-            run.restore(opened.found)
-        with run.signals, disk_errors(run_dir):
+        if found is not None:
+            run.restore(found)
+        with run.signals, disk_errors(run.run_dir):
             run.fit()
     except Stopped as stopped:
-        raise stopped_in_order(stopped, run.step, run_dir, run.save) from stopped
+        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
