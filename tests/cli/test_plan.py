@@ -65,7 +65,7 @@ def test_tables_and_what_train_would_refuse(
     assert lines[0].startswith("actor: 402 k parameters")
     assert any(line.startswith("actor: weights ") and line.count("1.5 MiB") == 2 for line in lines)
     assert any(line.startswith("memory: about ") and line.endswith("it fits") for line in lines)
-    assert "prompts of 5 tokens, 6 at the most, in the first 2 rows" in lines
+    assert "2 prompts of 5 tokens, the longest has 6" in lines
     assert "`whet train` would refuse this:" in lines and any("data.val_files is empty" in line for line in lines)
 
 
@@ -83,7 +83,7 @@ def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
 
 def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}"]
-    assert whet("plan", "quickstart_sft", "--sft", *given, "--json") == 0
+    assert whet("plan", "quickstart_sft", *given, "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert list(made["phases"]) == ["actor update"] and made["tokens_per_step"] == {"all": 128 * 16}
 

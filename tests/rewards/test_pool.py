@@ -106,14 +106,17 @@ def test_shipped_functions_by_name_with_options():
         answers = ["#### 72", "#### 71", "72"]
         assert [outcome.reward for outcome in pool.score([item(a, "72") for a in answers])] == [1.0, 0.1, 0.0]
     with make_pool("math_verify") as pool:
-        assert pool.score([item(r"\boxed{0.5}", r"\frac12"), item("2", "3")]) == [RIGHT, WRONG]
+        assert pool.score([item(r"\boxed{0.5}", r"\frac12"), item("2", "3")]) == [
+            RewardResult(1.0, 1.0, extracted="0.5"),
+            RewardResult(0.0, 0.0, extracted="2"),
+        ]
 
 
 def test_a_sympy_call_that_stalls_is_killed():
     with make_pool("math", timeout_seconds=1.0) as pool:
         stalled, fine = pool.score([item(r"\boxed{9^{9^{9^{9}}}}", "3"), item(r"\boxed{\frac{6}{2}}", "3")])
     assert stalled == Failure("reward", "timed out after 1 s")
-    assert fine == RIGHT
+    assert fine == RewardResult(1.0, 1.0, extracted=r"\frac{6}{2}")
 
 
 def test_items_can_be_submitted_one_by_one(behaviours):

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from whet.config import SFTConfig, TrainConfig
 
 RecipeAndOverrides = Annotated[
     list[str] | None,
@@ -21,17 +18,6 @@ RecipeAndOverrides = Annotated[
 ConfigName = Annotated[
     str | None, typer.Option("--config-name", metavar="RECIPE", help="the recipe, said as Hydra says it", hidden=True)
 ]
-
-Sft = Annotated[bool, typer.Option("--sft", help="the config is one of `whet sft`")]
-
-
-def unchecked_config(recipe: str | None, overrides: list[str], sft: bool) -> TrainConfig | SFTConfig:
-    """The config of a run that may not start yet, to be looked at.  Raises: ConfigError."""
-    from whet.config import SFTConfig, TrainConfig, load_config
-
-    if sft:
-        return load_config(SFTConfig, recipe, overrides, checked=False).config
-    return load_config(TrainConfig, recipe, overrides, checked=False).config
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, Sft, split_recipe, unchecked_config
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.data import For, run_config_of
 
 if TYPE_CHECKING:
     from whet.config.schema import SFTConfig, TrainConfig
@@ -20,11 +21,11 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem
 def doctor(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    sft: Sft = False,
+    command: For = None,
 ) -> None:
     """Look at installation and machine, and at what a config needs."""
     recipe, overrides = split_recipe(words, config_name)
-    config = unchecked_config(recipe, overrides, sft)
+    config = run_config_of(command, recipe, overrides)
 
     from whet.planning.doctor import examine
     from whet.trainers.run import run_folder

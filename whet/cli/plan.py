@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, Sft, split_recipe, unchecked_config
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.data import For, run_config_of
 
 
 def plan(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    sft: Sft = False,
+    command: For = None,
     as_json: Annotated[bool, typer.Option("--json", help="print numbers for a program")] = False,
 ) -> None:
     """Say what a run will need before it starts: memory, disk, time."""
     from whet.config import problems
 
-    config = unchecked_config(*split_recipe(words, config_name), sft)
+    config = run_config_of(command, *split_recipe(words, config_name))
 
     from whet.cli.plan_page import numbers, show
     from whet.trainers.forecast import forecast

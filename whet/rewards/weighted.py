@@ -12,7 +12,8 @@ from whet.types import Failure
 
 
 class WeightedRewards:
-    """reward = sum of weight * reward; accuracy is that of the first function; parts are named `<function>/<part>`.
+    """reward = sum of weight * reward; accuracy and answer are those of the first function; parts are named
+    `<function>/<part>`.
 
     An answer that one function failed on has failed. The functions judge at the same time, each in its own processes.
     """
@@ -40,4 +41,4 @@ class WeightedRewards:
             reward += weight * outcome.reward
             parts[name] = outcome.reward
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
-        return RewardResult(reward, results[0].accuracy, parts)
+        return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted)

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.config.checks import check_context
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.data.sources import read_rows
+from whet.data.load import load_examples, load_prompts
 from whet.errors import ConfigError, WhetError
 from whet.models.load import load_config, load_tokenizer
 from whet.planning.fit import Change, changes
@@ -22,7 +22,6 @@ from whet.planning.speed import Speed, plan_speed
 from whet.trainers import build, sft
 from whet.trainers.run import run_folder
 
-LOOKED_AT = 256  # rows of the data whose lengths are taken
 RECENT = 20  # steps of an earlier run
 
 
@@ -95,17 +94,19 @@ def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return (), f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
+    seed, where, lengths = config.trainer.seed, config.data.filter, []
     try:
         tokenizer = load_tokenizer(config.model.tokenizer_path or str(config.model.path))
-        rows = read_rows(config.data.train_files)[:LOOKED_AT]
         if isinstance(config, SFTConfig):
-            lengths = [len(example.input_ids) for example in sft.examples_of(config, tokenizer, rows)]
+            examples = load_examples(config.data, tokenizer, where=where, seed=seed).items
+            lengths = [len(example.input_ids) for example in examples]
         else:
-            lengths = [len(prompt.token_ids) for prompt in build.load_prompts(config, tokenizer, rows)]
+            prompts = load_prompts(config.data, tokenizer, where=where, seed=seed).items
+            lengths = [len(prompt.token_ids) for prompt in prompts]
     except (WhetError, OSError) as error:
         return (), f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
     what = "examples" if isinstance(config, SFTConfig) else "prompts"
-    return lengths, f"{what} of {fmean(lengths):.0f} tokens, {max(lengths)} at the most, in the first {len(rows)} rows"
+    return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens, the longest has {max(lengths)}"
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:

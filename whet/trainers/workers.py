@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from whet import serialization
@@ -93,8 +94,11 @@ class TrainWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count to one file."""
-        serialization.save(path, self.engine.state())
+        """Writes weights, optimizer state and step count to one file.  Raises: CheckpointError."""
+        try:
+            serialization.save(path, self.engine.state())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
@@ -110,17 +114,7 @@ class RolloutWorker(Worker):
     def __init__(self, placement: Placement, config: RolloutConfig, dtype: str, model_path: str | None = None) -> None:
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
-        self.engine: RolloutEngine = (
-            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
-            if config.name == "hf"
-            else NativeEngine(
-                dtype=self.dtype,
-                max_batch_size=config.max_batch_size,
-                kv_cache_bytes=config.kv_cache_bytes,
-                compile_decode=config.compile,
-                deadline_seconds=config.deadline_seconds,
-            )
-        )
+        self.engine = rollout_engine(config, self.dtype)
         self._owns_module = False
         if model_path is not None:
             self.engine.attach(load_policy(model_path).to(self.dtype), version=0)  # type: ignore[arg-type]
@@ -143,6 +137,19 @@ class RolloutWorker(Worker):
             self.engine.adopt(actor.model)
             self._owns_module = True
         self.engine.load_weights(actor.engine.named_weights(), version)
+
+
+def rollout_engine(config: RolloutConfig, dtype: torch.dtype) -> RolloutEngine:
+    """The engine that the config names, without a model yet."""
+    if config.name == "hf":
+        return HFEngine(dtype=dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
+    return NativeEngine(
+        dtype=dtype,
+        max_batch_size=config.max_batch_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        compile_decode=config.compile,
+        deadline_seconds=config.deadline_seconds,
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
