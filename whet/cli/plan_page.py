@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from whet.trainers.forecast import Forecast
 
 NOTE = (
-    "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are estimated "
-    f"from rates measured just now, {EFFICIENCY:.0%} of a bare product's in training passes; rewards and validation "
-    "come on top."
+    "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are good to a "
+    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards and validation not in them."
 )
 
 

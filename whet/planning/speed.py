@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens and seconds of a step: arithmetic and memory traffic over what this machine was just measured to do.
 
-An estimate. A training pass is taken to reach `EFFICIENCY` of the rate of a bare matrix product; rewards, validation
-and what an environment does are not in it.
+An estimate, good to a factor of two. A model's products are taken to reach `EFFICIENCY` of the rate of a bare one;
+rewards, validation and what an environment does are not in it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, mini_batch, token_bytes
-from whet.planning.outline import Outline, Row
+from whet.planning.outline import FLOAT32, Outline, Row
 
-EFFICIENCY = 0.6  # of a training pass: norms, activations, attention and packing are no matrix products
-CALLS_PER_LAYER, CALLS_PER_TOKEN = 30, 60  # operators of a decode step, in a layer and around them
+EFFICIENCY = 0.7  # of the products of a whole model, against one product again and again
+CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # of a forward pass, in calls of a smallest operator
+STATES, LOGITS = 16, 10  # numbers read and written for each hidden one of a layer, and for each logit, outside products
 MEASURE_SECONDS = 0.15  # for each rate
 LARGEST_MATRIX = 4096  # rows and columns that are measured at the most
 
@@ -61,8 +62,7 @@ def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates 
     seconds = {"rollout": _rollout(config, outlines["actor"], share, rates)}
     for role in setup.passes:
         if role in outlines:
-            forward = _forward_flops(outlines[role], share) / rates.train_flops / EFFICIENCY
-            seconds["columns"] = seconds.get("columns", 0.0) + forward
+            seconds["columns"] = seconds.get("columns", 0.0) + _forward(outlines[role], share, rates)
     for role in setup.objectives:
         epochs = config.critic.epochs if role == "critic" else config.actor.epochs
         seconds[f"{role} update"] = epochs * _update(outlines[role], share, rates)
@@ -72,9 +72,23 @@ def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates 
 def _update(model: Outline, rows: list[Row], rates: Rates) -> float:
     """Backward is twice the forward; logits are computed once more in it, layers where activations are not kept. The
     optimizer reads weight, gradient and two moments and writes three of them."""
-    forward, head = _forward_flops(model, rows), 2 * model.head_weights * sum(row.response_tokens for row in rows)
-    flops = 3 * forward + head + (forward - head if model.role.gradient_checkpointing else 0)
-    return flops / rates.train_flops / EFFICIENCY + 7 * model.gradient_bytes / rates.bytes
+    once, head = _forward(model, rows, rates), 2 * model.head_weights * sum(row.response_tokens for row in rows)
+    again = once if model.role.gradient_checkpointing else head / rates.train_flops / EFFICIENCY
+    return 3 * once + again + 7 * model.gradient_bytes / rates.bytes
+
+
+def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
+    """Seconds of one pass over the rows: products, what reads and writes states between them, calls."""
+    shape, tokens = model.config, sum(row.tokens for row in rows)
+    sampled = sum(row.response_tokens for row in rows)
+    if model.role.forward.packing and model.role.forward.share_prompts:
+        tokens = sampled + sum({row.prompt: row.prompt_tokens for row in rows}.values())
+    numbers = tokens * shape.num_hidden_layers * STATES * (shape.hidden_size + shape.intermediate_size // 3)
+    numbers += sampled * LOGITS * (shape.vocab_size if model.head_weights else 0)
+    passes = -(-tokens // model.role.micro_batch_tokens)
+    calls = passes * (shape.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE)
+    products = _forward_flops(model, rows) / rates.train_flops / EFFICIENCY
+    return products + FLOAT32 * numbers / rates.bytes + calls / rates.calls
 
 
 def _forward_flops(model: Outline, rows: list[Row]) -> float:
@@ -98,9 +112,9 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates)
     prefill = 2 * model.layer_weights * sum(prompts.values()) / rates.train_flops / EFFICIENCY
     weights = model.layer_weights + model.head_weights
     context = sum(prompts.values()) / len(prompts) + response / 2
-    arithmetic = 2 * weights * together / rates.decode_flops
+    arithmetic = 2 * weights * together / rates.decode_flops / EFFICIENCY
     traffic = (weights * ITEM_BYTES[dtype] + together * context * token_bytes(model.config, dtype)) / rates.bytes
-    calls = (model.config.num_hidden_layers * CALLS_PER_LAYER + CALLS_PER_TOKEN) / rates.calls
+    calls = (model.config.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE) / rates.calls
     sampling = together * model.config.vocab_size / rates.logits
     rounds = -(-len(rows) // together)
     return prefill + rounds * response * (max(arithmetic, traffic) + calls + sampling)

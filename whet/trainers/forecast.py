@@ -60,16 +60,12 @@ def forecast(config: TrainConfig | SFTConfig) -> Forecast:
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-    lengths, note = _lengths(config)
+    setup, note = setup_of(config)
     notes = [note]
-
-    def setup_of(other: Any) -> Setup:
-        return sft.setup(other, lengths) if isinstance(other, SFTConfig) else build.setup(other, lengths)
-
-    setup = setup_of(config)
     memory, free, run_dir = plan_memory(setup), free_memory(), run_folder(config.trainer)
-    needed = memory.resident_bytes * config.cluster.processes
-    found = changes(setup, memory, setup_of) if free is not None and needed > free.bytes else []
+    found: list[Change] = []
+    if free is not None and memory.resident_bytes * config.cluster.processes > free.bytes:
+        found = changes(setup, memory, lambda other: _with(other, setup.lengths.prompts))
     measured, response = _earlier_run(run_dir)
     if response is not None:
         notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
@@ -87,6 +83,16 @@ def forecast(config: TrainConfig | SFTConfig) -> Forecast:
         measured=measured,
         notes=tuple(notes),
     )
+
+
+def setup_of(config: TrainConfig | SFTConfig) -> tuple[Setup, str]:
+    """What the plan is made from, and a word about the lengths in it."""
+    lengths, note = _lengths(config)
+    return _with(config, lengths), note
+
+
+def _with(config: TrainConfig | SFTConfig, lengths: Sequence[int]) -> Setup:
+    return sft.setup(config, lengths) if isinstance(config, SFTConfig) else build.setup(config, lengths)
 
 
 def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
