@@ -46,7 +46,11 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup]) -> N
             if memory.touched_bytes * processes > free.bytes:  # without what is estimated on top
                 raise ConfigError(_too_much_memory(setup, memory, needed, free, replan))
             if needed > 0.8 * free.bytes:
-                log.warning("this run needs about %s of memory, and %s are free", size(needed), size(free.bytes))
+                log.warning(
+                    "this run needs about %s of memory, and %s are free; `whet plan` shows what takes it",
+                    size(needed),
+                    size(free.bytes),
+                )
     except ModelError as error:  # loading the model will say so
         log.debug("no estimate: %s", error)
         return
