@@ -112,12 +112,14 @@ class Timeline:
         """Takes samples in a thread of its own for as long as the block lasts."""
         over = threading.Event()
 
+        def take() -> None:
+            on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            self.samples.append((self._seconds(time.time_ns()), resident_bytes(), on_gpu))
+
         def sample() -> None:
-            while True:
-                on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-                self.samples.append((self._seconds(time.time_ns()), resident_bytes(), on_gpu))
-                if over.wait(SAMPLE_SECONDS):
-                    return
+            take()
+            while not over.wait(SAMPLE_SECONDS):
+                take()
 
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
@@ -126,6 +128,7 @@ class Timeline:
         finally:
             over.set()
             thread.join()
+            take()
 
     def add_tensors(self, trace: Path) -> None:
         """Reads from the trace what was allocated and freed on the host; what existed before the step is 0."""
