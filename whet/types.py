@@ -61,6 +61,7 @@ class Failure:
 
     source: FailureSource
     message: str
+    timed_out: bool = False  # a deadline decided it: a repeat of the run may come out otherwise here
 
 
 @dataclass(frozen=True)

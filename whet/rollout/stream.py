@@ -140,7 +140,8 @@ class Rollouts:
         metrics: Metrics,
         purpose: str = "rollout",
     ) -> list[Group]:
-        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`."""
+        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
+        in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
         with metrics.time("time/reward"):
@@ -148,6 +149,8 @@ class Rollouts:
         for trajectory in scored:
             if trajectory.failure is not None:
                 metrics.sum(f"failures/{trajectory.failure.source}", 1)
+                if trajectory.failure.timed_out:
+                    metrics.sum("failures/timed_out", 1)
         return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
     def state(self) -> Mapping[str, Any]:
