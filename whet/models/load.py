@@ -20,12 +20,9 @@ from transformers import (
 from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
-from whet.models import attention
+from whet.models import attention, experts
 from whet.models.fused import fuse
 from whet.models.value_head import ValueModel
-
-# Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities.
-CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_policy(path: str | Path) -> PreTrainedModel:
@@ -33,16 +30,14 @@ def load_policy(path: str | Path) -> PreTrainedModel:
 
     Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
     """
-    config = load_config(path)
-    changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
-    if changed:
-        raise ModelError(
-            f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet"
-        )
+    load_config(path)
     try:
         with without_weight_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation=attention.NAME
+                path,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                experts_implementation=experts.NAME,
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error

@@ -107,7 +107,7 @@ class HFEngine:
 def _plain_attention(module: PreTrainedModel) -> Iterator[None]:
     """transformers' own attention, and no dropout, for as long as the block lasts."""
     implementation, training = module.config._attn_implementation, module.training
-    module.set_attn_implementation("sdpa")
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
     module.eval()
     try:
         yield
