@@ -19,8 +19,10 @@ import rollout_conformance
 import test_outputs
 
 from whet.config import TrainConfig
+from whet.config.schema import LoraConfig
 from whet.models.init import Arch, init_model
 from whet.models.load import load_policy
+from whet.models.lora import adapter_off, add_adapter, merged_weights, plain_copy
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
@@ -106,6 +108,30 @@ def test_a_request_alone_and_among_others(model: PreTrainedModel, dtype: torch.d
     engine = NativeEngine(dtype=dtype)
     engine.adopt(model)
     rollout_conformance.check_company_does_not_matter(engine, rollout_conformance.requests(groups=8, n=4))
+
+
+def test_an_adapter_on_off_and_merged(folder: Path, model: PreTrainedModel) -> None:
+    adapted, ids = load_policy(folder), torch.arange(10, 30)[None]
+    add_adapter(adapted, LoraConfig(rank=4), seed=1)
+    with torch.no_grad():
+        start = model(ids).logits
+        assert torch.equal(adapted(ids).logits, start)  # B is 0
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+        moved = adapted(ids).logits
+        with adapter_off(adapted):
+            assert torch.equal(adapted(ids).logits, start)
+        assert (moved - start).abs().max() > 0.05
+        assert torch.equal(adapted(ids).logits, moved)
+        plain = plain_copy(adapted)
+        assert torch.equal(plain(ids).logits, start)
+        own = dict(plain.named_parameters())
+        merged = dict(merged_weights(adapted))
+        assert merged.keys() == own.keys() == dict(model.named_parameters()).keys()
+        for name, weight in merged.items():
+            own[name].copy_(weight)
+        torch.testing.assert_close(plain(ids).logits, moved, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rollout", ["native", "hf"])

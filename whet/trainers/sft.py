@@ -26,7 +26,7 @@ from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.models.load import load_config, load_tokenizer
+from whet.models.load import check_vocabulary, load_config, load_tokenizer
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
@@ -174,6 +174,7 @@ def train_sft(
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
@@ -257,4 +258,9 @@ def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
         grad_clip=config.grad_clip,
         total_steps=total_steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        adapter_path=config.model.lora.path,
+        allow_pickle=config.model.allow_pickle,
+        lora=config.model.lora if config.model.lora.rank is not None else None,
+        freeze=tuple(config.model.freeze),
+        seed=config.trainer.seed,
     )

@@ -7,7 +7,6 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from whet.errors import DeadlineError, EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
+from whet.models.lora import plain_copy
 from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.scheduler import Admitted, Scheduler, SharedPrompt
 from whet.rollout.protocol import Completion, Request
@@ -134,8 +134,8 @@ class NativeEngine:
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
-        own = copy.deepcopy(module).requires_grad_(False)
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
+        own = plain_copy(module).requires_grad_(False)
         torch.nn.Module.to(own, self.dtype)  # in place
         self.attach(own, self.version)
 
