@@ -39,7 +39,7 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
     if start is not None:
         model = _with_adapter(folder, start, weights, base)
         if adapter:
-            return _write_adapter(model, start, weights, folder, out)
+            return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
     config = load_config(folder / "model")
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -83,7 +83,12 @@ def _with_adapter(
 
 
 def _write_adapter(
-    model: PreTrainedModel, start: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path, out: Path
+    model: PreTrainedModel,
+    start: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    base: str | None,
+    out: Path,
 ) -> Path:
     if start["adapter_path"] is not None:
         raise CheckpointError(
@@ -91,7 +96,7 @@ def _write_adapter(
             "its own adapter fits no model that lies anywhere; export the merged model, without --adapter"
         )
     config = model.peft_config[ADAPTER]
-    config.base_model_name_or_path = start["model_path"]
+    config.base_model_name_or_path = base or start["model_path"]
     save_adapter(weights, config, out)
     kept = shutil.ignore_patterns("config.json", "generation_config.json")  # what makes a whole model of a folder
     shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=kept)

@@ -184,10 +184,14 @@ def rollout_engine(config: RolloutConfig, dtype: torch.dtype) -> RolloutEngine:
 
 
 def start_of(settings: RoleSettings, lora: LoraConfig) -> dict[str, Any]:
-    """What a checkpoint says of the model that an adapter is for."""
+    """What a checkpoint says of the model that an adapter is for; folders by their whole path, wherever it is read."""
+
+    def whole(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
+
     return {
-        "model_path": settings.model_path,
-        "adapter_path": settings.adapter_path,
+        "model_path": whole(settings.model_path),
+        "adapter_path": whole(settings.adapter_path),
         "allow_pickle": settings.allow_pickle,
         "lora": lora.model_dump(include={"rank", "alpha", "target_modules"}),
     }
