@@ -206,7 +206,7 @@ def test_fine_tuning_and_evaluation(model_folder: Path, tmp_path: Path) -> None:
         done = evaluate(
             load_config(EvalConfig, None, small, given={"reward", "data"}).config, reward=length, data=asked
         )
-        seen.append([answer.turns[0].log_probs for group in done.groups for answer in group.trajectories])
+        seen.append([(answer["response"], answer["mean_log_prob"]) for answer in done.answers])
     assert seen[0] == seen[1]
 
 

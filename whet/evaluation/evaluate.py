@@ -24,7 +24,7 @@ from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics
-from whet.models.load import check_vocabulary, load_config, load_tokenizer, stop_token_ids
+from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
 from whet.tracking.console import progress
 from whet.trainers.build import build_collector, sampling_params, scorer_of
@@ -82,8 +82,7 @@ def evaluate(
         if scorer is not None:
             started.callback(scorer.close)
         model_path = started.enter_context(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
-        check_vocabulary(tokenizer, model_path)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path)
         check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items

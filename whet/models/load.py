@@ -79,10 +79,10 @@ def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow
     return ValueModel(body)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *models: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
 
-    Raises: ModelError.
+    Raises: ModelError, also where one of `models` has fewer embedding rows than it has tokens.
     """
     base, adapters = split_adapters(path)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
@@ -99,19 +99,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         log.info("the tokenizer at %s has no padding token; its end token %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *paths: str | Path) -> None:
-    """Raises: ModelError for a model that has fewer embedding rows than the tokenizer has tokens."""
     needed = max(tokenizer.get_vocab().values()) + 1
-    for path in paths:
-        rows = load_config(path).get_text_config().vocab_size
-        if rows < needed:
+    for model in models:
+        if (rows := load_config(model).get_text_config().vocab_size) < needed:
             raise ModelError(
-                f"the tokenizer at {tokenizer.name_or_path} has token ids up to {needed - 1}, and the model at {path} "
-                f"only {rows} embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
+                f"the tokenizer at {path} has token ids up to {needed - 1}, and the model at {model} only {rows} "
+                "embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
             )
+    return tokenizer
 
 
 def load_config(path: str | Path) -> Any:

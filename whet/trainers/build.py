@@ -23,7 +23,7 @@ from whet.data.load import VAL, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.errors import ConfigError
-from whet.models.load import check_vocabulary, load_config, load_tokenizer, stop_token_ids
+from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.registry import (
     ADV_ESTIMATORS,
     FILTERS,
@@ -111,9 +111,9 @@ def _settled_objects() -> Iterator[None]:
 def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, *, dry_run: bool = False) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     model_path = _required(config.model.path, "model.path")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
     others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
-    check_vocabulary(tokenizer, model_path, *(path for path in others if path is not None))
+    models = [path for path in (model_path, *others) if path is not None]
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
     data_config, seed = config.data, config.trainer.seed
     loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)

@@ -26,7 +26,7 @@ from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.models.load import check_vocabulary, load_config, load_tokenizer
+from whet.models.load import load_config, load_tokenizer
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
@@ -167,14 +167,12 @@ def train_sft(
 ) -> SFTRun:
     """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
 
-    `callbacks` come before those that `trainer.callbacks` names.
-
-    Raises: WhetError for everything that a user can mend.
+    `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
+    user can mend.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    check_vocabulary(tokenizer, config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
