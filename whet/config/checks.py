@@ -19,6 +19,7 @@ from whet.config.schema import (
     EvalConfig,
     KLConfig,
     ModelConfig,
+    OptimConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -143,7 +144,8 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
         case TrainConfig():
             return [*_shared_checks(config, given), *_algorithm_checks(config)]
         case SFTConfig():
-            return [*_shared_checks(config, given), partial(_check_supervised, config.trainer)]
+            supervised = partial(_check_supervised, config.trainer)
+            return [*_shared_checks(config, given), supervised, partial(_check_optim, "optim", config.optim)]
         case EvalConfig():
             return [
                 partial(_check_model, config.model, or_checkpoint=True),
@@ -218,11 +220,18 @@ def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
         raise ConfigError(
             "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
         )
+    if model.lora.rank is not None and model.freeze:
+        raise ConfigError(
+            f"model.lora.rank={model.lora.rank} trains the adapter alone, and model.freeze={model.freeze} adds "
+            "nothing to that; unset one of them, or choose layers with model.lora.target_modules"
+        )
+    if model.lora.path is not None and not (Path(model.lora.path) / "adapter_config.json").is_file():
+        raise ConfigError(f"model.lora.path={model.lora.path} has no adapter_config.json; expected an adapter's folder")
     path = Path(model.path).expanduser()
     names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
     if not path.is_dir() and (names_a_folder or path.exists()):
         raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
         if is_checkpoint and or_checkpoint:
             return
@@ -384,6 +393,7 @@ def _check_overlong(config: TrainConfig) -> None:
 
 
 def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
+    _check_optim(f"{key}.optim", role.optim)
     batch, mini_batch = data.train_batch_size, role.mini_batch_size or data.train_batch_size
     if batch % mini_batch:
         near = " or ".join(map(str, nearest_divisors(batch, mini_batch)))
@@ -396,6 +406,13 @@ def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
         raise ConfigError(
             f"{key}.max_tokens_per_micro_batch={role.max_tokens_per_micro_batch} cannot hold one row of "
             f"data.max_prompt_length + data.max_response_length = {longest} tokens; set it to {longest} or more"
+        )
+
+
+def _check_optim(key: str, optim: OptimConfig) -> None:
+    if optim.name != "adamw" and optim.state_dtype != "float32":
+        raise ConfigError(
+            f"{key}.state_dtype={optim.state_dtype} is for adamw, and {key}.name is {optim.name}; unset one"
         )
 
 

@@ -64,17 +64,31 @@ class Section(BaseModel):
         return list(self.__dict__.items())
 
 
+class LoraConfig(Section):
+    """A low-rank adapter that is trained in place of the model."""
+
+    rank: PositiveInt | None = Field(None, description="unset: no adapter, all weights are trained")
+    alpha: PositiveFloat | None = Field(None, description="the adapter counts alpha / rank times; unset: 2 rank")
+    target_modules: list[str] = Field([], description="names of linear layers; empty: all but the head")
+    path: str | None = Field(None, description="adapter that is merged into the model before anything else")
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or hub name."""
 
     path: str | None = Field(
-        None, description="folder or hub name of the model; for whet eval also a checkpoint or a run"
+        None, description="folder (an adapter's too) or hub name of the model; for whet eval also a checkpoint or a run"
     )
     tokenizer_path: str | None = Field(None, description="where the tokenizer lies, if not in model.path")
     dtype: Dtype = Field(
         "float32", description="what forward and backward compute in; bfloat16 keeps float32 master weights"
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    lora: LoraConfig = LoraConfig()
+    freeze: list[str] = Field(
+        [], description="weights of the policy that are not trained, as model.embed_tokens.* or model.layers.[0-3].*"
+    )
+    allow_pickle: bool = Field(False, description="load weights that are pickles, which can run code")
 
 
 FILES = (
@@ -297,6 +311,9 @@ class OptimConfig(Section):
     momentum: NonNegativeFloat = Field(0.95, lt=1.0, description="of muon")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of AdamW's two moments")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32", description="of AdamW's two moments; int8 in blocks, as Dettmers et al. 2022"
+    )
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled; not on biases and norms")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear growth from 0")

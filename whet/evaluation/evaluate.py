@@ -82,12 +82,13 @@ def evaluate(
         if scorer is not None:
             started.callback(scorer.close)
         model_path = started.enter_context(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path)
         check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         prompts = prompts[: config.data.val_max_prompts]
-        spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, model_path))
+        model = config.model.model_copy(update={"path": model_path})
+        spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, model))
         engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError
+from whet.models.lora import plain_copy
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
 
@@ -39,9 +39,9 @@ class HFEngine:
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes an own module of the same shape in the rollout dtype."""
+        """Makes an own module of the same shape, without adapters, in the rollout dtype."""
         # mypy takes transformers' decorated `to` for a plain function
-        self._module = copy.deepcopy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
+        self._module = plain_copy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
         """Does nothing: the cache lives only during `generate`."""
@@ -107,7 +107,7 @@ class HFEngine:
 def _plain_attention(module: PreTrainedModel) -> Iterator[None]:
     """transformers' own attention, and no dropout, for as long as the block lasts."""
     implementation, training = module.config._attn_implementation, module.training
-    module.set_attn_implementation("sdpa")
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
     module.eval()
     try:
         yield

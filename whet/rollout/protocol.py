@@ -55,7 +55,7 @@ class RolloutEngine(Protocol):
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

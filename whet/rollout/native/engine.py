@@ -7,7 +7,6 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError
 from whet.models.attention import NAME
+from whet.models.log_probs import LogitForm
+from whet.models.lora import plain_copy
 from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.scheduler import Admitted, Scheduler, SharedPrompt
 from whet.rollout.protocol import Completion, Request
@@ -116,6 +117,7 @@ class NativeEngine:
         self.compile_decode, self.deadline_seconds = compile_decode, deadline_seconds
         self.version = -1
         self._module: PreTrainedModel | None = None
+        self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
         self._cache: BlockCache | None = None
 
@@ -127,12 +129,13 @@ class NativeEngine:
                     f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}"
                 )
             self._module, self._cache = module, None
+            self._form = LogitForm.of(module.config.get_text_config())
             self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
-        own = copy.deepcopy(module).requires_grad_(False)
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
+        own = plain_copy(module).requires_grad_(False)
         torch.nn.Module.to(own, self.dtype)  # in place
         self.attach(own, self.version)
 
@@ -239,8 +242,7 @@ class NativeEngine:
         module = self._require_module()
         out = module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
         hidden = out.last_hidden_state[0]
-        logits: torch.Tensor = module.get_output_embeddings()(hidden if keep is None else hidden[keep])
-        return logits
+        return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
     def _require_module(self) -> PreTrainedModel:
         if self._module is None:
