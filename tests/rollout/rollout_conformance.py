@@ -54,7 +54,7 @@ def check_choices(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[
         ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
-        state = SamplingState.of([request] * len(logits), torch.device("cpu"))
+        state = SamplingState.of([request] * len(logits), logits.shape[1], torch.device("cpu"))
         tokens, _ = sample(logits, state, torch.arange(len(logits)))
         assert tuple(tokens.tolist()) == completion.token_ids
         stops = request.params.stop_token_ids

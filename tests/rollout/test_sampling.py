@@ -15,7 +15,7 @@ from whet.rollout.sampling import SamplingState, is_stop, sample, uniforms
 
 def state(count: int, **params: object) -> SamplingState:
     made = [Request((1,), SamplingParams(5, **params), key(0, "t", i)) for i in range(count)]  # type: ignore[arg-type]
-    return SamplingState.of(made, torch.device("cpu"))
+    return SamplingState.of(made, 16, torch.device("cpu"))
 
 
 def splitmix64(x: int) -> int:
@@ -87,6 +87,6 @@ def test_rows_do_not_see_each_other() -> None:
 
 def test_stops_of_unequal_number() -> None:
     made = [Request((1,), SamplingParams(5, stop_token_ids=stops), 0) for stops in ((), (3,), (3, 4))]
-    of = SamplingState.of(made, torch.device("cpu"))
+    of = SamplingState.of(made, 16, torch.device("cpu"))
     assert is_stop(torch.tensor([3, 3, 4]), of).tolist() == [False, True, True]
     assert is_stop(torch.tensor([0, 4, 0]), of).tolist() == [False, False, False]
