@@ -14,6 +14,7 @@ from whet.cli.algorithms import algorithms
 from whet.cli.config import config
 from whet.cli.eval import evaluate
 from whet.cli.export import export
+from whet.cli.generate import generate
 from whet.cli.init_model import init_model
 from whet.cli.quickstart import quickstart
 from whet.cli.sft import sft
@@ -34,6 +35,7 @@ app.command("init-model", rich_help_panel=START)(init_model)
 app.command("train", rich_help_panel=TRAIN)(train)
 app.command("sft", rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
+app.command("generate", rich_help_panel=AFTER)(generate)
 app.command("export", rich_help_panel=AFTER)(export)
 app.command("config", rich_help_panel=LOOK)(config)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)

@@ -68,11 +68,13 @@ def evaluate(
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
         prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.val_files))
-        spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, config.model.path))
+        tokenizer_path = config.model.tokenizer_path or config.model.path
+        settings = (config.rollout, config.model.dtype, tokenizer_path, config.model.path)
+        spec = WorkerSpec("rollout", RolloutWorker, settings)
         engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
         started.callback(engine.close)
         stop_ids = stop_token_ids(config.model.path, tokenizer)
-        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids)
+        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine.generate, config.seed)
         n = config.rollout.n
         threshold = config.reward.correct_threshold

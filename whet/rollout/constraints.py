@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from whet.errors import EngineError
+from whet.data.chat import encode_texts
+from whet.errors import DataError, EngineError
 from whet.rollout.protocol import Request, SamplingParams
 
 NEVER = -1  # stands for "no such token" where rows have unequally many
@@ -98,6 +100,19 @@ class Constraints:
         matches = (starts == NEVER) | (starts == recent[:, None])  # [S, W, K - 1]
         rows, words = (matches.all(-1) & (self.words_rule == self.rule[:, None])).nonzero(as_tuple=True)
         return rows, self.words[words, -1]
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, at the start of a text and after a space.  Raises: DataError for a word that has none."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ") or word
+        found |= {tuple(ids): None for ids in encode_texts(tokenizer, [bare], add_special_tokens=False)}
+        try:
+            found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
+        except DataError:
+            continue  # a tokenizer without a space writes none
+    return tuple(found)
 
 
 def check_rules(rules: Rules, vocab_size: int) -> None:

@@ -136,6 +136,8 @@ class Rollouts:
         """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`."""
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
+        metrics.sum("rollout/preemptions", sum(turn.preemptions for turn in turns))
         with metrics.time("time/reward"):
             scored = self._score([trajectory for group in answers for trajectory in group])
         for trajectory in scored:

@@ -16,7 +16,7 @@ from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.checks import aggregation, check_context, uses_critic
 from whet.config.render import to_yaml
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, DataConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -40,6 +40,7 @@ from whet.registry import (
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
+from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
@@ -145,7 +146,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts[: config.data.val_max_prompts],
-            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
@@ -236,7 +237,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     if any(provider.name == "teacher_log_probs" for provider in columns.providers):
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
+    tokenizer_path = config.model.tokenizer_path or model_path
+    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, tokenizer_path))]
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
@@ -276,22 +278,26 @@ def load_prompts(
 ) -> tuple[Prompt, ...]:
     """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
     data = config.data
-    prompt_format = PromptFormat(
-        tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        system_prompt=data.system_prompt,
-        format_prompt=data.format_prompt,
-    )
     return build_prompts(
         rows,
-        prompt_format,
+        prompt_format(data, tokenizer),
         prompt_key=data.prompt_key,
         answer_key=data.answer_key,
         data_source=data.data_source,
         max_prompt_length=data.max_prompt_length,
         overlong_prompts=data.overlong_prompts,
     ).prompts
+
+
+def prompt_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    """How a config's rows become prompts."""
+    return PromptFormat(
+        tokenizer,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        system_prompt=data.system_prompt,
+        format_prompt=data.format_prompt,
+    )
 
 
 def build_collector(
@@ -316,15 +322,23 @@ def build_collector(
 
 
 def sampling_params(
-    config: SamplingConfig | RolloutConfig, max_new_tokens: int, stop_ids: tuple[int, ...]
+    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
     """The sampling parameters of a config."""
+    allowed = config.allowed_token_ids
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         stop_token_ids=stop_ids,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=tuple(config.stop),
+        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
     )
 
 
@@ -342,7 +356,7 @@ def _rollouts(
         scorer,
         tokenizer,
         n=config.rollout.n,
-        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
+        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,

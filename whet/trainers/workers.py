@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from whet.engines.protocol import Objective
 from whet.engines.single import SingleEngine
 from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
-from whet.models.load import load_policy, load_value_model
+from whet.models.load import load_policy, load_tokenizer, load_value_model
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
 from whet.protocol import DataProto
@@ -100,11 +101,24 @@ class TrainWorker(Worker):
 class RolloutWorker(Worker):
     """One rank that samples. Beside an actor in its process it samples from the actor's own module where it can."""
 
-    def __init__(self, placement: Placement, config: RolloutConfig, dtype: str, model_path: str | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        config: RolloutConfig,
+        dtype: str,
+        tokenizer_path: str,
+        model_path: str | None = None,
+    ) -> None:
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
+        tokenizer = cache(partial(load_tokenizer, tokenizer_path))
         self.engine: RolloutEngine = (
-            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
+            HFEngine(
+                dtype=self.dtype,
+                max_batch_size=config.max_batch_size,
+                deadline_seconds=config.deadline_seconds,
+                load_tokenizer=tokenizer,
+            )
             if config.name == "hf"
             else NativeEngine(
                 dtype=self.dtype,
@@ -112,6 +126,7 @@ class RolloutWorker(Worker):
                 kv_cache_bytes=config.kv_cache_bytes,
                 compile_decode=config.compile,
                 deadline_seconds=config.deadline_seconds,
+                load_tokenizer=tokenizer,
             )
         )
         self._owns_module = False
