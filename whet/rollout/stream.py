@@ -137,7 +137,8 @@ class Rollouts:
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
         turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
-        metrics.sum("rollout/preemptions", sum(turn.preemptions for turn in turns))
+        if preemptions := sum(turn.preemptions for turn in turns):
+            metrics.sum("rollout/preemptions", preemptions)
         with metrics.time("time/reward"):
             scored = self._score([trajectory for group in answers for trajectory in group])
         for trajectory in scored:

@@ -18,8 +18,8 @@ from whet.rollout.native.cache import BlockCache, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.protocol import Request
 
-# An answer starts, or goes on, only where every running one finds so many blocks for what it still may sample: they
-# keep an answer from being computed and thrown away at once. By `benchmarks/workers/preemption.py`.
+# An answer starts, or goes on, only where every running one finds so many blocks more, up to those that its longest
+# answer takes: without any, what was just computed is thrown away again; with all, the worst case is reserved.
 HEADROOM_BLOCKS = 2
 
 
