@@ -20,7 +20,7 @@ from whet.rollout.protocol import Request
 
 # An answer starts, or goes on, only where every running one finds so many blocks more, up to those that its longest
 # answer takes: without any, what was just computed is thrown away again; with all, the worst case is reserved.
-HEADROOM_BLOCKS = 2
+HEADROOM_BLOCKS = 1
 
 
 @dataclass(eq=False)
