@@ -34,7 +34,8 @@ MAX_ALGORITHM_LINES = 25
 MAX_PACKAGE_LINES = 30_000
 MAX_LEAF_KEYS = 200
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
-LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "wandb", "mlflow", "swanlab"}
+TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
+LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", *TRACKERS}
 HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", *LAZY}
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 

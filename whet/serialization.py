@@ -12,6 +12,8 @@ import json
 import os
 import pickle
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -45,17 +47,12 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     """
     path, encoder = Path(path), _Encoder()
     document = {"version": _VERSION, "value": encoder.encode(value, "")}
-    # safetensors refuses tensors that share storage, as the columns of a batch may: each is copied
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in encoder.tensors.items()
-    }
+    tensors = _apart(encoder.tensors)
     tensors["json"] = _bytes_as_tensor(json.dumps(document).encode())
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(safetensors.torch.save(tensors))
-            file.flush()
+        safetensors.torch.save_file(tensors, partial)  # from where the tensors lie, without a second copy of all
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -73,6 +70,18 @@ def load(path: str | os.PathLike[str]) -> Any:
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged, or was not written by whet: {error!r}") from error
     raise DataError(f"{path} has file version {version}, this whet reads version {_VERSION}")
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the host, copied where two share storage, as columns of a batch may: safetensors refuses that."""
+    hosted = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in hosted.values())
+    return {
+        name: tensor.contiguous()
+        if owners[tensor.untyped_storage().data_ptr()] == 1
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in hosted.items()
+    }
 
 
 class _Buffered:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,18 @@ def test_aggregation_is_what_is_fixed_else_chosen_else_the_token_mean(
 )
 def test_nearest_divisors(number: int, wanted: int, near: list[int]) -> None:
     assert nearest_divisors(number, wanted) == near
+
+
+def test_a_tracker_whose_library_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "wandb").mkdir()  # what the library leaves in a working directory is not the library
+    monkeypatch.setattr("sys.path", [str(folder)])
+    for name in ("wandb", "trackio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    config = train_config(trainer={"logger": ["console", "wandb", "wandb"]})
+    assert problems(config) == ['trainer.logger names wandb, which is not installed; run pip install "whet[wandb]"']
+    assert problems(train_config(trainer={"logger": ["jsonl", "trackio"]})) == [
+        'trainer.logger names trackio, which is not installed; run pip install "whet[trackio]"'
+    ]
 
 
 def test_lengths_are_held_against_the_models_positions(folder: Path) -> None:

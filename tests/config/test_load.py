@@ -46,8 +46,9 @@ REFUSED = {
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
     "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
     "actor.optim.betas=[0.9]": "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number",
-    "trainer.logger=[console,wandb]": (
-        'trainer.logger=["console", "wandb"] (command line) is a list; expected a list, each one of console, jsonl'
+    "trainer.logger=[console,weights]": (
+        'trainer.logger=["console", "weights"] (command line) is a list; expected a list, each one of console, jsonl, '
+        "tensorboard, wandb, mlflow, swanlab, trackio"
     ),
     "cluster=3": (
         "cluster=3 (command line) is a whole number; expected a section with backend, processes, deadline_seconds"

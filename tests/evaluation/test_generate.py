@@ -110,7 +110,7 @@ def test_what_was_written_otherwise_is_refused(
         ConfigError, match=r"rollout\.top_p was 1\.0 and is 0\.9; seed was 0 and is 1\. Go back to that"
     ):
         generate(config(**{"rollout.top_p": 0.9, "seed": 1}))
-    with pytest.raises(ConfigError, match=r"was written otherwise: by another model \(or tokenizer\)\."):
+    with pytest.raises(ConfigError, match=r"was written otherwise: by another model \(or tokenizer\)"):
         generate(config(**{"model.path": str(qwen25_folder)}))
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(prompts.read_bytes())
@@ -142,7 +142,7 @@ def test_mistakes_are_found_before_anything_is_written(config: MakeConfig, promp
         generate(config(**{"data.max_response_length": 500}))
     with prompts.open("a") as file:
         file.write('{"question": "1+1="}\n')
-    with pytest.raises(DataError, match=r"row 20: field 'prompt' is missing"):
+    with pytest.raises(DataError, match=r"row 20: .*prompt"):
         generate(config())
     assert not (tmp_path / "out").exists()
     with pytest.raises(DataError, match=r"row 6: the prompt has 40 tokens, over data\.max_prompt_length=16"):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +17,7 @@ import torch
 
 from whet import serialization
 from whet.config import TrainConfig
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError
 from whet.trainers import checkpoint
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import fit
@@ -85,7 +85,15 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
     assert all(manifest[name]["bytes"] == files[name].stat().st_size for name in manifest)
     checkpoint.verify(folder)
     state = json.loads((folder / "trainer.json").read_text())
-    assert state == {"step": 2, "rollouts": {"epoch": 0, "index": 8}, "shaper": SHAPER, "entropy": {}}
+    assert state["health"].pop("actor/grad_norm")[1] > 0.0 and len(state["health"].pop("critic/grad_norm")) == 2
+    assert state == {
+        "step": 2,
+        "score": None,
+        "rollouts": {"epoch": 0, "index": 8},
+        "shaper": SHAPER,
+        "entropy": {},
+        "health": {"actor/ppo_kl": [0.0, 0.0]},
+    }
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "gae with a critic"])
@@ -171,35 +179,6 @@ class Stop:
             raise Killed
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, additions: Rows) -> Path:
-    """The folder of a run of four steps that kept all of its checkpoints; not to be written to."""
-    from whet.config import load_config
-
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    overrides = {
-        **GRPO,
-        "model.path": str(model_folder),
-        "data.apply_chat_template": False,
-        "data.train_batch_size": 4,
-        "data.max_prompt_length": 16,
-        "data.max_response_length": 6,
-        "rollout.n": 4,
-        "reward.num_workers": 0,
-        "trainer.val_freq": -1,
-        "trainer.logger": ["jsonl"],
-        "trainer.run_dir": str(folder),
-    }
-    finish(load_config(TrainConfig, None, overrides, given={"reward", "data"}).config, additions)
-    return folder
-
-
-@pytest.fixture
-def run_dir(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(finished, tmp_path / "run")
-
-
 def newest(run_dir: Path, resume: str = "auto") -> str | None:
     found = checkpoint.find(run_dir, resume)
     return None if found is None else found.name
@@ -221,48 +200,14 @@ def test_the_newest_whole_checkpoint_is_found(run_dir: Path, caplog: pytest.LogC
     (checkpoints / "global_step_2" / "manifest.json").write_text('{"actor.state": {"byt')
     assert newest(run_dir) == "global_step_1"
     (checkpoints / "global_step_1" / "actor.state").unlink()
-    assert newest(run_dir) is None
+    with pytest.raises(CheckpointError, match=r"none of the 5 checkpoints in .* is whole .*start afresh in another"):
+        newest(run_dir)
     told = [record.getMessage().removeprefix(f"{checkpoints}/") for record in caplog.records]
     assert "global_step_11 is an unfinished checkpoint; expected a folder global_step_N with a manifest.json" in told[0]
     assert any(each.startswith("global_step_4: actor.state is damaged (its size or checksum") for each in told)
     assert any(each.startswith("global_step_3: trainer.json is damaged") for each in told)
     assert any(each.startswith("global_step_2: manifest.json is damaged") for each in told)
     assert any(each.startswith("global_step_1: actor.state is missing") for each in told)
-
-
-def test_auto_says_what_it_does_and_cuts_the_files_back(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    (run_dir / "checkpoints" / "global_step_4" / "manifest.json").unlink()
-    found = checkpoint.open_run_dir(run_dir, "auto", "config: new\n")
-    assert found == run_dir / "checkpoints" / "global_step_3"
-    assert f"resuming from {found}" in caplog.text
-    for name in ("metrics.jsonl", "timings.jsonl"):
-        assert [json.loads(line)["step"] for line in (run_dir / name).read_text().splitlines()] == [1, 2, 3]
-    assert sorted(path.name for path in (run_dir / "rollouts").iterdir()) == [f"step_00000{i}.jsonl" for i in (1, 2, 3)]
-    assert (run_dir / "config.yaml").read_text() == "config: new\n"
-    # the damaged one is out of the way: it neither is found again nor counts for save_limit
-    assert (run_dir / "checkpoints" / "global_step_4.left_behind").is_dir()
-    assert "global_step_4.left_behind" in caplog.text
-
-
-def test_a_folder_without_a_checkpoint_starts_afresh(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    shutil.rmtree(run_dir / "checkpoints")
-    assert checkpoint.open_run_dir(run_dir, "auto", "") is None
-    assert f"starting afresh in {run_dir}" in caplog.text
-    assert (run_dir / "metrics.jsonl").read_text() == "" and not list((run_dir / "rollouts").iterdir())
-
-
-def test_never_does_not_write_into_an_earlier_run(run_dir: Path, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    with pytest.raises(ConfigError, match=r"trainer\.resume=never, and .*/run holds an earlier run; choose another"):
-        checkpoint.open_run_dir(run_dir, "never", "")
-    (run_dir / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        checkpoint.open_run_dir(run_dir, "never", "")
-    del before[run_dir / "metrics.jsonl"]
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
-    assert checkpoint.open_run_dir(tmp_path / "new", "never", "") is None
 
 
 def test_a_path_is_resumed_from_under_any_name(
@@ -281,14 +226,6 @@ def test_a_path_is_resumed_from_under_any_name(
     assert_same_bits(run_dir / last, tmp_path / "other" / last)
 
 
-def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
-    taken_back = run_dir / "checkpoints" / "global_step_2"
-    assert checkpoint.open_run_dir(run_dir, str(taken_back), "") == taken_back
-    assert newest(run_dir) == "global_step_2"
-    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    assert names == {"global_step_1", "global_step_2", "global_step_3.left_behind", "global_step_4.left_behind"}
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("global_step_7", "is no such folder; expected"), (".", "is an unfinished checkpoint; expected")],
@@ -296,6 +233,58 @@ def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
 def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         checkpoint.find(run_dir, str(run_dir / "checkpoints" / name))
+
+
+def test_the_best_is_kept_beside_the_newest(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    """Scores of the steps as validation would give them; of equals the newer one is the best."""
+    config = train_config({**GRPO, "trainer.total_steps": 6, "trainer.save_limit": 2})
+    run = build(config, build_scorer(config.reward, score), additions)
+    run.callbacks = [lambda run, step, _: setattr(run, "score", {1: 0.1, 2: 0.7, 3: 0.7, 5: 0.4}.get(step))]
+    fit(run)
+    run.close()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"global_step_3", "global_step_5", "global_step_6"}
+    best = checkpoint.best(checkpoints)
+    assert best is not None and best.name == "global_step_3"
+
+
+def test_a_full_disk_names_what_is_whole_and_the_same_command_goes_on(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    """A file may not grow over a limit, which stands for a disk that has no room: the write fails in the middle."""
+    finish(train_config({**GRPO, "trainer.run_dir": str(tmp_path / "straight")}), additions)
+    finish(train_config({**GRPO, "trainer.total_steps": 2}), additions)
+    before = checkpoint.find(tmp_path / "run", "auto")
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, old[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"global_step_3 could not be written: .*global_step_2 is whole; make"
+        ):
+            finish(train_config(GRPO), additions)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert checkpoint.find(tmp_path / "run", "auto") == before
+    assert [record["step"] for record in finish(train_config(GRPO), additions).history] == [3, 4]
+    last = Path("checkpoints", "global_step_4")
+    assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
+
+
+def test_a_checkpoint_of_another_model_is_named(
+    run_dir: Path, train_config: MakeConfig, qwen25_folder: Path, tmp_path: Path
+) -> None:
+    taken = run_dir / "checkpoints" / "global_step_2"
+    config = train_config(
+        {
+            **GRPO,
+            "model.path": str(qwen25_folder),
+            "trainer.resume": str(taken),
+            "trainer.run_dir": str(tmp_path / "other"),
+        }
+    )
+    with pytest.raises(CheckpointError, match=r"global_step_2 does not fit model\.path=.*of another model: .*weights"):
+        finish(config, [{"prompt": "1+1=", "answer": "2"}] * 4)
 
 
 def test_only_the_newest_are_kept(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
@@ -337,7 +326,8 @@ def test_a_kill_while_saving_leaves_what_was_there(
 
 
 def test_a_checkpoint_without_a_role_that_the_run_has_is_named(
-    run_dir: Path, train_config: MakeConfig, additions: Rows
+    run_dir: Path, train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
+    taken = {"trainer.resume": str(run_dir / "checkpoints" / "global_step_4"), "trainer.run_dir": str(tmp_path / "ppo")}
     with pytest.raises(CheckpointError, match=r"critic\.state is missing: .* no state for the role 'critic'"):
-        finish(train_config(PPO), additions)
+        finish(train_config({**PPO, **taken}), additions)

@@ -183,7 +183,7 @@ def _spread(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
     """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0."""
     if value.ndim == 1 and bool(value.isfinite().all()):
         return spread(value, mask)
-    column = zero_outside(value[:, None].expand(mask.shape) if value.ndim == 1 else value, mask)
+    column: Tensor = zero_outside(value[:, None].expand(mask.shape) if value.ndim == 1 else value, mask)
     # A sum is finite only where all of it is; where it is not, large numbers may have run over.
     if not bool(column.sum().isfinite()):
         _refuse_infinite(entry, name, column)

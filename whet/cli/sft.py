@@ -6,6 +6,7 @@ from __future__ import annotations
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.stopping import shown_when_stopped
 
 
 def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
@@ -16,5 +17,6 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
 
     from whet.trainers.sft import train_sft
 
-    finished = train_sft(loaded.config)
+    with shown_when_stopped():
+        finished = train_sft(loaded.config)
     typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.stopping import shown_when_stopped
 
 
 def train(
@@ -22,6 +23,7 @@ def train(
 
     from whet.trainers.build import train as run  # only now: a mistake in the config is shown before torch is loaded
 
-    finished = run(loaded.config, dry_run=dry_run)
+    with shown_when_stopped():
+        finished = run(loaded.config, dry_run=dry_run)
     if not dry_run:
         typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
+from whet.config.sources import check_files
 from whet.errors import ConfigError, RegistryError
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -36,6 +38,7 @@ from whet.registry import (
     POLICY_LOSSES,
     REJECTIONS,
     REWARDS,
+    SAMPLERS,
     VALUE_LOSSES,
     WEIGHTS,
     WRAPPERS,
@@ -43,9 +46,9 @@ from whet.registry import (
     Registry,
 )
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
+SAMPLER_SUPPLIED = ("prompts", "epoch", "seed", "total_draws")  # what a sampler may take before its `*`
 OPTIONS = {  # the key of a function to the key of its options
     "environment.name": "environment.options",
     "algorithm.adv_estimator": "algorithm.adv_options",
@@ -96,6 +99,15 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig,
         )
 
 
+def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
+    """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
+    _check_model(config.model)
+    key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
+    check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
+    if isinstance(config, TrainConfig):
+        _check_sampler(config.data)
+
+
 def aggregation(algorithm: AlgorithmConfig) -> str:
     """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
 
@@ -135,14 +147,16 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
             return [*_shared_checks(config, given), partial(_check_supervised, config.trainer)]
         case EvalConfig():
             return [
-                partial(_check_model, config.model),
-                partial(_check_files, "data.val_files", config.data.val_files, required="data" not in given),
+                partial(_check_model, config.model, or_checkpoint=True),
+                partial(
+                    check_files, "data.val_files", config.data.val_files, config.data, required="data" not in given
+                ),
                 *_answer_checks(config, given),
             ]
         case GenerateConfig():
             return [
-                partial(_check_model, config.model),
-                partial(_check_files, "input", config.files, required=True),
+                partial(_check_model, config.model, or_checkpoint=True),
+                partial(check_files, config.source_key, config.sources, config.data, required=True),
                 partial(_check_output, config),
                 *_rollout_checks(config.rollout),
             ]
@@ -154,10 +168,11 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
     data, trainer = config.data, config.trainer
     return [
         partial(_check_model, config.model),
-        partial(_check_files, "data.train_files", data.train_files, required="data" not in given),
-        partial(_check_files, "data.val_files", data.val_files, required=False),
+        partial(check_files, "data.train_files", data.train_files, data, required="data" not in given),
+        partial(check_files, "data.val_files", data.val_files, data, required=False),
         partial(_check_validation, trainer, data.val_files),
         partial(_check_trainer, trainer),
+        partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
         partial(_check_processes, config),
     ]
@@ -192,6 +207,7 @@ def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
+        partial(_check_sampler, config.data),
         partial(_check_critic, config),
         partial(_check_teacher, config),
     ]
@@ -208,7 +224,7 @@ def _check_options(registry: Registry, key: str, reference: str, options: Mappin
     _entry(registry, key, reference).resolve_options(options, OPTIONS[key])
 
 
-def _check_model(model: ModelConfig) -> None:
+def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
     if model.path is None:
         raise ConfigError(
             "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
@@ -218,21 +234,14 @@ def _check_model(model: ModelConfig) -> None:
     if not path.is_dir() and (names_a_folder or path.exists()):
         raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder")
+        is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
+        if is_checkpoint and or_checkpoint:
+            return
+        hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
+        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}")
 
 
-def _check_files(key: str, files: Sequence[str], *, required: bool) -> None:
-    if required and not files:
-        raise ConfigError(f"{key} is empty; name at least one file ({', '.join(DATA_SUFFIXES)})")
-    for file in files:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"{key}: {file} does not exist (seen from {Path.cwd()})")
-        if path.suffix not in DATA_SUFFIXES:
-            raise ConfigError(f"{key}: {file} ends in {path.suffix or 'nothing'}; expected {', '.join(DATA_SUFFIXES)}")
-
-
-def _check_validation(trainer: TrainerConfig, files: Sequence[str]) -> None:
+def _check_validation(trainer: TrainerConfig, files: Sequence[Any]) -> None:
     if trainer.val_freq > 0 and not files:
         raise ConfigError(
             f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files, or set it to 0"
@@ -247,6 +256,14 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     for key, references in (("loop", [trainer.loop] if trainer.loop else []), ("callbacks", trainer.callbacks)):
         for reference in references:
             _check_function_path(f"trainer.{key}", reference)
+
+
+def _check_loggers(names: Sequence[str]) -> None:
+    """A library that is not there; a folder of its name in the working directory is no library."""
+    for name in dict.fromkeys(name for name in names if name not in ("console", "jsonl")):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ConfigError(f'trainer.logger names {name}, which is not installed; run pip install "whet[{name}]"')
 
 
 def _check_function_path(key: str, reference: str) -> None:
@@ -298,7 +315,7 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
 def _check_output(config: GenerateConfig) -> None:
     if config.output is None or Path(config.output).suffix != ".jsonl":
         raise ConfigError(f"output={config.output} names no file for the answers; expected one that ends in .jsonl")
-    if Path(config.output).resolve() in [Path(file).resolve() for file in config.files]:
+    if Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
         raise ConfigError(f"output={config.output} is a file of prompts too; name another")
 
 
@@ -369,6 +386,20 @@ def _check_group(config: TrainConfig) -> None:
             f"rollout.n=1, but algorithm.filter.name={config.algorithm.filter.name} judges groups of answers to one "
             "prompt; set rollout.n to 2 or more, or unset the filter"
         )
+
+
+def _check_sampler(data: DataConfig) -> None:
+    if data.sampler is None:
+        if data.sampler_options:
+            raise ConfigError(f"data.sampler_options={data.sampler_options}, but data.sampler is not set; name one")
+        return
+    entry = _entry(SAMPLERS, "data.sampler", data.sampler)
+    if unknown := [name for name in entry.parameters if name not in SAMPLER_SUPPLIED]:
+        raise ConfigError(
+            f"data.sampler={data.sampler} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
+            f"{', '.join(SAMPLER_SUPPLIED)}; an option stands after `*`"
+        )
+    entry.resolve_options(data.sampler_options, "data.sampler_options")
 
 
 def _check_overlong(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
@@ -28,6 +29,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
     )
+    command: ClassVar[str] = ""  # whose whole config it is
 
     @field_validator("*", mode="before")
     @classmethod
@@ -65,7 +67,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or hub name."""
 
-    path: str | None = Field(None, description="folder or hub name of the model to train")
+    path: str | None = Field(
+        None, description="folder or hub name of the model; for whet eval also a checkpoint or a run"
+    )
     tokenizer_path: str | None = Field(None, description="where the tokenizer lies, if not in model.path")
     dtype: Dtype = Field(
         "float32", description="what forward and backward compute in; bfloat16 keeps float32 master weights"
@@ -73,15 +77,31 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
 
 
+FILES = (
+    "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
+    "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
+)
+DATA_WEIGHTS = "share of each entry of train_files in what is drawn, made to sum to 1; unset: all rows alike"
+DATA_FILTER = (
+    "rows to use, by field: a value, a list of values, {min: , max: } or {not: }; of train_files (of val_files in "
+    "`whet eval`)"
+)
+
+
 class DataConfig(Section):
     """The prompts."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files, read in this order")
-    val_files: list[str] = Field([], description="files of the held-out prompts")
-    prompt_key: str = Field("prompt", description="field with the prompt: text, or a list of messages")
-    answer_key: str | None = Field(
-        None, description="field with the answer; unset: reward_model.ground_truth, else answer"
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="the held-out prompts, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
+    prompt_key: str | list[str] = Field(
+        "prompt", description="field with the prompt: text, or a list of messages; of several names the first there is"
     )
+    answer_key: str | list[str] | None = Field(
+        None, description="field with the answer, or several names; unset: reward_model.ground_truth, else answer"
+    )
+    data_source_key: str = Field("data_source", description="field with the source, by which results are told apart")
     data_source: str | None = Field(None, description="names the source of rows that do not say it themselves")
     system_prompt: str | None = Field(None, description="system message put before every prompt that has none")
     format_prompt: str | None = Field(
@@ -97,6 +117,11 @@ class DataConfig(Section):
     difficulty_key: str | None = Field(None, description="field with how hard a row is, as a number; unset: use all")
     difficulty_window: tuple[float, float] = Field((0.0, 1.0), description="train on rows strictly between these")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    sampler: str | None = Field(
+        None, description="registered sampler, or path/file.py:name: which rows come when; unset: as data.shuffle says"
+    )
+    sampler_options: dict[str, Any] = Field({}, description="options of the sampler")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SamplingConfig(Section):
@@ -339,14 +364,18 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="validate the model as it comes")
     validation: SamplingConfig = SamplingConfig()
     save_freq: NonNegativeInt = Field(0, description="save every so many steps; 0 only at the end")
-    save_limit: PositiveInt | None = Field(2, description="checkpoints kept; unset: all")
+    save_limit: PositiveInt | None = Field(2, description="newest checkpoints kept, and the best; unset: all")
+    best_metric: str | None = Field(
+        None, description="by which the best checkpoint is; - before it: lower is; unset: val/accuracy, sft -val/loss"
+    )
     resume: str = Field("auto", description="auto (the newest in run_dir, if any), never, or the path of a checkpoint")
     seed: NonNegativeInt = Field(0, description="of every random draw")
     run_dir: str | None = Field(None, description="unset: runs/<project_name>/<experiment_name>")
     project_name: str = Field("whet", description="for trackers and the run's folder")
     experiment_name: str = Field("default", description="for trackers and the run's folder")
-    logger: list[Literal["console", "jsonl"]] = Field(["console", "jsonl"], description="where metrics go")
+    logger: list[Logger] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
+    table_rows: NonNegativeInt = Field(8, description="answers that trackers show of what rollouts/ holds; 0 none")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
@@ -383,8 +412,10 @@ class TrainConfig(Section):
 class SupervisedDataConfig(Section):
     """Examples to imitate."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files")
-    val_files: list[str] = Field([], description="held-out examples")
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="held-out examples, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
     messages_key: str = Field(
         "messages", description="field with a whole conversation; where absent, prompt and response are read"
     )
@@ -395,6 +426,7 @@ class SupervisedDataConfig(Section):
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer example")
     train_batch_size: PositiveInt = Field(64, description="examples an optimizer step")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SFTConfig(Section):
@@ -421,7 +453,9 @@ class EvalConfig(Section):
     rollout: RolloutConfig = RolloutConfig(n=1, temperature=0.0)
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
-    output: str | None = Field(None, description="folder for answers.jsonl and summary.json; unset: none is written")
+    output: str | None = Field(
+        None, description="folder for answers.jsonl and summary.json; unset: none is written; cut off, it goes on"
+    )
     seed: NonNegativeInt = Field(0, description="of every random draw")
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 
@@ -432,7 +466,9 @@ class GenerateConfig(Section):
     """All of `whet generate`."""
 
     model: ModelConfig = ModelConfig()
-    input: list[str] = Field([], description="files of prompts, .jsonl, .json or .parquet; unset: data.val_files")
+    input: list[str | dict[str, Any]] = Field(
+        [], description="the prompts, in the forms of data.train_files; unset: data.val_files"
+    )
     output: str | None = Field(None, description="the .jsonl file of answers, one a line; goes on where it ends")
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig(n=1)
@@ -443,6 +479,11 @@ class GenerateConfig(Section):
     command: ClassVar[str] = "generate"
 
     @property
-    def files(self) -> list[str]:
-        """The files of prompts."""
+    def source_key(self) -> str:
+        """Which key names the prompts."""
+        return "input" if self.input else "data.val_files"
+
+    @property
+    def sources(self) -> list[str | dict[str, Any]]:
+        """What that key says."""
         return self.input or self.data.val_files

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from whet.metrics import Metrics
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.packing import same_prompt
 from whet.protocol import DataProto
+
+COUNTS = ("steps_done", "skipped", "skipped_in_a_row")  # of updates; part of the state
 
 
 class SingleEngine:
@@ -45,6 +48,7 @@ class SingleEngine:
         self.total_steps = total_steps
         self.process_group = process_group
         self.steps_done = 0
+        self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
         self._optim_settings = optim
         self.optimizer = optimizer_for(model, optim) if optim is not None else None
         if optim is None:
@@ -67,7 +71,8 @@ class SingleEngine:
         return outputs
 
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says."""
+        """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
+        none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
         optimizer, columns = self._require_optimizer(), batch.tensors()
         counts = self._sum_over_ranks(objective.counts(columns))
         metrics = Metrics()
@@ -75,21 +80,31 @@ class SingleEngine:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
         optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
         for rows in self._split(columns, objective.block):
             part = _rows(columns, rows)
             outputs = model_outputs(self.model, part, objective.needs, self.forward_settings, objective.temperature)
             loss, measured = objective.loss(outputs, part, counts)
             loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
             metrics.merge(measured)
         self._sum_gradients()
         norm = self._clip()
+        is_finite = bool((self._sum_over_ranks({"loss": total})["loss"] + norm).isfinite())
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+        self.skipped += not is_finite
+        # Replicas measure the same number, so that the mean over ranks is it.
+        metrics.mean(f"{objective.name}/grad_norm", norm)
+        metrics.max(f"{objective.name}/skipped_updates", self.skipped)
+        metrics.max(f"{objective.name}/skipped_in_a_row", self.skipped_in_a_row)
+        if not is_finite:
+            optimizer.zero_grad(set_to_none=True)
+            return metrics
         rate = learning_rate(self._require_settings(), self.steps_done, self.total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         self.steps_done += 1
-        # Replicas measure the same number, so that the mean over ranks is it.
-        metrics.mean(f"{objective.name}/grad_norm", norm)
         metrics.mean(f"{objective.name}/lr", rate)
         return metrics
 
@@ -99,22 +114,30 @@ class SingleEngine:
             yield name, parameter.detach()
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer state and the number of steps taken."""
-        state = {"model": dict(self.named_weights()), "steps_done": self.steps_done}
+        """Weights, optimizer state and the number of steps taken and skipped."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        state = {"model": dict(self.named_weights()), **counts}
         return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` gave.  Raises: EngineError naming weights that are missing or too many."""
+        """Puts back what `state` gave.  Raises: EngineError naming weights that are missing, too many or other."""
         own = dict(self.model.named_parameters())
         if own.keys() != state["model"].keys():
             different = sorted(own.keys() ^ state["model"].keys())
             raise EngineError(f"the state is of another model: {len(different)} weights differ, such as {different[0]}")
+        for name, parameter in own.items():
+            if (shape := list(state["model"][name].shape)) != list(parameter.shape):
+                raise EngineError(
+                    f"the state is of another model: its {name} has shape {shape}, this model's {list(parameter.shape)}"
+                )
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state["model"][name])
-        self.steps_done = state["steps_done"]
+        for name in COUNTS:
+            setattr(self, name, state[name])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def offload(self) -> None:
         """Does nothing: where this engine runs, the device is the host."""

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from whet.tracking.tracker import NO_TABLES, Tables
+
 HEADER_EVERY = 20  # lines
 
 
@@ -56,15 +58,15 @@ class ConsoleTracker:
         self._clock, self._started = clock, clock()
         self._lines = 0
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a step, and one for what was validated."""
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Prints the line of a step, and one for what was validated; no tables."""
         if any(self._cells(metrics)):
             self._print_step(step, metrics)
         if validated := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
             numbers = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
             self._console.print(Text(f"step {step} validation  {numbers}", style="green"), soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Nothing is held back."""
 
     def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,15 +15,13 @@ from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.checks import aggregation, check_context, uses_critic
-from whet.config.render import to_yaml
-from whet.config.schema import ActorConfig, DataConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.difficulty import within_window
-from whet.data.loader import PromptLoader
-from whet.data.prompts import PromptFormat, build_prompts
-from whet.data.sources import read_rows
+from whet.data.load import VAL, load_prompts
+from whet.data.loader import steps_per_epoch
+from whet.data.samplers import make_loader
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.registry import (
@@ -42,7 +40,7 @@ from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Filter, Rollouts, Scorer
+from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
@@ -50,14 +48,16 @@ from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
-from whet.trainers.run import Run, metric_file, run_folder
+from whet.trainers.run import Run, metric_file, open_trackers, run_folder
+from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
+from whet.trainers.stop import Stopped, stopped_in_order
 from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
-Rows = Sequence[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, Any] | Prompt]
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
 CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
@@ -74,7 +74,7 @@ def train(
 
     `reward` and `data` stand in for `reward.function` and `data.train_files`. With `dry_run` everything is built, one
     batch of prompts is loaded and shown, and nothing is trained or written.
-    Raises: WhetError for everything that a user can mend.
+    Raises: WhetError for everything that a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it.
     """
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
@@ -88,8 +88,10 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects():
+            with _settled_objects(), run.signals, disk_errors(run.run_dir):
                 loop(run)
+    except Stopped as stopped:
+        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
@@ -112,25 +114,29 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     model_path = _required(config.model.path, "model.path")
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
-    prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
-    if config.data.difficulty_key is not None:
-        prompts = within_window(prompts, config.data.difficulty_key, *config.data.difficulty_window)
-    loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
-    val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
-    epoch_steps = loader.steps_per_epoch(config.data.train_batch_size)
+    data_config, seed = config.data, config.trainer.seed
+    loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
+    val_prompts = load_prompts(data_config, tokenizer, VAL, seed=seed).items if data_config.val_files else ()
+    epoch_steps = steps_per_epoch(len(loaded.items), data_config.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
-    found = None if dry_run else checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = "console" in config.trainer.logger and not dry_run
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
-    roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
-    try:
+    with ExitStack() as undo:
+        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
+        found = None if opened is None else opened.found
+        start_step = None if found is None else checkpoint.step_of(found)
+        services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
+        roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
+        undo.callback(roles["rollout"].close)
         roles["rollout"].sync(0)
         stop_ids = stop_token_ids(model_path, tokenizer)
+        console = "console" in config.trainer.logger and not dry_run
+        shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -148,16 +154,15 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             val_prompts=val_prompts[: config.data.val_max_prompts],
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
-            trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
+            trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
+            opened=opened,
         )
         if found is not None:
             run.restore(found)
-    except BaseException:
-        roles["rollout"].close()
-        raise
+        undo.pop_all()
     return run
 
 
@@ -273,33 +278,6 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
 
 
-def load_prompts(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows
-) -> tuple[Prompt, ...]:
-    """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
-    data = config.data
-    return build_prompts(
-        rows,
-        prompt_format(data, tokenizer),
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        data_source=data.data_source,
-        max_prompt_length=data.max_prompt_length,
-        overlong_prompts=data.overlong_prompts,
-    ).prompts
-
-
-def prompt_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
-    """How a config's rows become prompts."""
-    return PromptFormat(
-        tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        system_prompt=data.system_prompt,
-        format_prompt=data.format_prompt,
-    )
-
-
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
 ) -> Collector:
@@ -345,7 +323,7 @@ def sampling_params(
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    loader: PromptLoader,
+    loader: PromptSource,
     generate: Callable[..., Any],
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],

@@ -3,7 +3,7 @@
 
     checkpoints/global_step_12/
         actor.state  critic.state     weights, optimizer, optimizer steps
-        trainer.json                  step, place in the data, KL controller
+        trainer.json                  step, score of its validation, place in the data, controllers
         model/                        config and tokenizer: what `whet export` adds to the weights
         manifest.json                 size and SHA-256 of every other file; written last: without it nothing counts
 
@@ -18,22 +18,21 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError
 from whet.models.load import load_config
-from whet.tracking.jsonl import cut_back
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
 TRAINED_ROLES = ("actor", "critic")
-METRIC_FILES = ("metrics.jsonl", "timings.jsonl")
 
 
 def save(
@@ -45,48 +44,37 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     model_path: str,
     save_limit: int | None,
+    score: float | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`.  Returns its folder."""
+    """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`, but never the one with the highest
+    `score`.  Returns its folder.
+
+    Raises: CheckpointError where it cannot be written; what was half written is gone then, and the others are whole.
+    """
     target = run_dir / "checkpoints" / f"{PREFIX}{step}"
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    (partial / "model").mkdir(parents=True)
-    for role in TRAINED_ROLES:
-        if role in roles:
-            roles[role].save(str(partial / f"{role}.state"))
-    tokenizer.save_pretrained(partial / "model")
-    load_config(model_path).save_pretrained(partial / "model")
-    generation = Path(model_path) / "generation_config.json"
-    if generation.exists():
-        shutil.copy(generation, partial / "model")
-    (partial / "trainer.json").write_text(json.dumps({"step": step, **state}, indent=1))
-    _write_manifest(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    _sync_folder(target.parent)
-    _delete_oldest(target.parent, save_limit)
+    try:
+        (partial / "model").mkdir(parents=True)
+        for role in TRAINED_ROLES:
+            if role in roles:
+                roles[role].save(str(partial / f"{role}.state"))
+        tokenizer.save_pretrained(partial / "model")
+        load_config(model_path).save_pretrained(partial / "model")
+        generation = Path(model_path) / "generation_config.json"
+        if generation.exists():
+            shutil.copy(generation, partial / "model")
+        (partial / "trainer.json").write_text(json.dumps({"step": step, "score": score, **state}, indent=1))
+        _sync_files(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
+        _write_manifest(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        _sync_folder(target.parent)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _unwritten(target, error) from error
+    delete_oldest(target.parent, save_limit)
     return target
-
-
-def open_run_dir(run_dir: Path, resume: str, config_yaml: str) -> Path | None:
-    """Finds the checkpoint to resume, says which, cuts the run's files back to it, and writes the config.
-
-    Raises: ConfigError where a fresh start would write into an earlier run; CheckpointError.
-    """
-    found = find(run_dir, resume)
-    if resume == "never" and any((run_dir / name).exists() for name in ("checkpoints", *METRIC_FILES)):
-        raise ConfigError(
-            f"trainer.resume=never, and {run_dir} holds an earlier run; choose another trainer.run_dir or "
-            "trainer.experiment_name, or delete that folder"
-        )
-    if found is None:
-        log.info("starting afresh in %s", run_dir)
-    else:
-        log.info("resuming from %s", found)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    cut_back_files(run_dir, -1 if found is None else step_of(found))
-    (run_dir / "config.yaml").write_text(config_yaml)
-    return found
 
 
 def step_of(folder: Path) -> int:
@@ -97,7 +85,7 @@ def step_of(folder: Path) -> int:
 def find(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint that `trainer.resume` means, or None for a fresh start. Says which in the log.
 
-    Raises: CheckpointError for a path without a complete checkpoint.
+    Raises: CheckpointError for a path without a complete checkpoint, and where there are some but none is whole.
     """
     if resume == "never":
         return None
@@ -105,14 +93,57 @@ def find(run_dir: Path, resume: str) -> Path | None:
         folder = Path(resume).expanduser()
         verify(folder)
         return folder
-    for folder in reversed(_folders(run_dir / "checkpoints")):
+    whole, damaged = None, []
+    for folder in reversed(folders(run_dir / "checkpoints")):
         try:
             verify(folder)
         except CheckpointError as error:
             log.warning("%s; looking for an older one", error)
+            damaged.append(folder)
             continue
-        return folder
-    return None
+        whole = folder
+        break
+    if whole is None and damaged:
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole ({damaged[0].name} is the "
+            "newest), so there is nothing to go on from; put one back from a copy, or start afresh in another "
+            "trainer.run_dir"
+        )
+    return whole
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest checkpoint that was completed, without looking for damage."""
+    complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
+    return complete[-1] if complete else None
+
+
+def best(checkpoints: Path) -> Path | None:
+    """The complete checkpoint with the highest score, the newest of equals; None where no score was ever taken."""
+    scored = [
+        (score, number(folder), folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None
+    ]
+    return max(scored)[2] if scored else None
+
+
+def score_of(folder: Path) -> float | None:
+    """What the run's validation said of a checkpoint, higher being better; None where it was not asked then."""
+    if not (folder / MANIFEST).exists():
+        return None
+    score: float | None = json.loads((folder / "trainer.json").read_text()).get("score")
+    return score
+
+
+def delete_oldest(checkpoints: Path, limit: int | None) -> None:
+    """All but the newest `limit` checkpoints (None: nothing) and the best."""
+    if limit is None:
+        return
+    protected = best(checkpoints)
+    for folder in folders(checkpoints)[:-limit]:
+        if folder != protected:
+            # Without its manifest it no longer counts, should this be cut short.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:
@@ -122,25 +153,6 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:
             roles[role].load(str(folder / f"{role}.state"))
     state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
     return state
-
-
-def cut_back_files(run_dir: Path, step: int) -> None:
-    """Drops what a killed run wrote after `step`: lines of metric files and whole files of rollouts.
-
-    Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
-    neither are resumed from nor count for `save_limit`.
-    """
-    for name in METRIC_FILES:
-        cut_back(run_dir / name, step)
-    for path in (run_dir / "rollouts").glob("*_*.jsonl"):
-        if int(path.stem.rpartition("_")[2]) > step:
-            path.unlink()
-    for folder in _folders(run_dir / "checkpoints"):
-        if _number(folder) > step:
-            aside = folder.with_name(f"{folder.name}.left_behind")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            log.warning("%s is no longer part of this run, which goes on before it; renamed to %s", folder, aside.name)
 
 
 def verify(folder: Path) -> None:
@@ -162,13 +174,22 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
 
 
+def _unwritten(target: Path, error: Exception) -> CheckpointError:
+    free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
+    last = newest(target.parent.parent)
+    kept = "there is none before it" if last is None else f"{last} is whole"
+    return CheckpointError(
+        f"{target} could not be written: {error} ({free / 2**20:,.0f} MiB are free there); {kept}; make room (fewer "
+        "checkpoints: trainer.save_limit), then start the same command again: it goes on from there"
+    )
+
+
 def _write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries: dict[str, Any] = {}
     for path in files:
         entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    _sync_files(files)
     partial = folder / f".{MANIFEST}"
     with partial.open("w") as file:
         json.dump(entries, file, indent=1)
@@ -183,6 +204,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _sync_files(files: Iterable[Path]) -> None:
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def _sync_folder(folder: Path) -> None:
     """Makes a rename outlive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -192,19 +219,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _folders(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, oldest step first."""
+def folders(checkpoints: Path) -> list[Path]:
+    """Checkpoint folders, whole or damaged, oldest step first."""
     found = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name)]
-    return sorted(found, key=_number)
+    return sorted(found, key=number)
 
 
-def _number(folder: Path) -> int:
+def number(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
     return int(folder.name.removeprefix(PREFIX))
-
-
-def _delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    if limit is not None:
-        for folder in _folders(checkpoints)[:-limit]:
-            # Without its manifest it no longer counts, should this be cut short.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)

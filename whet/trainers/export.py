@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's policy as a plain Hugging Face folder."""
+"""A checkpoint's policy as a plain Hugging Face folder, for good or for as long as it is read."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,11 +26,7 @@ def export(source: Path, out: Path) -> Path:
     """
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
-    folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
-    if folder is None:
-        raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
-        )
+    folder = find_checkpoint(source)
     checkpoint.verify(folder)
     config = load_config(folder / "model")
     weights = serialization.load(folder / "actor.state")["model"]
@@ -43,3 +42,31 @@ def export(source: Path, out: Path) -> Path:
         model.save_pretrained(out)
     shutil.copytree(folder / "model", out, dirs_exist_ok=True)  # over what was guessed from the config alone
     return out
+
+
+def find_checkpoint(source: Path) -> Path:
+    """`source` itself where it is a checkpoint, or the newest one of the run that it is.  Raises: CheckpointError."""
+    folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
+    if folder is None:
+        raise CheckpointError(
+            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
+        )
+    return folder
+
+
+def find_model(path: str) -> str:
+    """What `path` means where a model is read: a Hugging Face folder or hub name as it is, for a run its newest
+    checkpoint.  Raises: CheckpointError."""
+    folder = Path(path).expanduser()
+    return path if not folder.is_dir() or (folder / "config.json").exists() else str(find_checkpoint(folder))
+
+
+@contextmanager
+def model_folder(path: str) -> Iterator[str]:
+    """`path` where transformers can load it; for a checkpoint or a run an export that lives as long as the block."""
+    found = find_model(path)
+    if not (Path(found) / checkpoint.MANIFEST).exists():
+        yield found
+        return
+    with TemporaryDirectory(prefix="whet-model-") as folder:
+        yield str(export(Path(found), Path(folder)))

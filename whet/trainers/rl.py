@@ -33,27 +33,32 @@ def fit(run: Run) -> None:
         step = run.step + 1
         metrics = Metrics()
         with metrics.time("time/step"):
-            groups = take(run, step, metrics)
-            train_step(run, groups, step, metrics)
+            with run.interruptible():
+                groups = take(run, step, metrics)
+            batch = train_step(run, groups, step, metrics)
         run.step = step
         if validates and run.is_due(trainer.val_freq):
             metrics.merge(validate(run, step))
         run.log(step, metrics)
+        run.health.look(run, batch, step, metrics)
         if run.is_due(trainer.save_freq):
             run.save()
 
 
 def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
-    """The groups of one step, sampled with the weights of the step before, and written to rollouts/."""
+    """The groups of one step, sampled with the weights of the step before, and written to rollouts/.
+
+    Raises: RewardError and its like where every answer failed."""
     taken = run.rollouts.take(run.config.data.train_batch_size, step=step)
     metrics.merge(taken.metrics)
     measure_groups(metrics, taken.groups)
     run.write_rollouts(step, taken.groups)
+    run.rollouts.failures.see(taken.groups)
     return taken.groups
 
 
-def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> None:
-    """What one batch of groups teaches."""
+def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> DataProto:
+    """What one batch of groups teaches.  Returns it with all columns."""
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=run.config.reward.columns)
     batch = run.columns.add(batch, run.sources(groups, step), metrics)
     with metrics.time("time/advantage"):
@@ -76,6 +81,7 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> No
             run.entropy_controller.update(metrics.value("actor/entropy"))
     with metrics.time("time/sync"):
         run.roles["rollout"].sync(step)
+    return batch
 
 
 def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
@@ -115,4 +121,5 @@ def validate(run: Run, step: int) -> Metrics:
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in answer.turns))
             metrics.sum("val/failures", float(answer.failure is not None))
     run.write_rollouts(step, groups, purpose="validation")
+    run.rollouts.failures.see(groups)
     return metrics

@@ -3,32 +3,40 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
-from whet.config.schema import TrainConfig, TrainerConfig
+from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
+from whet.errors import CheckpointError, EngineError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import JsonlTracker
-from whet.tracking.tracker import Tracker, Trackers
+from whet.tracking.service import TrackedRun, open_services
+from whet.tracking.tracker import Row, Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, Sources
+from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.run_dir import RunDir
 from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
+from whet.trainers.stop import Stopped, StopSignals
 from whet.types import Group, Prompt, Trajectory
 
 Callback = Callable[["Run", int, Mapping[str, float]], None]
@@ -58,9 +66,17 @@ class Run:
     metrics_file: Tracker  # what the mathematics produced: equal in equal runs
     timings_file: Tracker  # what the clock said
     callbacks: Sequence[Callback] = ()
+    opened: RunDir | None = None  # the run's folder, taken; None where nothing is written
     step: int = 0  # steps done
+    score: float | None = None  # trainer.best_metric where the last step was validated
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
+    health: Health = field(default_factory=Health)
+    signals: StopSignals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signals = StopSignals(self.run_dir / "stop")
+        self._whole_step: dict[str, Any] | None = None  # the state to save, while a step has begun to change it
 
     @property
     def pad_token_id(self) -> int:
@@ -82,6 +98,7 @@ class Run:
             self.first_update_at = time.time()
         numbers, timings = metrics.reduce(), metrics.timings()
         self.history.append({"step": step, **numbers})
+        self.score = best_score(numbers, self.config.trainer.best_metric or "val/accuracy")
         seconds = timings.get("time/step", 0.0)
         if seconds > 0 and "perf/total_num_tokens" in numbers:
             timings["perf/throughput"] = numbers["perf/total_num_tokens"] / seconds
@@ -91,18 +108,36 @@ class Run:
         for callback in self.callbacks:
             callback(self, step, numbers)
 
-    def save(self) -> Path:
-        """Writes a checkpoint of this step.  Returns its folder."""
-        state = {
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside weights and optimizers."""
+        return {
             "rollouts": dict(self.rollouts.state()),
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
+            "health": self.health.state(),
         }
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
+        checkpoint is that of the step before. Workers in other processes have to finish their call first."""
+        self._whole_step = copy.deepcopy(self.state())
+        if self.config.cluster.processes > 1:
+            self.signals.here()
+            yield
+        else:
+            with self.signals.at_once():
+                yield
+        self._whole_step = None
+
+    def save(self) -> Path:
+        """Writes a checkpoint of this step.  Returns its folder."""
         return checkpoint.save(
             self.run_dir,
             self.step,
             roles=self.roles,
-            state=state,
+            state=self._whole_step or self.state(),
+            score=self.score,
             tokenizer=self.tokenizer,
             model_path=str(self.config.model.path),
             save_limit=self.config.trainer.save_limit,
@@ -110,15 +145,17 @@ class Run:
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""
-        state = checkpoint.restore(folder, self.roles)
+        state = restored(folder, self.roles, self.config.model.path)
         self.step = state["step"]
         self.rollouts.load_state(state["rollouts"])
         self.shaper.load_state(state["shaper"])
         self.entropy_controller.load_state(state["entropy"])
+        self.health.load_state(state["health"])
         self.roles["rollout"].sync(self.step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid."""
+        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid; a few
+        of them as a table for the trackers."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
@@ -126,6 +163,8 @@ class Run:
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_answers(path, groups, self.tokenizer)
+        rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
+        self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
         """One JSON object a row, in tokens/: each token as text, and what every column says of it."""
@@ -145,7 +184,27 @@ class Run:
             if self.rollouts.scorer is not None:
                 stack.callback(self.rollouts.scorer.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
+            if self.opened is not None:
+                stack.callback(self.opened.close)
+
+
+def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
+    """The metric, higher being better (a minus before its name turns it round); None where it is not there."""
+    sign = -1.0 if metric.startswith("-") else 1.0
+    value = numbers.get(metric.removeprefix("-"))
+    return None if value is None or math.isnan(value) else sign * value
+
+
+def restored(folder: Path, roles: Mapping[str, WorkerGroup], model_path: str | None) -> dict[str, Any]:
+    """What `checkpoint.restore` gives.  Raises: CheckpointError where it is of another model."""
+    try:
+        return checkpoint.restore(folder, roles)
+    except EngineError as error:
+        raise CheckpointError(
+            f"{folder} does not fit model.path={model_path}: {error}; name the model that the checkpoint was trained "
+            "from, or another checkpoint"
+        ) from error
 
 
 def run_folder(trainer: TrainerConfig) -> Path:
@@ -156,6 +215,22 @@ def run_folder(trainer: TrainerConfig) -> Path:
 def metric_file(trainer: TrainerConfig, path: Path) -> Tracker:
     """A JSONL file of metrics, or nothing where `trainer.logger` does not ask for it."""
     return JsonlTracker(path) if "jsonl" in trainer.logger else Trackers([])
+
+
+def open_trackers(config: TrainConfig | SFTConfig, run_dir: Path, start_step: int | None) -> Trackers:
+    """The services that `trainer.logger` names; `start_step` is None in a run that starts afresh.
+
+    Raises: ConfigError where one does not start."""
+    trainer = config.trainer
+    told = TrackedRun(
+        folder=run_dir,
+        project=trainer.project_name,
+        name=trainer.experiment_name,
+        config=config.model_dump(mode="json"),
+        steps_done=-1 if start_step is None else start_step,
+    )
+    services = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
+    return Trackers(open_services(list(services), told))
 
 
 def write_answers(path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -176,6 +251,7 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
         "response": tokenizer.decode(list(_response_ids(answer))),
         "ground_truth": answer.prompt.ground_truth,
+        "extracted": answer.extracted,
         "reward": None if answer.failure is not None else answer.score,
         "accuracy": answer.accuracy,
         "parts": dict(answer.parts),
@@ -187,6 +263,23 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "policy_version": last.policy_version if last is not None else None,
         "failure": None if answer.failure is None else asdict(answer.failure),
     }
+
+
+def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
+    """The first answer of each group, then the second of each, up to `limit`."""
+    in_turn = (answer for answers in zip_longest(*(group.trajectories for group in groups)) for answer in answers)
+    rows: list[Row] = []
+    for answer in islice(filter(None, in_turn), limit):
+        read = readable(answer, tokenizer)
+        rows.append(
+            {
+                **{name: str(read[name]) for name in ("uid", "prompt", "response", "ground_truth")},
+                **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
+                "finish_reason": read["finish_reason"] or "",
+                "failure": "" if answer.failure is None else f"{answer.failure.source}: {answer.failure.message}",
+            }
+        )
+    return rows
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

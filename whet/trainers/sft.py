@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
 from whet.config.schema import SFTConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.loader import OrderLoader
-from whet.data.prompts import PromptFormat
-from whet.data.sources import read_rows
-from whet.data.supervised import SupervisedExample, build_examples
+from whet.data.load import VAL, load_examples
+from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.samplers import order_of
+from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
@@ -32,8 +32,11 @@ from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
+from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run import metric_file, run_folder
+from whet.trainers.run import best_score, metric_file, open_trackers, restored, run_folder
+from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
+from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
 from whet.trainers.workers import RoleSettings, TrainWorker
 
 log = logging.getLogger(__name__)
@@ -61,8 +64,14 @@ class SFTRun:
     timings_file: Tracker
     trackers: Trackers
     callbacks: Sequence[Callable[[SFTRun], None]] = ()  # after every step
+    opened: RunDir | None = None  # the run's folder, taken
     step: int = 0
+    score: float | None = None  # trainer.best_metric where the last step was validated
     history: list[dict[str, float]] = field(default_factory=list)
+    signals: StopSignals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signals = StopSignals(self.run_dir / "stop")
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
@@ -79,10 +88,13 @@ class SFTRun:
             if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
             self.log(metrics)
+            check_skipped("sft", "optim.lr", metrics, self.run_dir)
             for callback in self.callbacks:
                 callback(self)
             if self.is_due(trainer.save_freq):
                 self.save()
+            if self.step < self.total_steps:
+                self.signals.here()
 
     def is_due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: only at the end) follows the step just done."""
@@ -105,6 +117,7 @@ class SFTRun:
         """Hands a step's numbers to the trackers."""
         numbers, timings = metrics.reduce(), metrics.timings()
         self.history.append({"step": self.step, **numbers})
+        self.score = best_score(numbers, self.config.trainer.best_metric or "-val/loss")
         if "time/step" in timings:
             timings["perf/throughput"] = numbers["sft/tokens"] / timings["time/step"]
         self.metrics_file.log(self.step, numbers)
@@ -118,6 +131,7 @@ class SFTRun:
             self.step,
             roles=self.roles,
             state={"loader": self.loader.state()},
+            score=self.score,
             tokenizer=self.tokenizer,
             model_path=str(self.config.model.path),
             save_limit=self.config.trainer.save_limit,
@@ -125,7 +139,7 @@ class SFTRun:
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""
-        state = checkpoint.restore(folder, self.roles)
+        state = restored(folder, self.roles, self.config.model.path)
         self.step = state["step"]
         self.loader.load_state(state["loader"])
 
@@ -135,7 +149,9 @@ class SFTRun:
             for group in self.roles.values():
                 stack.callback(group.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
+            if self.opened is not None:
+                stack.callback(self.opened.close)
 
     @property
     def _pad_token_id(self) -> int:
@@ -159,21 +175,28 @@ def train_sft(
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-    examples = _examples(config, tokenizer, list(data) if data is not None else config.data.train_files)
-    val_examples = _examples(config, tokenizer, config.data.val_files) if config.data.val_files else ()
+    seed = config.trainer.seed
+    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
+    val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
+    examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
-    loader = OrderLoader(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
-    epoch_steps = max(1, len(examples) // config.data.train_batch_size)
+    order = order_of(loaded, seed=seed, shuffle=shuffle)
+    loader = OrderLoader(len(examples), seed=seed, shuffle=shuffle, order=order)
+    epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
-    found = checkpoint.open_run_dir(run_dir, config.trainer.resume, to_yaml(config))
-    start_step = 0 if found is None else checkpoint.step_of(found)
-    console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
-    roles = launch(
-        [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
-        ResourcePool(processes=config.cluster.processes),
-        deadline_seconds=config.cluster.deadline_seconds,
-    )
+    with ExitStack() as undo:
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
+        start_step = None if opened.found is None else checkpoint.step_of(opened.found)
+        console = [ConsoleTracker(total_steps, first_step=start_step or 0, columns=COLUMNS)]
+        services = open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
+        roles = launch(
+            [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
+            ResourcePool(processes=config.cluster.processes),
+            deadline_seconds=config.cluster.deadline_seconds,
+        )
+        undo.pop_all()
     run = SFTRun(
         config=config,
         run_dir=run_dir,
@@ -185,13 +208,22 @@ def train_sft(
         total_steps=total_steps,
         metrics_file=metric_file(config.trainer, run_dir / "metrics.jsonl"),
         timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
-        trackers=Trackers(console if "console" in config.trainer.logger else []),
+        trackers=Trackers([*(console if "console" in config.trainer.logger else []), services]),
         callbacks=callbacks,
+        opened=opened,
     )
+    return _finished(run, opened.found)
+
+
+def _finished(run: SFTRun, found: Path | None) -> SFTRun:
+    """Trains to the end, from the checkpoint that was found."""
     try:
         if found is not None:
             run.restore(found)
-        run.fit()
+        with run.signals, disk_errors(run.run_dir):
+            run.fit()
+    except Stopped as stopped:
+        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
@@ -213,19 +245,6 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
             "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
         }
     )
-
-
-def _examples(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: Any) -> tuple[SupervisedExample, ...]:
-    built = build_examples(
-        read_rows(source),
-        PromptFormat(tokenizer, apply_chat_template=config.data.apply_chat_template),
-        messages_key=config.data.messages_key,
-        prompt_key=config.data.prompt_key,
-        response_key=config.data.response_key,
-        max_length=config.data.max_length,
-        overlong=config.data.overlong,
-    )
-    return built.examples
 
 
 def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:

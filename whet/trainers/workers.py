@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import serialization
 from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
@@ -87,8 +89,11 @@ class TrainWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count to one file."""
-        serialization.save(path, self.engine.state())
+        """Writes weights, optimizer state and step count to one file.  Raises: CheckpointError."""
+        try:
+            serialization.save(path, self.engine.state())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
@@ -111,24 +116,8 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
-        tokenizer = cache(partial(load_tokenizer, tokenizer_path))
-        self.engine: RolloutEngine = (
-            HFEngine(
-                dtype=self.dtype,
-                max_batch_size=config.max_batch_size,
-                deadline_seconds=config.deadline_seconds,
-                load_tokenizer=tokenizer,
-            )
-            if config.name == "hf"
-            else NativeEngine(
-                dtype=self.dtype,
-                max_batch_size=config.max_batch_size,
-                kv_cache_bytes=config.kv_cache_bytes,
-                compile_decode=config.compile,
-                deadline_seconds=config.deadline_seconds,
-                load_tokenizer=tokenizer,
-            )
-        )
+        load = cache(partial(load_tokenizer, tokenizer_path))
+        self.engine = rollout_engine(config, self.dtype, load)
         self._owns_module = False
         if model_path is not None:
             self.engine.attach(load_policy(model_path).to(self.dtype), version=0)  # type: ignore[arg-type]
@@ -151,6 +140,27 @@ class RolloutWorker(Worker):
             self.engine.adopt(actor.model)
             self._owns_module = True
         self.engine.load_weights(actor.engine.named_weights(), version)
+
+
+def rollout_engine(
+    config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> RolloutEngine:
+    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
+    if config.name == "hf":
+        return HFEngine(
+            dtype=dtype,
+            max_batch_size=config.max_batch_size,
+            deadline_seconds=config.deadline_seconds,
+            load_tokenizer=load_tokenizer,
+        )
+    return NativeEngine(
+        dtype=dtype,
+        max_batch_size=config.max_batch_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        compile_decode=config.compile,
+        deadline_seconds=config.deadline_seconds,
+        load_tokenizer=load_tokenizer,
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is skipped, what is warned of, and which answers are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.config import TrainConfig
+from whet.engines.single import SingleEngine
+from whet.errors import EngineError
+from whet.metrics import Metrics
+from whet.trainers import checkpoint
+from whet.trainers.build import build, build_scorer, train
+from whet.trainers.health import Health
+from whet.trainers.rl import take, train_step
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+
+
+def sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
+
+
+class Poisoned:
+    """An engine's gradient clipping that gives a norm of NaN, and gradients to match, in some of its calls."""
+
+    def __init__(self, calls: set[int]) -> None:
+        self.calls, self.call, self.plain = calls, 0, SingleEngine._clip
+
+    def __call__(self, engine: SingleEngine) -> torch.Tensor:
+        self.call += 1
+        if self.call in self.calls:
+            for parameter in engine.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+        return self.plain(engine)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    poisoned = Poisoned(calls)
+    monkeypatch.setattr(SingleEngine, "_clip", lambda engine: poisoned(engine))
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    poison(monkeypatch, {2, 3})
+    run = train(train_config({"trainer.total_steps": 4, "trainer.save_freq": 1}), reward=sevens, data=additions)
+    assert [record["actor/skipped_updates"] for record in run.history] == [0, 1, 2, 2]
+    assert [record["actor/skipped_in_a_row"] for record in run.history] == [0, 1, 2, 0]
+    assert math.isnan(run.history[1]["actor/grad_norm"]) and "actor/lr" not in run.history[1]
+    assert "actor: loss or gradient was not finite: the update was skipped (2 in a row)" in caplog.text
+    from whet import serialization
+
+    states = [serialization.load(run.run_dir / f"checkpoints/global_step_{step}/actor.state") for step in (3, 4)]
+    assert [(state["steps_done"], state["skipped"]) for state in states] == [(1, 2), (2, 2)]
+    assert all(value.isfinite().all() for value in states[1]["model"].values())
+
+
+def test_three_in_a_row_stop_the_run_and_name_the_last_good_checkpoint(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    poison(monkeypatch, {3, 4, 5})
+    config = train_config({"trainer.total_steps": 9, "trainer.save_freq": 2})
+    message = (
+        r"actor: 3 updates in a row had a loss or gradient .* lower actor\.optim\.lr; the last good checkpoint is .*"
+    )
+    with pytest.raises(EngineError, match=message + "global_step_4: trainer.resume="):
+        train(config, reward=sevens, data=additions)
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest is not None and newest.name == "global_step_4"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5  # of the step that stopped it too
+
+
+def test_three_in_a_row_stop_a_run_that_was_resumed_between_them(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {2, 3, 4})
+    train(train_config({"trainer.total_steps": 3}), reward=sevens, data=additions)
+    with pytest.raises(EngineError, match="actor: 3 updates in a row"):
+        train(train_config({"trainer.total_steps": 9}), reward=sevens, data=additions)
+
+
+def test_a_jump_is_what_goes_far_beyond_the_steps_before() -> None:
+    health = Health()
+    assert [health._is_jump("actor/grad_norm", value) for value in (1, 2, 1, 50, 1)] == [False] * 5  # too few before
+    assert [health._is_jump("actor/grad_norm", value) for value in (250, 251, 1256)] == [False, False, True]
+    assert not health._is_jump("actor/grad_norm", math.nan)
+    for value in (0.0, 0.0, 1e-9, 0.0, 0.0, 0.009):  # nothing that small is a jump of the KL
+        assert not health._is_jump("actor/ppo_kl", value)
+    assert health._is_jump("actor/ppo_kl", 0.046)
+    again = Health()
+    again.load_state(health.state())
+    assert again.state() == health.state() and again._is_jump("actor/ppo_kl", 0.24)
+
+
+@pytest.mark.parametrize("metric", ["actor/grad_norm", "actor/ppo_kl"])
+def test_the_rows_that_caused_a_jump_are_named(
+    metric: str, train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One answer is paid a thousand times more than all others: without a baseline it moves the policy alone."""
+    config = train_config({"algorithm.adv_estimator": "reinforce_plus_plus", "actor.optim.lr": 1e-2})
+    run = build(config, build_scorer(config.reward, sevens), additions)
+    groups = take(run, 1, Metrics())
+    from dataclasses import replace
+
+    answers = groups[2].trajectories
+    odd = replace(answers[1], reward=1000.0)
+    groups[2] = replace(groups[2], trajectories=(answers[0], odd, *answers[2:]))
+    metrics = Metrics()
+    batch = train_step(run, groups, 1, metrics)
+    run.health.load_state({name: [1e-6] * 5 for name in ("actor/grad_norm", "actor/ppo_kl")})
+    metrics.mean("actor/ppo_kl", 99.0)
+    run.health.look(run, batch, 1, metrics)
+    run.close()
+    [line] = [record.getMessage() for record in caplog.records if f"{metric} is" in record.getMessage()]
+    assert "over 5 times the largest of the steps before (1e-06); the answers that weigh most in it: " in line
+    if metric == "actor/grad_norm":
+        assert f"most in it: {odd.uid}, " in line
+    assert line.endswith("(uids in rollouts/step_000001.jsonl)")
+    assert line.count(":") >= 4  # four uids

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs that a run goes wrong: updates that had to be skipped, and jumps of the gradient's norm or of the KL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from whet.errors import EngineError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.trainers import checkpoint
+
+if TYPE_CHECKING:
+    from whet.trainers.run import Run
+
+log = logging.getLogger(__name__)
+SKIPPED_IN_A_ROW = 3  # updates, after which a run stops
+REMEMBERED = 20  # steps that a jump is measured against
+ENOUGH = 5  # of them
+JUMP = 5.0  # times the largest of the steps remembered
+SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
+ROWS_NAMED = 4
+WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
+
+
+class Health:
+    """Remembers the last steps' numbers; its state is in the checkpoint, so that a resumed run warns as one that was
+    never stopped."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+
+    def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+        """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
+        for role in ("actor", "critic"):
+            check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir)
+        for name in WATCHED:
+            value = metrics.value(name)
+            if value is not None and self._is_jump(name, abs(value)):
+                before = max(self._seen[name][:-1])
+                log.warning(
+                    "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g); the answers that weigh "
+                    "most in it: %s (uids in rollouts/step_%06d.jsonl)",
+                    *(step, name, value, JUMP, before, ", ".join(heaviest_rows(run, batch, name)), step),
+                )
+
+    def state(self) -> dict[str, list[float]]:
+        """What a resumed run needs."""
+        return self._seen
+
+    def load_state(self, state: Mapping[str, list[float]]) -> None:
+        """Goes on from what `state` gave."""
+        self._seen = {name: list(values) for name, values in state.items()}
+
+    def _is_jump(self, name: str, value: float) -> bool:
+        """Whether `value` is one against the steps before, among which it is from now on."""
+        seen = self._seen.setdefault(name, [])
+        smallest = 0.0 if name.endswith("grad_norm") else SMALLEST_KL
+        jumps = len(seen) >= ENOUGH and not value <= max(JUMP * max(seen), smallest)
+        if value < float("inf"):
+            seen.append(value)
+            del seen[:-REMEMBERED]
+        return jumps and value < float("inf")
+
+
+def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> None:
+    """Warns of updates that were skipped.  Raises: EngineError after three, naming the checkpoint to go on from."""
+    skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
+    if not skipped:
+        return
+    log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
+    if skipped >= SKIPPED_IN_A_ROW:
+        good = checkpoint.newest(run_dir)
+        advice = "there is no checkpoint yet"
+        if good is not None:
+            advice = (
+                f"the last good checkpoint is {good}: trainer.resume={good} goes on from it, with other settings too"
+            )
+        raise EngineError(
+            f"{name}: {skipped} updates in a row had a loss or gradient that is not finite, so the run stops; look for "
+            f"infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}; {advice}"
+        )
+
+
+def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:
+    """The uids of the answers that weigh most in a metric, the heaviest first."""
+    weights = _weights(run, batch, metric).nan_to_num(torch.inf)
+    heaviest = weights.argsort(descending=True)[:ROWS_NAMED]
+    return [str(batch["trajectory_uid_name"][row]) for row in heaviest.tolist()]
+
+
+def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor:
+    """[B]: what each row adds to the metric, or what stands for it where that would take a backward pass a row."""
+    mask = batch["response_mask"]
+    old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
+    if metric == "critic/grad_norm":
+        return ((batch["returns"] - batch["values"]).abs() * mask).sum(1)
+    if metric == "actor/grad_norm":
+        return _pull(run, batch, old)
+    if metric == "actor/ppo_kl":
+        new = run.roles["actor"].forward(batch, ("log_probs",), run.policy_objective.temperature)["log_probs"]
+        return ((new - old).abs() * mask).sum(1)
+    return ((batch["ref_log_probs"] - old).abs() * mask).sum(1) if "ref_log_probs" in batch else mask.sum(1).float()
+
+
+def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor:
+    """[B]: sum over tokens of |d loss / d log-prob| (1 - p), which bounds what a row does to the logits."""
+    objective = run.policy_objective
+    others = tuple(sorted(objective.needs - {"log_probs"}))
+    outputs = run.roles["actor"].forward(batch, others, objective.temperature) if others else {}
+    log_probs = old.detach().clone().requires_grad_()
+    columns = run.settlement.weigh(batch, Metrics()).tensors()
+    loss, _ = objective.loss({**outputs, "log_probs": log_probs}, columns, objective.counts(columns))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return (gradient.abs() * (1 - old.exp())).sum(1)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a run early in good order: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's limit),
+SIGUSR1, or a file named `stop` in the run's folder.
+
+The run ends at the next place where its state is that of a whole step, saves, and says how to go on. A second signal
+ends it at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from whet.trainers import checkpoint
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to end. `number` is the signal's, None for the file. No `except Exception` swallows it."""
+
+    def __init__(self, reason: str, number: int | None) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+class StopSignals:
+    """Takes the signals while it is entered.
+
+    `here` raises Stopped where one has come; inside `at_once` it is raised wherever the run then is.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._asked: Stopped | None = None
+        self._at_once = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other may take signals
+            self.file.unlink(missing_ok=True)
+            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def here(self) -> None:
+        """Raises: Stopped if the run was asked to end."""
+        if self._asked is None and self.file.exists():
+            self._asked = Stopped(f"the file {self.file}", None)
+        if self._asked is not None:
+            raise self._asked
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """For what may be left anywhere, because nothing that is saved changes in it."""
+        self.here()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is not None:
+            raise KeyboardInterrupt("asked twice: ended at once, without saving")
+        self._asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
+        if self._at_once:
+            raise self._asked
+
+
+def stopped_in_order(stopped: Stopped, step: int, run_dir: Path, save: Callable[[], Path]) -> Stopped:
+    """Saves what `step` steps have done, if that was not yet saved.  Returns what to raise, which says how to go on."""
+    if step == 0:
+        return Stopped(
+            f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
+        )
+    folder = checkpoint.newest(run_dir)
+    if folder is None or checkpoint.step_of(folder) != step:
+        folder = save()
+    return Stopped(
+        f"stopped by {stopped} after step {step}, which {folder} holds; the same command goes on from there",
+        stopped.number,
+    )
