@@ -4,10 +4,11 @@
 from whet.config.checks import aggregation, check, check_context, problems, uses_critic
 from whet.config.load import Loaded, load_config, read_config
 from whet.config.render import keyed_lines, to_yaml
-from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 
 __all__ = [
     "EvalConfig",
+    "GenerateConfig",
     "Loaded",
     "SFTConfig",
     "TrainConfig",

@@ -17,6 +17,7 @@ from whet.config.schema import (
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
+    GenerateConfig,
     KLConfig,
     ModelConfig,
     OptimConfig,
@@ -80,7 +81,7 @@ def problems(config: Section, given: Collection[str] = ()) -> list[str]:
     return list(found)
 
 
-def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_embeddings: int) -> None:
+def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig, max_position_embeddings: int) -> None:
     """Refuses lengths that the model has no positions for; called once the model is known.  Raises: ConfigError."""
     if isinstance(config, SFTConfig):
         if config.data.max_length > max_position_embeddings:
@@ -154,6 +155,13 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
                 ),
                 *_answer_checks(config, given),
             ]
+        case GenerateConfig():
+            return [
+                partial(_check_model, config.model, or_checkpoint=True),
+                partial(check_files, config.source_key, config.sources, config.data, required=True),
+                partial(_check_output, config),
+                *_rollout_checks(config.rollout),
+            ]
         case _:
             return []
 
@@ -177,9 +185,12 @@ def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> 
     return [
         partial(_check_reward, config.reward, environment, given),
         partial(_check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
-        partial(_check_sampling, "rollout", config.rollout),
-        partial(_check_rollout, config.rollout),
+        *_rollout_checks(config.rollout),
     ]
+
+
+def _rollout_checks(rollout: RolloutConfig) -> list[Callable[[], object]]:
+    return [partial(_check_sampling, "rollout", rollout), partial(_check_rollout, rollout)]
 
 
 def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
@@ -292,12 +303,29 @@ def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: C
         )
 
 
-def _check_sampling(key: str, sampling: RolloutConfig | SamplingConfig) -> None:
+def _check_sampling(key: str, sampling: SamplingConfig) -> None:
     if sampling.temperature == 0 and sampling.n > 1:
         raise ConfigError(
             f"{key}.temperature=0 is greedy: all {sampling.n} answers to a prompt would be the same; "
             f"raise it, or set {key}.n=1"
         )
+    if sampling.temperature == 0 and sampling.min_p > 0:
+        raise ConfigError(
+            f"{key}.min_p={sampling.min_p:g} changes nothing with {key}.temperature=0, which takes the likeliest "
+            "token; unset one of them"
+        )
+    if sampling.allowed_token_ids == []:
+        raise ConfigError(f"{key}.allowed_token_ids is empty: no token could be sampled; list some, or unset it")
+    for name in ("stop", "bad_words"):
+        if "" in sampling[name]:
+            raise ConfigError(f"{key}.{name} has an empty string, which is everywhere; take it out")
+
+
+def _check_output(config: GenerateConfig) -> None:
+    if config.output is None or Path(config.output).suffix != ".jsonl":
+        raise ConfigError(f"output={config.output} names no file for the answers; expected one that ends in .jsonl")
+    if Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
+        raise ConfigError(f"output={config.output} is a file of prompts too; name another")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

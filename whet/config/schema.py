@@ -143,18 +143,27 @@ class SamplingConfig(Section):
 
     n: PositiveInt = Field(1, description="answers a prompt")
     temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
-    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus")
-    top_k: NonNegativeInt = Field(0, description="0 is off")
+    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus: smallest set of tokens with this probability")
+    top_k: NonNegativeInt = Field(0, description="the k likeliest tokens; 0 is off")
+    min_p: NonNegativeFloat = Field(
+        0.0, le=1.0, description="tokens with this share of the likeliest one's probability"
+    )
+    repetition_penalty: PositiveFloat = Field(1.0, description="of tokens in prompt or answer: divides; 1 is off")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="off the logit of a token that the answer has")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same once for each time")
+    stop: list[str] = Field([], description="strings that end an answer; they and their last token stay in its text")
+    bad_words: list[str] = Field([], description="never sampled as the tokenizer writes them, with and without a space")
+    allowed_token_ids: list[NonNegativeInt] | None = Field(
+        None, description="nothing else is sampled (list the end token too); unset: all"
+    )
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SamplingConfig):
     """How answers are sampled."""
 
     name: Literal["native", "hf"] = Field("native", description="rollout engine")
     n: PositiveInt = Field(8, description="answers a prompt")
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
-    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus: smallest set of tokens with this probability")
-    top_k: NonNegativeInt = Field(0, description="the k likeliest tokens; 0 is off")
     length_stages: dict[int, PositiveInt] = Field(
         {},
         description="from which step on an answer may have how many tokens; unset: data.max_response_length",
@@ -468,3 +477,30 @@ class EvalConfig(Section):
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 
     command: ClassVar[str] = "eval"
+
+
+class GenerateConfig(Section):
+    """All of `whet generate`."""
+
+    model: ModelConfig = ModelConfig()
+    input: list[str | dict[str, Any]] = Field(
+        [], description="the prompts, in the forms of data.train_files; unset: data.val_files"
+    )
+    output: str | None = Field(None, description="the .jsonl file of answers, one a line; goes on where it ends")
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig(n=1)
+    chunk_size: PositiveInt = Field(128, description="prompts answered and written together: what a killed run loses")
+    seed: NonNegativeInt = Field(0, description="of every random draw")
+    extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
+
+    command: ClassVar[str] = "generate"
+
+    @property
+    def source_key(self) -> str:
+        """Which key names the prompts."""
+        return "input" if self.input else "data.val_files"
+
+    @property
+    def sources(self) -> list[str | dict[str, Any]]:
+        """What that key says."""
+        return self.input or self.data.val_files

@@ -144,6 +144,9 @@ class Rollouts:
         in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
+        if preemptions := sum(turn.preemptions for turn in turns):
+            metrics.sum("rollout/preemptions", preemptions)
         with metrics.time("time/reward"):
             scored = self._score([trajectory for group in answers for trajectory in group])
         for trajectory in scored:

@@ -15,7 +15,7 @@ from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.checks import aggregation, check_context, uses_critic
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -38,6 +38,7 @@ from whet.registry import (
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
+from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
@@ -153,7 +154,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts[: config.data.val_max_prompts],
-            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
@@ -251,7 +252,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     if any(provider.name == "teacher_log_probs" for provider in columns.providers):
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
+    tokenizer_path = config.model.tokenizer_path or model_path
+    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, tokenizer_path))]
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
@@ -308,15 +310,23 @@ def build_collector(
 
 
 def sampling_params(
-    config: SamplingConfig | RolloutConfig, max_new_tokens: int, stop_ids: tuple[int, ...]
+    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
     """The sampling parameters of a config."""
+    allowed = config.allowed_token_ids
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         stop_token_ids=stop_ids,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=tuple(config.stop),
+        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
     )
 
 
@@ -334,7 +344,7 @@ def _rollouts(
         scorer,
         tokenizer,
         n=config.rollout.n,
-        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
+        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import serialization
 from whet.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
@@ -20,7 +22,7 @@ from whet.engines.single import SingleEngine
 from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
 from whet.models.freeze import freeze
-from whet.models.load import load_policy, load_value_model
+from whet.models.load import load_policy, load_tokenizer, load_value_model
 from whet.models.lora import adapted_layers, adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
@@ -138,11 +140,17 @@ class RolloutWorker(Worker):
     """One rank that samples. Beside an actor in its process it samples from the actor's own module where it can."""
 
     def __init__(
-        self, placement: Placement, config: RolloutConfig, dtype: str, model: ModelConfig | None = None
+        self,
+        placement: Placement,
+        config: RolloutConfig,
+        dtype: str,
+        tokenizer_path: str,
+        model: ModelConfig | None = None,
     ) -> None:
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
-        self.engine = rollout_engine(config, self.dtype)
+        load = cache(partial(load_tokenizer, tokenizer_path))
+        self.engine = rollout_engine(config, self.dtype, load)
         self._owns_module = False
         if model is not None and model.path is not None:
             module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
@@ -170,16 +178,24 @@ class RolloutWorker(Worker):
         self.engine.load_weights(actor.engine.named_weights(), version)
 
 
-def rollout_engine(config: RolloutConfig, dtype: torch.dtype) -> RolloutEngine:
-    """The engine that the config names, without a model yet."""
+def rollout_engine(
+    config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> RolloutEngine:
+    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
     if config.name == "hf":
-        return HFEngine(dtype=dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
+        return HFEngine(
+            dtype=dtype,
+            max_batch_size=config.max_batch_size,
+            deadline_seconds=config.deadline_seconds,
+            load_tokenizer=load_tokenizer,
+        )
     return NativeEngine(
         dtype=dtype,
         max_batch_size=config.max_batch_size,
         kv_cache_bytes=config.kv_cache_bytes,
         compile_decode=config.compile,
         deadline_seconds=config.deadline_seconds,
+        load_tokenizer=load_tokenizer,
     )
 
 
