@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from whet.config import aggregation, check, check_context, problems, uses_critic
-from whet.config.checks import nearest_divisors
+from whet.config.algorithm_checks import nearest_divisors
 from whet.config.schema import AlgorithmConfig, EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
-from whet.config.checks import aggregation, check_context, uses_critic
+from whet.config.algorithm_checks import aggregation, uses_critic
+from whet.config.checks import check_context
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
