@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from whet.config.keys import is_free, leaf_fields
-from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"
@@ -136,7 +136,7 @@ def test_files_functions_and_package_stay_small() -> None:
     assert sum(_lines(file) for file in FILES) <= MAX_PACKAGE_LINES
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig, GenerateConfig])
 def test_the_config_stays_small_and_every_key_says_what_it_is(schema: type[TrainConfig]) -> None:
     leaves = leaf_fields(schema)
     assert sum(not is_free(field) for field in leaves.values()) <= MAX_LEAF_KEYS

@@ -53,6 +53,8 @@ class Turn:
     finish_reason: FinishReason
     policy_version: int
     reward: float = 0.0  # what the environment paid for this turn
+    stop: str | None = None  # the stop string that ended it
+    preemptions: int = field(default=0, compare=False)  # of its sampling, while memory was short
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Failure:
 
     source: FailureSource
     message: str
+    timed_out: bool = False  # a deadline decided it: a repeat of the run may come out otherwise here
 
 
 @dataclass(frozen=True)

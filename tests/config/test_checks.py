@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from whet.config import aggregation, check, check_context, problems, uses_critic
-from whet.config.checks import nearest_divisors
-from whet.config.schema import AlgorithmConfig, EvalConfig, SFTConfig, TrainConfig
+from whet.config.algorithm_checks import nearest_divisors
+from whet.config.schema import AlgorithmConfig, EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError
 
 
@@ -65,6 +66,13 @@ SECTIONS_AND_REFUSALS = [
     ("environment: {name: nothing}", "environment.name: no environment is called 'nothing'"),
     ("environment: {options: {depth: 3}}", "environment.options: environment 'single_turn' has no option 'depth'"),
     ("rollout: {temperature: 0}", "rollout.temperature=0 is greedy: all 8 answers to a prompt would be the same"),
+    (
+        "trainer: {validation: {min_p: 0.1}}",
+        "trainer.validation.min_p=0.1 changes nothing with trainer.validation.temp",
+    ),
+    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids is empty: no token could be sampled; list some"),
+    ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which is everywhere; take it out"),
+    ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words has an empty string"),
     ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 answers"),
     ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator: no advantage estimator is called 'grpoo'; did you"),
     ("algorithm: {adv_options: {std_nrm: false}}", "'grpo' has no option 'std_nrm'; did you mean 'std_norm'?"),
@@ -256,4 +264,14 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     )
     stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
     assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 lets samples lag")
+    asked = {"model": {"path": "model"}, "input": "train.jsonl", "output": "answers.jsonl"}
+    assert problems(GenerateConfig.model_validate(asked)) == []
+    assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []
+    same, folder_ = {**asked, "output": "./train.jsonl"}, {**asked, "output": "answers"}
+    assert problems(GenerateConfig.model_validate(same)) == [
+        "output=./train.jsonl is a file of prompts too; name another"
+    ]
+    assert "expected one that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
+    with pytest.raises(ValidationError, match="less than or equal to 2"):
+        GenerateConfig.model_validate({"rollout": {"presence_penalty": 2.5}})
     assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]

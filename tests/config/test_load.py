@@ -24,7 +24,9 @@ def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None
     config = load("actor.optim.lr=1e-5")
     assert config.actor.optim.lr == config["actor"]["optim"]["lr"] == config.actor.optim.get("lr") == 1e-5
     assert config.actor.get("nothing", 3) == 3 and "lr" in config.actor.optim and "n" not in config.actor.optim
-    assert dict(config.trainer.validation) == {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    assert dict(config.ref.engine) == {"name": "single", "packing": None, "share_prompts": True} | {
+        "logits_chunk_tokens": 1024
+    }
     with pytest.raises(ValidationError, match="frozen"):
         config.actor.epochs = 2  # type: ignore[misc]
 

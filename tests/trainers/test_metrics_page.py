@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,13 @@ def broken(solution_str: str) -> float:
     return 1.0
 
 
+def late(solution_str: str) -> float:
+    """Judges one answer of each process too late."""
+    if next(CALLS) == 5:
+        time.sleep(3)
+    return float("7" in solution_str)
+
+
 def summing(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, factor: float = 1.0) -> Any:
     return -factor * advantages * log_probs, {"actor/ppo_kl": (old_log_probs - log_probs).detach().mean()}
 
@@ -150,7 +158,11 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "process rewards": {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
     "nothing but failures": {"trainer.total_steps": 2},
+    "short of memory": {"data.max_response_length": 60, "rollout.kv_cache_bytes": 9 * 16384},  # nine blocks
+    "a deadline": {"reward.num_workers": 1, "reward.timeout_seconds": 0.5},
 }
+
+REWARDS = {"nothing but failures": broken, "a deadline": late}
 
 
 def test_runs_record_what_the_table_says_and_all_of_it(
@@ -171,7 +183,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
         small = {"data.max_prompt_length": 32, "data.max_response_length": 6, "rollout.n": 4, "reward.num_workers": 0}
         where = {"trainer.run_dir": str(tmp_path / str(number)), "data.val_files": [str(held_out)]}
         settings = {**common, **small, **where, "trainer.val_freq": -1, **overrides}
-        whet.train(reward=broken if "failures" in name else moody, data=additions, **settings)
+        whet.train(reward=REWARDS.get(name, moody), data=additions, **settings)
     examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
     fine = {"data.max_length": 32, "data.val_files": [str(held_out)], "trainer.run_dir": str(tmp_path / "sft")}

@@ -19,6 +19,7 @@ from whet.errors import ConfigError, RewardError
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
+from whet.rollout.native import scheduler
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, fit, mini_batches, train_step
 from whet.trainers.run import Run
@@ -90,6 +91,31 @@ def test_the_same_from_python_with_a_lambda_in_a_process_of_its_own(
 
 
 # ---- a step
+
+
+def test_short_of_memory_a_step_is_the_same_and_says_so(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)
+    histories, answers = [], []
+    for name, blocks in (("roomy", 1000), ("short", 9)):
+        settings = {
+            "data.max_response_length": 60,
+            "rollout.kv_cache_bytes": blocks * 16384,  # a block of this model
+            "rollout.stop": ["2"],
+            "rollout.repetition_penalty": 1.1,
+            "rollout.bad_words": ["7"],
+            "trainer.run_dir": str(tmp_path / name),
+        }
+        histories.append(train(train_config(settings), reward=length, data=additions).history)
+        lines = (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        answers.append([json.loads(line) for line in lines])
+    assert answers[0] == answers[1] and {"2", None} == {answer["stop"] for answer in answers[0]}
+    assert not any("7" in answer["response"] for answer in answers[0])
+    assert all(answer["response"].endswith("2") for answer in answers[0] if answer["stop"])
+    preempted = [step.pop("rollout/preemptions", 0) for history in histories for step in history]
+    assert preempted[:2] == [0, 0] and preempted[2] > 0
+    assert histories[0] == histories[1]
 
 
 def test_a_step_does_what_its_metrics_say(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:

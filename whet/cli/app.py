@@ -17,6 +17,7 @@ from whet.cli.data import data
 from whet.cli.doctor import doctor
 from whet.cli.eval import evaluate
 from whet.cli.export import export
+from whet.cli.generate import generate
 from whet.cli.init_model import init_model
 from whet.cli.lm_eval import lm_eval
 from whet.cli.plan import plan
@@ -39,6 +40,7 @@ app.command("init-model", rich_help_panel=START)(init_model)
 app.command("train", rich_help_panel=TRAIN)(train)
 app.command("sft", rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
+app.command("generate", rich_help_panel=AFTER)(generate)
 app.command("compare", rich_help_panel=AFTER)(compare)
 app.command(
     "lm-eval",

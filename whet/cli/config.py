@@ -19,6 +19,7 @@ class Command(StrEnum):
     train = "train"
     sft = "sft"
     eval = "eval"
+    generate = "generate"
 
 
 def config(
@@ -33,7 +34,7 @@ def config(
     from rich.console import Console
     from rich.text import Text
 
-    from whet.config import EvalConfig, SFTConfig, TrainConfig, keyed_lines, load_config, problems
+    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, keyed_lines, load_config, problems
     from whet.config.keys import meaning
     from whet.config.load import DEFAULT
     from whet.config.schema import Section
@@ -42,6 +43,7 @@ def config(
         Command.train: TrainConfig,
         Command.sft: SFTConfig,
         Command.eval: EvalConfig,
+        Command.generate: GenerateConfig,
     }
     schema = schemas[command]
     loaded = load_config(schema, *split_recipe(words, config_name), checked=False)

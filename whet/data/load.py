@@ -75,8 +75,10 @@ def load_prompts(
     rows: Iterable[Any] | None = None,
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
+    with_answers: bool = True,
 ) -> Loaded[Prompt]:
     """The prompts of `data.train_files` or `data.val_files`, or of `rows` in their stead; `where` is the filter.
+    Without answers nobody looks for a ground truth.
 
     Raises: DataError naming source and row, ConfigError."""
     sources, weights = _sources(data, key, rows)
@@ -85,7 +87,7 @@ def load_prompts(
     first = 0  # row number of this source's first row, over all sources
     for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
         with _named(read.source):
-            built = _prompts(data, read, tokenizer)
+            built = _prompts(data, read, tokenizer, with_answers)
             prompts = built.prompts
             if key == TRAIN and data.difficulty_key is not None:
                 prompts = within_window(prompts, data.difficulty_key, *data.difficulty_window)
@@ -230,7 +232,7 @@ def listed(items: Any) -> list[Any]:
     return found
 
 
-def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> PromptSet:
     own = _own(data, read.source)
     prompt_format = PromptFormat(
         tokenizer,
@@ -251,6 +253,7 @@ def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase) 
         max_prompt_length=own.max_prompt_length,
         overlong_prompts=own.overlong_prompts,
         numbers=read.numbers,
+        with_answers=with_answers,
     )
 
 

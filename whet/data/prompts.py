@@ -115,6 +115,7 @@ def build_prompts(
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["drop", "error"] = "drop",
     numbers: Sequence[int] | None = None,
+    with_answers: bool = True,
 ) -> PromptSet:
     """The rows as prompts, in order, with `index` the row number: its place, or what `numbers` says.
 
@@ -130,12 +131,13 @@ def build_prompts(
             messages=messages,
             token_ids=tuple(token_ids),
             data_source=str(row.get(data_source_key) or data_source or "unknown"),
-            ground_truth=_ground_truth(row, index, answer_key),
+            ground_truth=_ground_truth(row, index, answer_key) if with_answers else None,
             extra_info=_extra_info(row, index, {*_all(prompt_key), *_all(answer_key or ())}),
         )
         for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key, numbers)
     ]
-    _check_answers(prompts)
+    if with_answers:
+        _check_answers(prompts)
     return fit_prompts(prompts, prompt_format, max_prompt_length, overlong_prompts)
 
 

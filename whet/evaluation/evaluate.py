@@ -15,10 +15,11 @@ import numpy as np
 
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
-from whet.config.schema import EvalConfig
+from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
@@ -82,17 +83,16 @@ def evaluate(
         if scorer is not None:
             started.callback(scorer.close)
         model_path = started.enter_context(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path)
         check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         prompts = prompts[: config.data.val_max_prompts]
-        spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, model_path))
-        engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+        engine = launch_rollout(config.rollout, config.model, model_path)
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold
         stop_ids = stop_token_ids(model_path, tokenizer)
-        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids)
+        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine.generate, config.seed)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
@@ -114,6 +114,13 @@ def evaluate(
     if journal is not None:
         journal.finish(evaluation.summary())
     return evaluation
+
+
+def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> WorkerGroup:
+    """An engine that samples from the model in the folder `model_path`, in this process."""
+    tokenizer, own = model.tokenizer_path or model_path, model.model_copy(update={"path": model_path})
+    spec = WorkerSpec("rollout", RolloutWorker, (rollout, model.dtype, tokenizer, own))
+    return launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
 
 
 def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:

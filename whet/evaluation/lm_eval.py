@@ -59,7 +59,8 @@ class WhetLM(TemplateLM):
             self.tokenizer = load_tokenizer(folder)
             self.policy = load_policy(folder).to(torch_dtype(dtype))  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer)
-        self.engine = rollout_engine(RolloutConfig(max_batch_size=max_batch_size or 256), torch_dtype(dtype))
+        rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
+        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer)
         self.engine.attach(self.policy, version=0)
         self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)
 
@@ -179,15 +180,16 @@ class WhetLM(TemplateLM):
                 f"max_gen_toks={new} leaves no room for a prompt in the model's {self.max_length} positions; "
                 "lower it with --gen_kwargs max_gen_toks=N"
             )
+        until = [text for text in asked.get("until", []) if text]
         params = SamplingParams(
             max_new_tokens=new,
             temperature=float(asked.get("temperature", 1.0)) if asked["do_sample"] else 0.0,
             top_p=float(asked.get("top_p", 1.0)),
             top_k=int(asked.get("top_k", 0)),
             stop_token_ids=self.stop_ids,
+            stop=tuple(until),
         )
         ids = tuple(self.tok_encode(context)[-(self.max_length - new) :])
-        until = [text for text in asked.get("until", []) if text]
         return Request(ids, params, key(self.seed, "lm-eval", number)), until
 
 

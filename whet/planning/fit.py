@@ -166,7 +166,7 @@ def advice(found: list[Change], free: int) -> list[str]:
 
 
 def _check_disk(setup: Setup, run_dir: Path) -> None:
-    needed = sum(setup.outlines[name].weight_bytes + setup.outlines[name].moment_bytes for name in setup.objectives)
+    needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
     free, limit = free_disk(run_dir), setup.config.trainer.save_limit
     if needed > free:
         raise ConfigError(

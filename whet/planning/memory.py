@@ -123,7 +123,7 @@ def plan_memory(setup: Setup) -> Memory:
     untouched = 0
     if isinstance(config, TrainConfig):
         actor, dtype = outlines["actor"], config.rollout.dtype or config.model.dtype
-        if (dtype, config.model.dtype) != ("float32", "float32"):
+        if actor.is_adapted or (dtype, config.model.dtype) != ("float32", "float32"):
             keep("rollout: weights", actor.num_weights * ITEM_BYTES[dtype])
         is_native = config.rollout.name == "native"
         reserved, used = kv_cache(config, actor.config, lengths)
@@ -132,7 +132,7 @@ def plan_memory(setup: Setup) -> Memory:
         keep("rollout: logits", sampling_bytes(config, actor.config, lengths), ("rollout",))
         keep("batch columns", column_bytes(config, lengths, outlines), updates)
     items = tuple(Item(name, dict(by_phase)) for name, by_phase in kept.items())
-    checkpoint = sum(outlines[name].weight_bytes + outlines[name].moment_bytes for name in objectives)
+    checkpoint = sum(outlines[name].checkpoint_bytes for name in objectives)
     weights = {name: each.num_weights for name, each in outlines.items()}
     return Memory(items, phases, untouched, weights, sizes, checkpoint)
 

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from whet.engines.optim import OptimSettings, optimizer_for
+from whet.models.freeze import freeze
 from whet.models.load import outline, recompute_activations
+from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.planning.tensor_bytes import TensorBytes
@@ -35,6 +37,10 @@ class Role(Protocol):
     def is_value_model(self) -> bool: ...
     @property
     def gradient_checkpointing(self) -> bool: ...
+    @property
+    def lora(self) -> LoraSettings | None: ...
+    @property
+    def freeze(self) -> Sequence[str]: ...
     @property
     def forward(self) -> ForwardSettings: ...
     @property
@@ -63,16 +69,25 @@ class Outline:
         with self._mode:
             self.model: nn.Module = outline(role.model_path, is_value_model=role.is_value_model)
         self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
-        if role.gradient_checkpointing:
-            recompute_activations(self.model)
-        self.num_weights = sum(weight.numel() for weight in self.model.parameters())
         body: Any = self.model.body if role.is_value_model else self.model
         self.config = body.config.get_text_config()
+        self.num_weights = sum(weight.numel() for weight in self.model.parameters())  # without an adapter's
+        freeze(self.model, role.freeze)
+        if role.lora is not None:
+            with self._mode:
+                add_adapter(body, role.lora, 0, role.forward.dtype)
+        if role.gradient_checkpointing:
+            recompute_activations(self.model)
 
     @property
     def weight_bytes(self) -> int:
-        """Master weights, tied ones once."""
-        return self.num_weights * FLOAT32
+        """As they are trained from, tied ones once, an adapter's among them."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether only an adapter is trained."""
+        return self.role.lora is not None
 
     @property
     def head_weights(self) -> int:
@@ -104,14 +119,20 @@ class Outline:
         states = [each.state for each in getattr(optimizer, "optimizers", [optimizer])]
         return sum(value.nbytes for value in tree_leaves(states) if isinstance(value, torch.Tensor))
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """On disk: weights, of an adapter its own alone, and what the optimizer keeps."""
+        return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
+
     def update_bytes(self, rows: Sequence[Row], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
         """What forward and backward of one micro-batch take at their height beside weights and optimizer, by kind.
 
         The pass itself is run, on tensors without numbers. With `accumulates` an earlier micro-batch left gradients.
         """
         role = self.role
-        shape = (role.model_path, role.is_value_model, role.gradient_checkpointing, role.forward)
-        key = (shape, tuple(rows), needs, accumulates)
+        adapter = None if role.lora is None else repr(role.lora)
+        model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
+        key = (model, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
         if key not in _PASSES:  # plans of one config and its changes ask again for what they share
             _PASSES[key] = self._run(rows, needs, accumulates)
         return Counter(_PASSES[key])

@@ -61,8 +61,8 @@ def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates 
     share = rows[: -(-len(rows) // processes)]
     seconds = {"rollout": _rollout(config, outlines["actor"], share, rates)}
     for role in setup.passes:
-        if role in outlines:
-            seconds["columns"] = seconds.get("columns", 0.0) + _forward(outlines[role], share, rates)
+        model = outlines.get(role, outlines["actor"])  # the reference of an adapter is the actor without it
+        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share, rates)
     for role in setup.objectives:
         epochs = config.critic.epochs if role == "critic" else config.actor.epochs
         seconds[f"{role} update"] = epochs * _update(outlines[role], share, rates)

@@ -96,9 +96,9 @@ def number_text(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def failure(message: str) -> Failure:
+def failure(message: str, *, timed_out: bool = False) -> Failure:
     """A failure that arose in the reward."""
-    return Failure(source="reward", message=message)
+    return Failure("reward", message, timed_out)
 
 
 def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:

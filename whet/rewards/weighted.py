@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
@@ -36,7 +37,7 @@ class WeightedRewards:
         reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
         for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                return Failure(outcome.source, f"{name}: {outcome.message}")
+                return replace(outcome, message=f"{name}: {outcome.message}")
             results.append(outcome)
             reward += weight * outcome.reward
             parts[name] = outcome.reward

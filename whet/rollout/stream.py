@@ -140,14 +140,20 @@ class Rollouts:
         metrics: Metrics,
         purpose: str = "rollout",
     ) -> list[Group]:
-        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`."""
+        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
+        in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
+        if preemptions := sum(turn.preemptions for turn in turns):
+            metrics.sum("rollout/preemptions", preemptions)
         with metrics.time("time/reward"):
             scored = self._score([trajectory for group in answers for trajectory in group])
         for trajectory in scored:
             if trajectory.failure is not None:
                 metrics.sum(f"failures/{trajectory.failure.source}", 1)
+                if trajectory.failure.timed_out:
+                    metrics.sum("failures/timed_out", 1)
         return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
     def state(self) -> Mapping[str, Any]:

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
-from whet.config.checks import aggregation, check_context, uses_critic
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.config.algorithm_checks import aggregation, uses_critic
+from whet.config.checks import check_context
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -40,6 +41,7 @@ from whet.registry import (
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
+from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
@@ -55,7 +57,7 @@ from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, stopped_in_order
-from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
+from whet.trainers.workers import AdapterOffWorker, RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -115,7 +117,9 @@ def _settled_objects() -> Iterator[None]:
 def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, *, dry_run: bool = False) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     model_path = _required(config.model.path, "model.path")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
+    models = [path for path in (model_path, *others) if path is not None]
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
     data_config, seed = config.data, config.trainer.seed
     loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
@@ -157,7 +161,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts[: config.data.val_max_prompts],
-            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
@@ -224,43 +228,52 @@ def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
     """The workers of one process, those first that others look at."""
-    model_path = _required(config.model.path, "model.path")
+    model, model_path = config.model, _required(config.model.path, "model.path")
 
-    def trained(role: ActorConfig, path: str, steps: int, is_value_model: bool = False) -> RoleSettings:
+    def trained(role: ActorConfig, path: str | None, steps: int, is_value_model: bool = False) -> RoleSettings:
         return RoleSettings(
-            model_path=path,
+            model_path=path or model_path,
             engine=role.engine,
-            dtype=config.model.dtype,
+            dtype=model.dtype,
             max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
             optim=role.optim,
             grad_clip=role.grad_clip,
             total_steps=steps * updates_per_step(role, config.data.train_batch_size),
             is_value_model=is_value_model,
-            gradient_checkpointing=config.model.gradient_checkpointing,
+            gradient_checkpointing=model.gradient_checkpointing,
+            adapter_path=model.lora.path if path is None else None,
+            allow_pickle=model.allow_pickle,
+            lora=model.lora if model.lora.rank is not None else None,
+            freeze=tuple(model.freeze) if role is config.actor else (),
+            seed=config.trainer.seed,
         )
 
     actor_steps = max(1, total_steps - (config.critic.warmup_steps if "critic" in columns.roles else 0))
-    specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, model_path, actor_steps),))]
+    specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, None, actor_steps),))]
     if "critic" in columns.roles:
-        path = config.critic.model_path or model_path
         is_value_model = "values" in VALUE_LOSSES[config.critic.value_loss].columns
-        settings = trained(config.critic, path, total_steps, is_value_model)
+        settings = trained(config.critic, config.critic.model_path, total_steps, is_value_model)
         specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
 
-    def read(path: str) -> RoleSettings:
+    def read(path: str | None) -> RoleSettings:
         return RoleSettings(
-            model_path=path,
+            model_path=path or model_path,
             engine=config.ref.engine,
-            dtype=config.model.dtype,
+            dtype=model.dtype,
             max_tokens_per_micro_batch=config.ref.max_tokens_per_micro_batch,
+            adapter_path=model.lora.path if path is None else None,
+            allow_pickle=model.allow_pickle,
         )
 
     if "ref" in columns.roles:
-        specs.append(WorkerSpec("ref", TrainWorker, (read(config.ref.model_path or model_path),)))
+        is_start = model.lora.rank is not None and config.ref.model_path is None
+        ref = WorkerSpec("ref", TrainWorker, (read(config.ref.model_path),))
+        specs.append(WorkerSpec("ref", AdapterOffWorker) if is_start else ref)
     if any(provider.name == "teacher_log_probs" for provider in columns.providers):
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
+    tokenizer_path = config.model.tokenizer_path or model_path
+    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, tokenizer_path))]
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
@@ -317,15 +330,23 @@ def build_collector(
 
 
 def sampling_params(
-    config: SamplingConfig | RolloutConfig, max_new_tokens: int, stop_ids: tuple[int, ...]
+    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
     """The sampling parameters of a config."""
+    allowed = config.allowed_token_ids
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         stop_token_ids=stop_ids,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=tuple(config.stop),
+        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
     )
 
 
@@ -343,7 +364,7 @@ def _rollouts(
         scorer,
         tokenizer,
         n=config.rollout.n,
-        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
+        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,

@@ -2,7 +2,7 @@
 """Checkpoints: everything that a run needs to go on, complete or not there.
 
     checkpoints/global_step_12/
-        actor.state  critic.state     weights, optimizer, optimizer steps
+        actor.state  critic.state     weights (of an adapter its own alone), optimizer, optimizer steps
         trainer.json                  step, score of its validation, place in the data, controllers
         model/                        config and tokenizer: what `whet export` adds to the weights
         manifest.json                 size and SHA-256 of every other file; written last: without it nothing counts
@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError
+from whet.models.folder import split_adapters
 from whet.models.load import load_config
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def save(
                 roles[role].save(str(partial / f"{role}.state"))
         tokenizer.save_pretrained(partial / "model")
         load_config(model_path).save_pretrained(partial / "model")
-        generation = Path(model_path) / "generation_config.json"
+        generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
         (partial / "trainer.json").write_text(json.dumps({"step": step, "score": score, **state}, indent=1))

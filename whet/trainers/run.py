@@ -259,6 +259,7 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "tokens": len(sampled),
         "turns": len(answer.turns),
         "finish_reason": last.finish_reason if last is not None else None,
+        "stop": last.stop if last is not None else None,
         "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
         "policy_version": last.policy_version if last is not None else None,
         "failure": None if answer.failure is None else asdict(answer.failure),

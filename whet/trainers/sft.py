@@ -173,13 +173,12 @@ def train_sft(
 ) -> SFTRun:
     """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
 
-    `callbacks` come before those that `trainer.callbacks` names.
-
-    Raises: WhetError for everything that a user can mend.
+    `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
+    user can mend.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
@@ -272,4 +271,9 @@ def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
         grad_clip=config.grad_clip,
         total_steps=total_steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        adapter_path=config.model.lora.path,
+        allow_pickle=config.model.allow_pickle,
+        lora=config.model.lora if config.model.lora.rank is not None else None,
+        freeze=tuple(config.model.freeze),
+        seed=config.trainer.seed,
     )
