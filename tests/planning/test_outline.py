@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from whet.config.schema import EngineConfig, OptimConfig
-from whet.models.load import load_policy, load_value_model, recompute_activations
+from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.controller.worker import Placement
+from whet.models.init import init_model
+from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import model_outputs
 from whet.planning.outline import Outline, Row, columns
 from whet.planning.tensor_bytes import TensorBytes
-from whet.trainers.workers import RoleSettings
+from whet.trainers.workers import RoleSettings, TrainWorker
 
 ROWS = [Row(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]
 
@@ -57,8 +59,10 @@ def test_adamw_keeps_two_numbers_a_weight_and_muon_one_of_inner_matrices(model_f
         ({"gradient_checkpointing": True}, False),
         ({"engine": EngineConfig(packing=False, logits_chunk_tokens=16)}, False),
         ({"is_value_model": True}, False),
+        ({"lora": LoraConfig(rank=4), "dtype": "bfloat16"}, True),
+        ({"freeze": ("*.layers.0.*",)}, False),
     ],
-    ids=["float32", "accumulated", "bfloat16", "recomputed", "padded", "values"],
+    ids=["float32", "accumulated", "bfloat16", "recomputed", "padded", "values", "adapter", "frozen"],
 )
 def test_a_pass_takes_what_it_takes_on_real_tensors(
     model_folder: Path, changed: dict[str, object], accumulates: bool
@@ -67,18 +71,27 @@ def test_a_pass_takes_what_it_takes_on_real_tensors(
     needs = frozenset({"values"} if role.is_value_model else {"log_probs", "entropy"})
     planned = Outline(role).update_bytes(ROWS, needs, accumulates=accumulates)
 
-    model = (load_value_model if role.is_value_model else load_policy)(model_folder)
-    if role.gradient_checkpointing:
-        recompute_activations(model)
-    model.train()
+    model = TrainWorker(Placement("actor"), role).model
     for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight) if accumulates else None
+        weight.grad = torch.zeros_like(weight) if accumulates and weight.requires_grad else None
     batch = columns(ROWS)
     with TensorBytes() as counted:
         outputs = model_outputs(model, batch, needs, role.forward)
         sum((value.sum() for value in outputs.values()), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-    gradients = sum(weight.nbytes for weight in model.parameters()) if accumulates else 0
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = sum(weight.nbytes for weight in trained) if accumulates else 0
     assert planned.total() == pytest.approx(counted.peak.total() + gradients, rel=0.05)
+
+
+def test_a_mixture_of_experts_is_taken_to_use_all_alike(tmp_path: Path) -> None:
+    """Real tokens choose unevenly, which changes little."""
+    folder = init_model(tmp_path / "model", "qwen3_moe", "nano", num_layers=2, max_position_embeddings=512)
+    planned = Outline(settings(folder)).update_bytes(ROWS, frozenset({"log_probs"}), accumulates=False)
+    model = TrainWorker(Placement("actor"), settings(folder)).model
+    with TensorBytes() as counted:
+        outputs = model_outputs(model, columns(ROWS), frozenset({"log_probs"}), settings(folder).forward)
+        outputs["log_probs"].sum().backward()  # type: ignore[no-untyped-call]
+    assert planned.total() == pytest.approx(counted.peak.total(), rel=0.15)
 
 
 def test_what_a_token_is_multiplied_with(model_folder: Path) -> None:

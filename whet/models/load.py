@@ -76,8 +76,8 @@ def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow
 
 
 def outline(path: str | Path, *, is_value_model: bool = False) -> PreTrainedModel | ValueModel:
-    """What `load_policy` or `load_value_model` gives, from the config alone. Called under a FakeTensorMode: shapes that
-    compute shapes take no memory.  Raises: ModelError."""
+    """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
+    `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
     config = load_config(path)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

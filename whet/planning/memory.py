@@ -232,10 +232,11 @@ def sampling_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> int:
 
 def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
     """What sampling holds for each entry of the logits: as they come, in float32, log-softmax, probabilities, sums."""
-    held = item + (FLOAT32 if item < FLOAT32 else 0) + 3 * FLOAT32
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        return held + 22  # sorted with their order, and the same again to cut
-    return held + (FLOAT32 if rollout.temperature != 1 and item == FLOAT32 else 0)
+    penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
+    is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it
+    beside = max(20 * is_constrained, 17 * is_cut, 4 * (rollout.min_p > 0))
+    return item + (FLOAT32 if item < FLOAT32 else 0) + 3 * FLOAT32 + beside
 
 
 def column_bytes(config: TrainConfig, lengths: Lengths, roles: Mapping[str, object]) -> int:

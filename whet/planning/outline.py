@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from whet.engines.optim import OptimSettings, optimizer_for
@@ -66,7 +66,7 @@ class Outline:
 
     def __init__(self, role: Role) -> None:
         self.role, self._mode = role, FakeTensorMode()
-        with self._mode:
+        with torch.device("meta"):
             self.model: nn.Module = outline(role.model_path, is_value_model=role.is_value_model)
         self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
         body: Any = self.model.body if role.is_value_model else self.model
@@ -74,8 +74,9 @@ class Outline:
         self.num_weights = sum(weight.numel() for weight in self.model.parameters())  # without an adapter's
         freeze(self.model, role.freeze)
         if role.lora is not None:
-            with self._mode:
+            with torch.device("meta"):
                 add_adapter(body, role.lora, 0, role.forward.dtype)
+        _as_if_on_cpu(self.model, self._mode)
         if role.gradient_checkpointing:
             recompute_activations(self.model)
 
@@ -179,6 +180,21 @@ class Outline:
             vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
         return laid_out
+
+
+def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Tensors of the meta device become ones that say that they are on the CPU, so that passes go as they do there."""
+    made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
