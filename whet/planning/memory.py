@@ -19,7 +19,7 @@ BLOCK_TOKENS = 16  # of the native engine's cache
 PREFILL_TOKENS = 4096  # prompts that the native engine computes together
 # Fitted to measured runs: tokenizer, rows, libraries' own memory; and what the heap takes for each byte of tensors,
 # more where sampling between updates leaves holes in it.
-PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 160 * 2**20, 1.05, 1.25
+PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 
 
 @dataclass(frozen=True)
