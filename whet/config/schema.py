@@ -28,6 +28,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
     )
+    command: ClassVar[str]  # of a whole config: who reads it
 
     @field_validator("*", mode="before")
     @classmethod

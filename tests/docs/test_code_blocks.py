@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of every page is run, checked, or says why not (tests/docs/pages.py)."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import LANGUAGES, ROOT, Reader, blocks
+from whet import registry
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SLOW = [page for page in PAGES if any(block.kind == "slow" for block in blocks(page))]
+
+
+def shown(page: Path) -> str:
+    return str(page.relative_to(ROOT / "docs"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a page is followed; what it registers is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    for kind in registry.KINDS:
+        monkeypatch.setattr(kind, "_live", dict(kind._live))
+    return tmp_path
+
+
+def follow(page: Path, folder: Path, *, slow: bool) -> None:
+    reader, found = Reader(folder, slow=slow), blocks(page)
+    for block, after in zip_longest(found, found[1:]):
+        reader.read(block)
+        if block.language == "bash" and reader.printed is not None:
+            reader.check_exit(block, after)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_the_blocks_of_a_page(page: Path, folder: Path) -> None:
+    follow(page, folder, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW, ids=shown)
+def test_the_blocks_that_take_long(page: Path, folder: Path) -> None:
+    follow(page, folder, slow=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_what_is_not_run_says_why(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, block.place
+        assert block.kind in ("", "recipe") or len(block.reason.split()) >= 3, f"{block.place}: say why"
