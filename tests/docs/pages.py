@@ -4,7 +4,8 @@
     ```python                    run; the blocks of a page share their names and a temporary folder
     ```python title="whet/..."   a piece of that file, to the letter
     ```LANGUAGE title="NAME"     written to the file NAME of that folder, then treated as without a title
-    ```bash                      run: lines of whet commands in this process, anything else by bash
+    ```bash                      run: lines of whet commands in this process, anything else by bash; with a title only
+                                 written and looked through for mistakes of syntax
     ```yaml                      a recipe of `whet train`, for the loader and for the JSON Schema
     ```json                      read, an object a line where it is no whole
     ```text title="output"       stands in what the block before it printed; ... is for whatever differs
@@ -27,7 +28,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def blocks(page: Path) -> list[Block]:
             end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
             marker = MARKER.match(lines[number - 1]) if number else None
             kind, reason = (marker["kind"], marker["reason"]) if marker else ("", "")
-            code = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
+            code = "".join(line.removeprefix(fence["indent"]) + "\n" for line in lines[number + 1 : end])
             found.append(Block(page, number + 1, fence["language"], fence["title"] or "", kind, reason, code))
             number = end
         number += 1
@@ -115,6 +115,9 @@ class Reader:
             return
         if block.title and block.language != "text":
             (self.folder / block.title).write_text(block.code, encoding="utf-8")
+        if block.language == "bash" and block.title:
+            subprocess.run(["bash", "-n", str(self.folder / block.title)], check=True)
+            return
         if block.kind == "check" or (block.kind == "slow" and not self.slow):
             self.printed = None
             self._check(block)
@@ -141,10 +144,9 @@ class Reader:
         return printed.getvalue()
 
     def _run_bash(self, block: Block) -> str:
-        commands = logical_lines(block.code)
-        if all(shlex.split(each)[0] == "whet" and not SHELL & set(_unquoted(each)) for each in commands):
+        if _is_plain(block.code):
             with _captured() as printed:
-                for each in commands:
+                for each in logical_lines(block.code):
                     try:
                         main(shlex.split(each)[1:])
                     except SystemExit as ended:
@@ -180,6 +182,8 @@ class Reader:
     def _check(self, block: Block) -> None:
         if block.language == "python":
             compile(block.code, block.place, "exec")
+        elif block.language == "bash" and block.kind == "slow" and not _is_plain(block.code):
+            subprocess.run(["bash", "-n", "-c", block.code], check=True)
         elif block.language == "bash":
             for each in logical_lines(block.code):
                 check_command(shlex.split(each, comments=True), block)
@@ -208,6 +212,8 @@ def check_command(words: list[str], block: Block) -> None:
             pyproject = (ROOT / "pyproject.toml").read_text()
             for extra in re.findall(r"\.\[([\w,]+)\]", " ".join(rest)):
                 assert all(re.search(rf"^{name} = \[", pyproject, re.MULTILINE) for name in extra.split(",")), extra
+        case ["python", "-m", "venv", _]:
+            pass
         case _:
             raise AssertionError(f"{block.place}: {shlex.join(words)} cannot be checked; mark the block skip")
 
@@ -218,8 +224,11 @@ def logical_lines(code: str) -> list[str]:
     return [line for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
-def _unquoted(line: str) -> str:
-    return re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
+def _is_plain(code: str) -> bool:
+    """Whether all that it says is `whet ...`, without anything for a shell to do."""
+    lines = logical_lines(code)
+    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines]
+    return all(line.split()[0] == "whet" for line in lines) and not SHELL & set("".join(unquoted))
 
 
 @contextlib.contextmanager

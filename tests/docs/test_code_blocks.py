@@ -54,3 +54,13 @@ def test_what_is_not_run_says_why(page: Path) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, block.place
         assert block.kind in ("", "recipe") or len(block.reason.split()) >= 3, f"{block.place}: say why"
+
+
+def test_the_walk_through_the_loop_shows_all_of_it() -> None:
+    """docs/how-one-step-works.md has the file from its first function to its last; a change there is made here too."""
+    loop = "whet/trainers/rl.py"
+    pieces = [block.code for block in blocks(ROOT / "docs" / "how-one-step-works.md") if block.title == loop]
+    file = (ROOT / loop).read_text()
+    wanted = file[file.index("def fit(") :].splitlines()
+    said = [line for piece in pieces for line in piece.splitlines()]
+    assert [line for line in said if line] == [line for line in wanted if line]
