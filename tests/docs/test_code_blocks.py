@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from tests.docs.pages import LANGUAGES, ROOT, Reader, blocks
 from whet import registry
+from whet.trainers.run_dir import BOUND, FREE
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SLOW = [page for page in PAGES if any(block.kind == "slow" for block in blocks(page))]
@@ -20,14 +24,17 @@ def shown(page: Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a page is followed; what it registers is forgotten afterwards."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a page is followed; what it imports and registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "120")
     for kind in registry.KINDS:
         monkeypatch.setattr(kind, "_live", dict(kind._live))
-    return tmp_path
+    yield tmp_path
+    own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(str(tmp_path))]
+    for name in own:
+        del sys.modules[name]
 
 
 def follow(page: Path, folder: Path, *, slow: bool) -> None:
@@ -64,3 +71,10 @@ def test_the_walk_through_the_loop_shows_all_of_it() -> None:
     wanted = file[file.index("def fit(") :].splitlines()
     said = [line for piece in pieces for line in piece.splitlines()]
     assert [line for line in said if line] == [line for line in wanted if line]
+
+
+def test_what_may_change_on_resume_is_what_the_code_lets_change() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    section = page.partition("## What may change on resume")[2].partition("Any other difference")[0]
+    said = {each.removesuffix("*") for each in re.findall(r"`([\w.*]+)`", section)}
+    assert said == {*FREE, *BOUND} - {"output"}  # of `whet eval`, which has no run to resume
