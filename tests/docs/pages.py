@@ -2,10 +2,9 @@
 """The fenced blocks of a page, and what a test does with each.
 
     ```python                    run; the blocks of a page share their names and a temporary folder
+    ```bash                      run: lines of whet commands in this process, anything else by bash
+    ```LANGUAGE title="NAME"     written to the file NAME of that folder, for the blocks behind it
     ```python title="whet/..."   a piece of that file, to the letter
-    ```LANGUAGE title="NAME"     written to the file NAME of that folder, then treated as without a title
-    ```bash                      run: lines of whet commands in this process, anything else by bash; with a title only
-                                 written and looked through for mistakes of syntax
     ```yaml                      a recipe of `whet train`, for the loader and for the JSON Schema
     ```json                      read, an object a line where it is no whole
     ```text title="output"       stands in what the block before it printed; ... is for whatever differs
@@ -115,8 +114,8 @@ class Reader:
             return
         if block.title and block.language != "text":
             (self.folder / block.title).write_text(block.code, encoding="utf-8")
-        if block.language == "bash" and block.title:
-            subprocess.run(["bash", "-n", str(self.folder / block.title)], check=True)
+        if block.title and block.language in ("python", "bash"):
+            self._look_through(block)
             return
         if block.kind == "check" or (block.kind == "slow" and not self.slow):
             self.printed = None
@@ -180,13 +179,18 @@ class Reader:
         assert re.search(wanted, said, re.DOTALL), f"{block.place} shows\n{block.code}\nbut this was printed:\n{said}"
 
     def _check(self, block: Block) -> None:
-        if block.language == "python":
-            compile(block.code, block.place, "exec")
-        elif block.language == "bash" and block.kind == "slow" and not _is_plain(block.code):
-            subprocess.run(["bash", "-n", "-c", block.code], check=True)
+        if block.language == "python" or (block.kind == "slow" and not _is_plain(block.code)):
+            self._look_through(block)
         elif block.language == "bash":
             for each in logical_lines(block.code):
                 check_command(shlex.split(each, comments=True), block)
+
+    @staticmethod
+    def _look_through(block: Block) -> None:
+        if block.language == "python":
+            compile(block.code, block.place, "exec")
+        else:
+            subprocess.run(["bash", "-n", "-c", block.code], check=True)
 
 
 def check_command(words: list[str], block: Block) -> None:

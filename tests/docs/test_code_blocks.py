@@ -16,7 +16,15 @@ from whet import registry
 from whet.trainers.run_dir import BOUND, FREE
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-SLOW = [page for page in PAGES if any(block.kind == "slow" for block in blocks(page))]
+TRANSLATED = [page for page in PAGES if page.parent.name == "zh"]
+FOLLOWED = [page for page in PAGES if page not in TRANSLATED]
+ONLY_SHOWN = {
+    "train_on_aws.sh",
+    "train_on_gcp.sh",
+    "train.sbatch",
+    "data.schema.json",
+}  # for a cloud, a scheduler, an editor
+SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in blocks(page))]
 
 
 def shown(page: Path) -> str:
@@ -32,7 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for kind in registry.KINDS:
         monkeypatch.setattr(kind, "_live", dict(kind._live))
     yield tmp_path
-    own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(str(tmp_path))]
+    own = [
+        name
+        for name, module in sys.modules.items()
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path))
+    ]
     for name in own:
         del sys.modules[name]
 
@@ -45,15 +57,32 @@ def follow(page: Path, folder: Path, *, slow: bool) -> None:
             reader.check_exit(block, after)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
+@pytest.mark.parametrize("page", FOLLOWED, ids=shown)
 def test_the_blocks_of_a_page(page: Path, folder: Path) -> None:
     follow(page, folder, slow=False)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", SLOW, ids=shown)
 def test_the_blocks_that_take_long(page: Path, folder: Path) -> None:
     follow(page, folder, slow=True)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=shown)
+def test_a_translation_has_the_blocks_of_its_original(page: Path) -> None:
+    original = page.parents[1] / page.name
+    own, others = ([(b.language, b.title, b.kind, b.code) for b in blocks(each)] for each in (page, original))
+    assert own == others
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_a_file_that_a_page_shows_is_used_on_it(page: Path) -> None:
+    found = blocks(page)
+    for number, block in enumerate(found):
+        if block.title and block.language != "text" and not block.title.startswith("whet/"):
+            used = any(block.title.partition(".")[0] in after.code for after in found[number + 1 :])
+            assert used or block.title in ONLY_SHOWN, f"{block.place}: {block.title} is not used below"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
