@@ -34,7 +34,7 @@ bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 docs: $(READY) ## builds the documentation into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whet needs Python 3.11 or newer; name one: make PYTHON=python3.11")'
