@@ -62,7 +62,7 @@ def _as_written(field: dict[str, Any], names: Registry | None) -> dict[str, Any]
     """A field as it may stand in a recipe."""
     if "$ref" in field:
         return {"anyOf": [{"$ref": field["$ref"]}, {"type": "null"}]}
-    told = {key: field[key] for key in ("description", "default") if key in field}
+    told: dict[str, Any] = {key: field[key] for key in ("description", "default") if key in field}
     if names is not None:
         told["examples"] = names.names()
     forms: list[dict[str, Any]] = []
