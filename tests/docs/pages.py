@@ -28,6 +28,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config, problems
 from whet.config.json_schema import json_schema
+from whet.config.schema import Section
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?[^\n`]*$")
@@ -170,7 +172,7 @@ class Reader:
         schema = SCHEMAS[block.reason if block.kind == "recipe" else "train"]
         loaded = load_config(schema, file, checked=False)
         assert any(source != "default" for source in loaded.sources.values()), f"{block.place} sets nothing"
-        jsonschema.Draft7Validator(json_schema(schema)).validate(yaml.safe_load(block.code))
+        validator(schema).validate(yaml.safe_load(block.code))
 
     def _compare(self, block: Block) -> None:
         assert self.printed is not None
@@ -191,6 +193,12 @@ class Reader:
             compile(block.code, block.place, "exec")
         else:
             subprocess.run(["bash", "-n", "-c", block.code], check=True)
+
+
+@cache
+def validator(schema: type[Section]) -> jsonschema.Draft7Validator:
+    """What an editor does with a recipe."""
+    return jsonschema.Draft7Validator(json_schema(schema))
 
 
 def check_command(words: list[str], block: Block) -> None:

@@ -107,3 +107,11 @@ def test_what_may_change_on_resume_is_what_the_code_lets_change() -> None:
     section = page.partition("## What may change on resume")[2].partition("Any other difference")[0]
     said = {each.removesuffix("*") for each in re.findall(r"`([\w.*]+)`", section)}
     assert said == {*FREE, *BOUND} - {"output"}  # of `whet eval`, which has no run to resume
+
+
+@pytest.mark.parametrize("page", ["index.md", "zh/index.md"])
+def test_the_first_page_counts_estimators_and_losses_right(page: str) -> None:
+    kinds = (registry.ADV_ESTIMATORS, registry.POLICY_LOSSES)
+    counted = [str(sum(entry.alias_of is None for entry in kind)) for kind in kinds]
+    said = re.findall(r"(\d+)\s+(?:advantage|policy|种)", (ROOT / "docs" / page).read_text())
+    assert said == counted
