@@ -4,8 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SERVICES := .venv/.services
 PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
+TRACKIO := .venv-trackio/.ready
 
 .PHONY: quickstart test test-all peers quality style bench docs
 
@@ -15,12 +17,12 @@ quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 test: $(READY) ## the CPU suite
 	$(BIN)/pytest
 
-test-all: $(READY) $(PEERS) $(TRL) ## with the slow tests
+test-all: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
 	$(BIN)/pytest -m "slow or not slow"
 
-peers: $(PEERS) $(TRL) ## environments of their own for verl and TRL, whose functions the slow tests compare with
+peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
 
-quality: $(READY) ## what a commit must pass
+quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -43,6 +45,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(SERVICES): $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev-services]'
+	@touch $@
+
 # verl alone, and of what it asks for only what importing its functions needs.
 $(PEERS): tests/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
@@ -55,4 +61,11 @@ $(TRL): benchmarks/constraints-trl.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/pip install --quiet -c $< torch
 	.venv-trl/bin/pip install --quiet -c $< trl
+	@touch $@
+
+# Trackio wants an older pillow: laid over .venv, whose packages it sees where it has none of its own.
+$(TRACKIO): tests/tracking/constraints-trackio.txt $(SERVICES)
+	$(PYTHON) -m venv .venv-trackio
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-trackio/bin/pip install --quiet -c $< trackio
 	@touch $@

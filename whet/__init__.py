@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from whet.registry import (
     register_policy_loss,
     register_rejection,
     register_reward,
+    register_sampler,
     register_shaping,
     register_value_loss,
     register_weight,
@@ -24,6 +25,7 @@ from whet.registry import (
 
 if TYPE_CHECKING:
     from whet.trainers.run import Run
+    from whet.types import Prompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "register_policy_loss",
     "register_rejection",
     "register_reward",
+    "register_sampler",
     "register_shaping",
     "register_value_loss",
     "register_weight",
@@ -48,15 +51,16 @@ def train(
     recipe: str | Path | None = None,
     *,
     reward: Callable[..., Any] | None = None,
-    data: Sequence[Mapping[str, Any]] | None = None,
+    data: Iterable[Mapping[str, Any] | Prompt] | None = None,
     **overrides: Any,
 ) -> Run:
     """Trains as `whet train` does and returns the finished run.
 
         whet.train("gsm8k", reward=my_function, data=rows, **{"model.path": "my_model", "rollout.n": 8})
 
-    `reward` and `data` stand in for `reward.function` and `data.train_files`; `overrides` are dotted keys of the
-    config, or whole sections as mappings (`rollout={"n": 8}`).  Raises: ConfigError before anything is loaded."""
+    `reward` and `data` (rows or prompts) stand in for `reward.function` and `data.train_files`; `overrides` are
+    dotted keys of the config, or whole sections as mappings (`rollout={"n": 8}`).
+    Raises: ConfigError before anything is loaded."""
     from whet.config import TrainConfig, load_config
 
     given = {name for name, value in (("reward", reward), ("data", data)) if value is not None}

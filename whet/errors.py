@@ -11,6 +11,7 @@ WhetError
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
 ├── CheckpointError (RuntimeError)
+├── StorageError (OSError)       a disk that is full or cannot be written; names the file
 └── SandboxError (RuntimeError)
 
 A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
@@ -55,6 +56,10 @@ class DeadlineError(WhetError, TimeoutError):
 
 class CheckpointError(WhetError, RuntimeError):
     """A checkpoint that is missing, damaged or of another run."""
+
+
+class StorageError(WhetError, OSError):
+    """A disk that is full, read-only or failing; the message names the file."""
 
 
 class SandboxError(WhetError, RuntimeError):

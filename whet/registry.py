@@ -374,6 +374,7 @@ WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 SHAPINGS = Registry("reward shaping", "algorithms", "register_shaping")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
+SAMPLERS = Registry("sampler", "data", "register_sampler")
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -387,6 +388,7 @@ register_wrapper = WRAPPERS.register
 register_shaping = SHAPINGS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
+register_sampler = SAMPLERS.register
 
 KINDS: tuple[Registry, ...] = (
     ADV_ESTIMATORS,
@@ -401,4 +403,5 @@ KINDS: tuple[Registry, ...] = (
     SHAPINGS,
     REWARDS,
     ENVIRONMENTS,
+    SAMPLERS,
 )

@@ -53,6 +53,8 @@ class Turn:
     finish_reason: FinishReason
     policy_version: int
     reward: float = 0.0  # what the environment paid for this turn
+    stop: str | None = None  # the stop string that ended it
+    preemptions: int = field(default=0, compare=False)  # of its sampling, while memory was short
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Failure:
 
     source: FailureSource
     message: str
+    timed_out: bool = False  # a deadline decided it: a repeat of the run may come out otherwise here
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Trajectory:
     accuracy: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     token_rewards: tuple[float, ...] | None = None  # one a response token, if given; `reward` is their sum
+    extracted: str | None = None  # the answer that the reward found in the text, for majority votes
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # what was said after the prompt: answers, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # what an environment reports: columns by name

@@ -11,7 +11,21 @@ import pytest
 from whet.cli.app import main
 from whet.errors import ConfigError
 
-COMMANDS = ["train", "sft", "eval", "init-model", "config", "algorithms", "export", "quickstart"]
+COMMANDS = [
+    *(
+        "train",
+        "sft",
+        "eval",
+        "init-model",
+        "config",
+        "data",
+        "algorithms",
+        "export",
+        "quickstart",
+        "compare",
+        "lm-eval",
+    ),
+]
 
 
 def whet(*arguments: str) -> int:

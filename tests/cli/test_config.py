@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from whet.cli.app import main
-from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
@@ -38,7 +38,10 @@ def test_the_printed_tree_is_the_config_with_the_source_of_each_value(
     assert noted["top_p"] == "default"
 
 
-@pytest.mark.parametrize(("command", "schema"), [("train", TrainConfig), ("sft", SFTConfig), ("eval", EvalConfig)])
+@pytest.mark.parametrize(
+    ("command", "schema"),
+    [("train", TrainConfig), ("sft", SFTConfig), ("eval", EvalConfig), ("generate", GenerateConfig)],
+)
 def test_without_a_recipe_it_prints_the_defaults(
     command: str, schema: type[TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:

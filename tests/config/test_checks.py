@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from whet.config import aggregation, check, check_context, problems, uses_critic
-from whet.config.checks import nearest_divisors
-from whet.config.schema import AlgorithmConfig, EvalConfig, SFTConfig, TrainConfig
+from whet.config.algorithm_checks import nearest_divisors
+from whet.config.schema import AlgorithmConfig, EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError
 
 
@@ -64,6 +66,13 @@ SECTIONS_AND_REFUSALS = [
     ("environment: {name: nothing}", "environment.name: no environment is called 'nothing'"),
     ("environment: {options: {depth: 3}}", "environment.options: environment 'single_turn' has no option 'depth'"),
     ("rollout: {temperature: 0}", "rollout.temperature=0 is greedy: all 8 answers to a prompt would be the same"),
+    (
+        "trainer: {validation: {min_p: 0.1}}",
+        "trainer.validation.min_p=0.1 changes nothing with trainer.validation.temp",
+    ),
+    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids is empty: no token could be sampled; list some"),
+    ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which is everywhere; take it out"),
+    ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words has an empty string"),
     ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 answers"),
     ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator: no advantage estimator is called 'grpoo'; did you"),
     ("algorithm: {adv_options: {std_nrm: false}}", "'grpo' has no option 'std_nrm'; did you mean 'std_norm'?"),
@@ -212,6 +221,18 @@ def test_nearest_divisors(number: int, wanted: int, near: list[int]) -> None:
     assert nearest_divisors(number, wanted) == near
 
 
+def test_a_tracker_whose_library_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "wandb").mkdir()  # what the library leaves in a working directory is not the library
+    monkeypatch.setattr("sys.path", [str(folder)])
+    for name in ("wandb", "trackio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    config = train_config(trainer={"logger": ["console", "wandb", "wandb"]})
+    assert problems(config) == ['trainer.logger names wandb, which is not installed; run pip install "whet[wandb]"']
+    assert problems(train_config(trainer={"logger": ["jsonl", "trackio"]})) == [
+        'trainer.logger names trackio, which is not installed; run pip install "whet[trackio]"'
+    ]
+
+
 def test_lengths_are_held_against_the_models_positions(folder: Path) -> None:
     config = train_config(data={"max_prompt_length": 300, "max_response_length": 212})
     check_context(config, 512)
@@ -243,4 +264,14 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     )
     stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
     assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 lets samples lag")
+    asked = {"model": {"path": "model"}, "input": "train.jsonl", "output": "answers.jsonl"}
+    assert problems(GenerateConfig.model_validate(asked)) == []
+    assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []
+    same, folder_ = {**asked, "output": "./train.jsonl"}, {**asked, "output": "answers"}
+    assert problems(GenerateConfig.model_validate(same)) == [
+        "output=./train.jsonl is a file of prompts too; name another"
+    ]
+    assert "expected one that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
+    with pytest.raises(ValidationError, match="less than or equal to 2"):
+        GenerateConfig.model_validate({"rollout": {"presence_penalty": 2.5}})
     assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]

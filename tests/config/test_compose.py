@@ -175,6 +175,8 @@ def test_a_broken_recipe_is_answered_in_one_line(recipe: Path, text: str, said: 
 def test_recipes_are_found_by_shipped_name_and_by_path(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     assert find_recipe("gsm8k").parts[-3:] == ("whet", "recipes", "gsm8k.yaml")
+    assert find_recipe("gsm8k", "eval").name == find_recipe("gsm8k_eval", "eval").name == "gsm8k_eval.yaml"
+    assert find_recipe("quickstart", "sft").name == "quickstart_sft.yaml"
     assert find_recipe("mine.yaml") == find_recipe(recipe) == recipe
     (recipe.parent / "gsm8k").mkdir()  # a folder of that name does not hide the recipe
     assert find_recipe("gsm8k").name == "gsm8k.yaml"

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 import yaml
 
-from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes
 from whet.config.json_schema import NAMES, json_schema
-from whet.config.schema import Section
+from whet.config.section import Section
 from whet.errors import ConfigError
 
 SCHEMA = json_schema(TrainConfig)
@@ -22,7 +22,7 @@ def is_valid(recipe: Any, schema: dict[str, Any] = SCHEMA) -> bool:
     return bool(jsonschema.Draft7Validator(schema).is_valid(recipe))
 
 
-@pytest.mark.parametrize("command", [TrainConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("command", [TrainConfig, SFTConfig, EvalConfig, GenerateConfig])
 def test_it_is_a_schema(command: type[Section]) -> None:
     jsonschema.Draft7Validator.check_schema(json_schema(command))
 
@@ -47,6 +47,8 @@ def test_a_part_of_recipes_validates_as_its_section() -> None:
         "rollout:",
         "rollout: {n: '${data.train_batch_size}'}",
         "data: {train_files: one.jsonl}",
+        "data: {train_files: [one.jsonl, {path: two.jsonl, weight: 2}]}",
+        "data: {train_files: 3}",
         "trainer: {logger: jsonl, experiment_name: 7}",
         "trainer: {total_steps: null, val_freq: -1}",
         "rollout: {length_stages: {1: 64, 100: 128}}",

@@ -24,7 +24,9 @@ def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None
     config = load("actor.optim.lr=1e-5")
     assert config.actor.optim.lr == config["actor"]["optim"]["lr"] == config.actor.optim.get("lr") == 1e-5
     assert config.actor.get("nothing", 3) == 3 and "lr" in config.actor.optim and "n" not in config.actor.optim
-    assert dict(config.trainer.validation) == {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    assert dict(config.ref.engine) == {"name": "single", "packing": None, "share_prompts": True} | {
+        "logits_chunk_tokens": 1024
+    }
     with pytest.raises(ValidationError, match="frozen"):
         config.actor.epochs = 2  # type: ignore[misc]
 
@@ -44,8 +46,9 @@ REFUSED = {
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
     "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
     "actor.optim.betas=[0.9]": "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number",
-    "trainer.logger=[console,wandb]": (
-        'trainer.logger=["console", "wandb"] (command line) is a list; expected a list, each one of console, jsonl'
+    "trainer.logger=[console,weights]": (
+        'trainer.logger=["console", "weights"] (command line) is a list; expected a list, each one of console, jsonl, '
+        "tensorboard, wandb, mlflow, swanlab, trackio"
     ),
     "cluster=3": (
         "cluster=3 (command line) is a whole number; expected a section with backend, processes, deadline_seconds"

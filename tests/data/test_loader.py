@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.data.loader import OrderLoader, PromptLoader
+from whet.data.loader import OrderLoader, PromptLoader, steps_per_epoch
 from whet.errors import DataError
 from whet.keyed import key
 from whet.types import Prompt
@@ -58,8 +58,8 @@ def test_resuming_continues_the_same_order_however_it_is_taken(
 
 def test_row_numbers_come_in_the_order_of_the_prompts() -> None:
     order, loader = OrderLoader(5, seed=3), PromptLoader(prompts(5), seed=3)
-    pairs = order.take_with_epoch(12)
-    assert [f"{epoch}:{2 * row}" for epoch, row in pairs] == uids(loader, 12)
+    pairs = order.take_named(12)
+    assert [f"{name}:{2 * row}" for name, row in pairs] == uids(loader, 12)
     assert order.state() == loader.state() == {"epoch": 2, "index": 2}
     assert OrderLoader(5, seed=3).take(12) == [row for _, row in pairs]
 
@@ -72,8 +72,7 @@ def test_a_state_of_more_prompts_is_refused() -> None:
 
 
 def test_steps_per_epoch_counts_whole_steps() -> None:
-    loader = PromptLoader(prompts(10), seed=0)
-    assert [loader.steps_per_epoch(n) for n in (1, 3, 5, 10, 11)] == [10, 3, 2, 1, 1]
+    assert [steps_per_epoch(10, n) for n in (1, 3, 5, 10, 11)] == [10, 3, 2, 1, 1]
 
 
 def test_no_prompts_are_refused() -> None:

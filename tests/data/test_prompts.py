@@ -54,6 +54,19 @@ def test_the_other_fields_of_a_plain_row_are_extra_info(tokenizer: PreTrainedTok
     assert prompt.extra_info == {"answer": 4, "level": 3, "tests": ["a"]}
 
 
+def test_of_several_names_of_a_field_the_first_there_is(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"Problem": "1+1", "Answer": 2, "year": 2024}, {"problem": "2+2", "answer": None, "solution": "4"}]
+    keys = {"prompt_key": ["problem", "Problem"], "answer_key": ["answer", "Answer", "solution"]}
+    prompts = build_prompts(rows, PromptFormat(tokenizer), data_source_key="year", data_source="else", **keys).prompts
+    assert [(str(p.messages[0].content), p.ground_truth, p.data_source) for p in prompts] == [
+        ("1+1", 2, "2024"),
+        ("2+2", "4", "else"),
+    ]
+    assert prompts[0].extra_info == {"year": 2024}
+    with pytest.raises(DataError, match="row 0: field 'problem or Problem' is missing; the row has question"):
+        build_prompts([{"question": "3+3"}], PromptFormat(tokenizer), **keys)
+
+
 def test_ids_are_those_of_apply_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "word " * (n % 50) + f"{n}?"} for n in range(1500)]
     tool = {"name": "add"}
@@ -125,15 +138,20 @@ def test_over_long_prompts_are_dropped_with_a_count(
     built = build_prompts(rows, PromptFormat(tokenizer), max_prompt_length=limit)
     assert (built.num_dropped, built.prompts) == (2, (whole.prompts[0], whole.prompts[2]))
     assert [prompt.uid for prompt in built.prompts] == ["0:0", "0:2"]
-    assert f"dropped 2 of 4 prompts over max_prompt_length={limit} tokens (the longest has {limit + 54})" in caplog.text
+    assert (
+        f"dropped 2 of 4 prompts over data.max_prompt_length={limit} tokens (the longest has {limit + 54})"
+        in caplog.text
+    )
 
 
 def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt_format = PromptFormat(tokenizer)
     rows = [{"prompt": "1"}, {"prompt": "1" * 50}]
-    with pytest.raises(DataError, match=r"row 1: the prompt has \d+ tokens, over max_prompt_length=40"):
+    with pytest.raises(DataError, match=r"row 1: the prompt has \d+ tokens, over data.max_prompt_length=40"):
         build_prompts(rows, prompt_format, max_prompt_length=40, overlong_prompts="error")
-    with pytest.raises(DataError, match=r"no prompt is left of 2 \(max_prompt_length=3\): the shortest has \d+ tokens"):
+    with pytest.raises(
+        DataError, match=r"no prompt is left of 2 \(data.max_prompt_length=3\): the shortest has \d+ tokens"
+    ):
         build_prompts(rows, prompt_format, max_prompt_length=3)
     with pytest.raises(DataError, match="the data has no rows"):
         build_prompts([], prompt_format)
@@ -161,13 +179,17 @@ def test_a_row_that_lacks_something_is_named(
         build_prompts([first, row], PromptFormat(tokenizer), **options)
 
 
-def test_prompts_without_ground_truth_are_announced(
+def test_rows_without_answers_are_announced_and_refused_among_rows_with_answers(
     tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "label": "2"}]
-    built = build_prompts(rows, PromptFormat(tokenizer))
-    assert [prompt.ground_truth for prompt in built.prompts] == ["1", None]
-    assert "1 of 2 prompts have no ground truth" in caplog.text
+    built = build_prompts(rows[1:], PromptFormat(tokenizer))
+    assert [prompt.ground_truth for prompt in built.prompts] == [None]
+    assert "none of 1 rows has an answer" in caplog.text
+    with pytest.raises(
+        DataError, match=r"row 1 has no answer, and 1 of 2 rows have one .*data\.filter\.answer\.not=null"
+    ):
+        build_prompts(rows, PromptFormat(tokenizer))
 
 
 def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrainedTokenizerBase]) -> None:

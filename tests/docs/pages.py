@@ -39,15 +39,15 @@ from typer.main import get_command
 
 from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
-from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config, problems
+from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config, problems
 from whet.config.json_schema import json_schema
-from whet.config.schema import Section
+from whet.config.section import Section
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?[^\n`]*$")
 MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -->$")
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
-SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig}
+SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig, "generate": GenerateConfig}
 NOT_HERE = ("does not exist (seen from", "is no folder;", "has no config.json")  # a path of the reader's
 SHELL = set("|;&<>$`(){}*#")
 DEADLINE_SECONDS = 280
@@ -206,7 +206,7 @@ def check_command(words: list[str], block: Block) -> None:
     while words and "=" in words[0]:
         words = words[1:]  # a variable for this command
     match words:
-        case ["whet", "train" | "sft" | "eval" as command, *rest]:
+        case ["whet", "train" | "sft" | "eval" | "generate" as command, *rest]:
             schema = SCHEMAS[command]
             loaded = load_config(schema, *split_recipe([w for w in rest if w != "--dry-run"], None), checked=False)
             wrong = [each for each in problems(loaded.config) if not any(part in each for part in NOT_HERE)]

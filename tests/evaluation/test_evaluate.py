@@ -13,9 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.config import EvalConfig, load_config
-from whet.errors import ConfigError
+from whet.errors import CheckpointError, ConfigError, RewardError
+from whet.evaluation.answers import Row, by_prompt
+from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
-from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
+from whet.trainers.build import train
+from whet.trainers.export import export
 
 MakeConfig = Callable[..., EvalConfig]
 Rows = list[dict[str, str]]
@@ -36,33 +39,51 @@ def eval_config(model_folder: Path) -> MakeConfig:
     return make
 
 
-def answer(
-    index: int, sample: int, source: str, reward: float | None, accuracy: float | None, tokens: int
-) -> Trajectory:
-    prompt = Prompt(f"0:{index}", index, (Message("user", "?"),), (1,), source, None)
-    turn = Turn((1,), tuple(range(tokens)), (0.0,) * tokens, "stop", 0, reward=0.25 if reward == 3.0 else 0.0)
-    failure = Failure("reward", "late") if reward is None else None
-    return Trajectory(f"0:{index}:{sample}", prompt, (turn,), sample, reward, accuracy, failure=failure)
+def answer(index: int, source: str, accuracy: float | None, *, extracted: str | None = None, **changes: Any) -> Row:
+    return {
+        "index": index,
+        "data_source": source,
+        "extracted": extracted,
+        "reward": accuracy,
+        "accuracy": accuracy,
+        "tokens": 4,
+        "finish_reason": "stop",
+        "failure": {"source": "reward", "message": "late"} if accuracy is None else None,
+        **changes,
+    }
+
+
+def values(metrics: dict[str, Estimate]) -> dict[str, float]:
+    return {name: found.value for name, found in metrics.items()}
 
 
 def test_a_summary_by_hand() -> None:
     answers = [
-        [answer(0, 0, "a", 1.0, 1.0, 2), answer(0, 1, "a", 0.0, 0.0, 4)],
-        [answer(1, 0, "b", 0.5, 0.0, 3), answer(1, 1, "b", None, None, 3)],  # the second failed: it is wrong
-        [answer(2, 0, "b", 1.0, 1.0, 5), answer(2, 1, "b", 3.0, 1.0, 1)],  # its environment paid 0.25 on top
+        *(answer(0, "a", right, extracted=text) for right, text in ((1.0, "4"), (0.0, "5"), (0.0, "5"), (1.0, "4"))),
+        *(answer(1, "b", right, extracted=text) for right, text in ((0.0, "1"), (None, None), (0.0, "2"), (1.0, "3"))),
+        *(answer(2, "b", 1.0, extracted="7", reward=1.25, tokens=8, finish_reason="length") for _ in range(4)),
     ]
-    found = summarise([Group(group[0].prompt, tuple(group)) for group in answers])
-    assert found.summary() == {
-        "num_prompts": 3,
-        "n": 2,
-        "accuracy": (0.5 + 0.0 + 1.0) / 3,
-        "best_accuracy": 2 / 3,
-        "reward": (1.0 + 0.0 + 0.5 + 0.0 + 1.0 + 3.25) / 6,
-        "mean_response_tokens": 18 / 6,
-        "failures": 1,
-        "by_data_source": {"a": 0.5, "b": 0.5},
-    }
-    assert len(found.groups) == 3
+    found = summarise(answers)
+    assert (found.num_prompts, found.n, found.failures) == (3, 4, 1)
+    assert (found.truncated, found.mean_response_tokens) == (4 / 12, (8 * 4 + 4 * 8) / 12)
+    assert values(found.metrics) == pytest.approx(
+        {
+            "mean@4": (0.5 + 0.25 + 1) / 3,
+            "best@4": 1.0,
+            "pass@1": (0.5 + 0.25 + 1) / 3,
+            "pass@2": (5 / 6 + 3 / 6 + 1) / 3,
+            "pass@4": 1.0,
+            "maj@2": found.metrics["maj@2"].value,  # over keyed subsets: see the estimators' tests
+            "maj@4": (1 / 2 + 1 / 3 + 1) / 3,
+            "reward": (0.5 + 0.25 + 1.25) / 3,
+        }
+    )
+    assert values(found.by_data_source["a"])["mean@4"] == 0.5 == found.by_data_source["a"]["maj@4"].value
+    assert values(found.by_data_source["b"])["mean@4"] == 0.625
+    assert found.accuracy == found.metrics["mean@4"].value and found.answers == answers
+    assert found.summary()["metrics"]["best@4"] == pytest.approx({"value": 1, "low": 0.025 ** (1 / 3), "high": 1})
+    silent = summarise([{**row, "extracted": None} for row in answers])
+    assert "maj@4" not in silent.metrics and silent.metrics["mean@4"] == found.metrics["mean@4"]
 
 
 def test_greedy_answers_are_those_of_plain_transformers(
@@ -82,21 +103,23 @@ def test_greedy_answers_are_those_of_plain_transformers(
     assert [line["ground_truth"] for line in lines] == [row["answer"] for row in additions[:5]]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary == found.summary() and summary["num_prompts"] == 5 and summary["n"] == 1
+    assert list(summary["metrics"]) == ["mean@1", "best@1", "pass@1", "reward"]
+    assert lines == found.answers and not (tmp_path / "out" / "answers.partial.jsonl").exists()
 
 
 def test_samples_count_each_and_best_of_them(eval_config: MakeConfig, additions: Rows) -> None:
     config = eval_config(**{"rollout.n": 4, "rollout.temperature": 1.0})
     found = evaluate(config, reward=lambda solution_str: {"score": 1, "acc": len(solution_str) > 4}, data=additions)
-    right = [[float(a.accuracy or 0) for a in group.trajectories] for group in found.groups]
+    right = [[float(row["accuracy"]) for row in rows] for rows in by_prompt(found.answers).values()]
     assert len(right) == 20 and all(len(each) == 4 for each in right)
     assert found.accuracy == pytest.approx(sum(map(sum, right)) / 80) and 0 < found.accuracy < 1
-    assert found.best_accuracy == pytest.approx(sum(any(each) for each in right) / 20)
-    assert found.best_accuracy > found.accuracy
+    assert found.metrics["pass@4"].value == pytest.approx(sum(any(each) for each in right) / 20)
+    assert found.metrics["pass@4"].value > found.accuracy
     again = evaluate(config, reward=lambda solution_str: {"score": 1, "acc": len(solution_str) > 4}, data=additions)
     assert again.summary() == found.summary()
     other = eval_config(**{"rollout.n": 4, "rollout.temperature": 1.0, "seed": 1})
-    sampled = evaluate(other, reward=lambda solution_str: 0.0, data=additions).groups
-    assert [g.trajectories[0].turns for g in sampled] != [g.trajectories[0].turns for g in found.groups]
+    sampled = evaluate(other, reward=lambda solution_str: 0.0, data=additions).answers
+    assert [row["response"] for row in sampled] != [row["response"] for row in found.answers]
 
 
 def test_without_output_nothing_is_written(
@@ -109,10 +132,85 @@ def test_without_output_nothing_is_written(
 
 
 def test_a_judge_that_fails_is_counted(eval_config: MakeConfig, additions: Rows) -> None:
-    found = evaluate(eval_config(), reward=lambda solution_str: solution_str.nothing, data=additions[:3])
-    assert (found.failures, found.accuracy, found.reward) == (3, 0.0, 0.0)
+    judged = iter([1.0])
+    found = evaluate(eval_config(), reward=lambda solution_str: next(judged), data=additions[:4])
+    assert (found.failures, found.accuracy, found.metrics["reward"].value) == (3, 0.25, 0.25)
+
+
+def test_a_judge_that_always_fails_is_an_error_after_its_answers_are_written(
+    eval_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    config = eval_config(output=str(tmp_path / "out"))
+    with pytest.raises(RewardError, match=r"all 3 answers failed.*'str' object has no attribute 'nothing'"):
+        evaluate(config, reward=lambda solution_str: solution_str.nothing, data=additions[:3])
+    written = (tmp_path / "out" / "answers.partial.jsonl").read_text().splitlines()
+    assert ["nothing" in json.loads(line)["failure"]["message"] for line in written] == [True] * 3
 
 
 def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions: Rows) -> None:
     with pytest.raises(ConfigError, match="the model has 512 positions"):
         evaluate(eval_config(**{"data.max_response_length": 500}), reward=lambda solution_str: 0.0, data=additions)
+
+
+def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
+    eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of two prompts, killed in the third: only what was not written is asked again."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "from pathlib import Path\n"
+        f"calls, stop = Path({str(tmp_path / 'calls')!r}), Path({str(tmp_path / 'stop')!r})\n"
+        "def judge(solution_str, ground_truth):\n"
+        "    done = len(calls.read_text()) if calls.exists() else 0\n"
+        "    if stop.exists() and done >= 10:\n"
+        "        raise KeyboardInterrupt\n"
+        "    calls.write_text('x' * (done + 1))\n"
+        "    return {'score': len(solution_str) / 8, 'pred': solution_str[:1]}\n"
+    )
+    config = eval_config(
+        **{
+            "reward.function": f"{judge}:judge",
+            "rollout.n": 2,
+            "rollout.temperature": 1.0,
+            "rollout.max_batch_size": 2,
+            "rollout.kv_cache_bytes": 2**20,
+            "output": str(tmp_path / "out"),
+        }
+    )
+    whole = evaluate(config, data=additions[:8])
+    (tmp_path / "calls").write_text("")
+    (tmp_path / "stop").touch()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config, data=additions[:8])
+    assert len((tmp_path / "out" / "answers.partial.jsonl").read_text().splitlines()) == 8
+    assert len((tmp_path / "out" / "answers.jsonl").read_text().splitlines()) == 16  # the earlier one's is still there
+    (tmp_path / "stop").unlink()
+    (tmp_path / "calls").write_text("")
+    again = evaluate(config, data=additions[:8])
+    assert len((tmp_path / "calls").read_text()) == 8  # of 16 answers
+    assert again.answers == whole.answers and again.summary() == whole.summary()
+    assert (tmp_path / "out" / "config.yaml").read_text().startswith("# the weights of ")
+
+
+def test_a_checkpoint_and_a_run_are_models_too(
+    train_config: Callable[..., Any], eval_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    reward = lambda solution_str, ground_truth: float(solution_str[:1] == ground_truth)  # noqa: E731
+    train(train_config({"trainer.save_freq": 1}), reward=reward, data=additions)
+    run = tmp_path / "run"
+    first, second = (str(run / "checkpoints" / f"global_step_{step}") for step in (1, 2))
+    paths = {"first": first, "second": second, "run": str(run), "export": str(export(Path(second), tmp_path / "hf"))}
+    found = {
+        name: evaluate(eval_config(**{"model.path": path}), reward=reward, data=additions).answers
+        for name, path in paths.items()
+    }
+    assert found["run"] == found["second"] == found["export"]
+    assert [row["mean_log_prob"] for row in found["first"]] != [row["mean_log_prob"] for row in found["second"]]
+
+
+def test_a_folder_that_is_no_model_is_refused(eval_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json; expected a Hugging Face model folder"):
+        eval_config(**{"model.path": str(tmp_path)})
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="is no checkpoint and no run with one"):
+        evaluate(eval_config(**{"model.path": str(tmp_path)}), reward=lambda solution_str: 0.0, data=[])

@@ -143,12 +143,12 @@ def test_the_sample_text_fills_the_vocabularies_of_the_small_sizes(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "llama"}, "expected qwen2.5 or qwen3"),
+        ({"arch": "gpt2"}, "expected one of qwen2.5, qwen3, qwen3_moe, llama, mistral, gemma, gemma2, phi"),
         ({"size": "huge"}, "expected one of nano, tiny, small, base"),
         ({"hidden_size": 100}, "hidden_size=100 a multiple of 128"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
         ({"vocab_size": 200}, "256 bytes and 3 special tokens need 259"),
-        ({"alphabet": "ab", "arch": "qwen2.5"}, "an alphabet needs arch=qwen3"),
+        ({"alphabet": "ab", "arch": "qwen2.5"}, "an alphabet needs another architecture than qwen2.5"),
         ({"alphabet": "ab", "texts": ["ab"]}, "give only one"),
         ({"alphabet": "ab", "vocab_size": 12}, "vocab_size=12 cannot hold the 13 tokens"),
     ],

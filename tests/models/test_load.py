@@ -68,13 +68,6 @@ def test_a_value_model_has_the_body_of_the_policy(model_folder: Path) -> None:
     assert not critic.value_head.weight.any()
 
 
-def test_models_with_scaled_logits_are_refused(folder: Path) -> None:
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace("{", '{"logit_scale": 0.5,', 1))
-    with pytest.raises(ModelError, match=r"scales its logits \(logit_scale\)"):
-        load_policy(folder)
-
-
 def test_nothing_is_dropped_out_in_training(folder: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.models.log_probs import token_statistics
+from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 
 
 def inputs(count: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,12 +48,16 @@ def test_equals_softmax_of_all_logits(chunk: int, temperature: float, with_bias:
     torch.testing.assert_close(got.sum_pi_squared, log_pi.exp().square().sum(-1))
 
 
+FORMS = [LogitForm(), LogitForm(scale=0.3), LogitForm(cap=2.0), LogitForm(0.5, 2.0)]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk", [2, 100])
-def test_gradients_equal_autograd(chunk: int) -> None:
+def test_gradients_equal_autograd(chunk: int, form: LogitForm) -> None:
     hidden, weight, bias, targets = inputs()
 
     def statistics(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        got = token_statistics(h, w, b, targets, temperature=1.3, chunk_tokens=chunk, entropy=True)
+        got = token_statistics(h, w, b, targets, temperature=1.3, chunk_tokens=chunk, entropy=True, form=form)
         assert got.entropy is not None
         return got.log_probs, got.entropy
 
@@ -91,3 +95,22 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     hidden, weight, bias, targets = inputs()
     token_statistics(hidden, weight, bias, targets, chunk_tokens=3).log_probs.sum().backward()
     assert seen == [3, 3, 1, 3, 3, 1]
+
+
+def test_scaled_and_capped_logits() -> None:
+    """Gemma: cap tanh(z / cap). Granite divides, Cohere multiplies."""
+    hidden, weight, bias, targets = inputs()
+    z = hidden @ weight.T + bias
+    for form, logits in zip(FORMS, (z, 0.3 * z, 2 * (z / 2).tanh(), 2 * (z / 4).tanh()), strict=True):
+        log_pi = (logits / 0.7).log_softmax(-1)
+        got = token_statistics(hidden, weight, bias, targets, temperature=0.7, chunk_tokens=3, entropy=True, form=form)
+        torch.testing.assert_close(got.log_probs, log_pi.gather(1, targets[:, None])[:, 0])
+        torch.testing.assert_close(got.entropy, -(log_pi.exp() * log_pi).sum(-1))
+        torch.testing.assert_close(vocab_log_probs(hidden, weight, bias, 0.7, form), log_pi)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, bias, targets = inputs()
+    expected = torch.autograd.grad(token_statistics(hidden, weight, bias, targets).log_probs.sum(), hidden)[0]
+    token_statistics(hidden, weight.detach(), bias.detach(), targets).log_probs.sum().backward()
+    assert hidden.grad is not None and torch.equal(hidden.grad, expected)

@@ -146,7 +146,7 @@ def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch:
     results = []
     for short in (0, 8):
         monkeypatch.setattr(attention, "SHORT", short)
-        out = attention._causal(query, key, value, 0.3, window, None)
+        out = attention._causal(query, key, value, 0.3, window, None, None)
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -33,7 +33,12 @@ from whet.rewards.exact_match import compute_score
     ],
 )
 def test_strings_are_equal_or_not(answer, truth, options, score):
-    assert compute_score(answer, truth, **options) == score
+    assert compute_score(answer, truth, **options)["reward"] == score
+
+
+def test_what_was_compared_is_said():
+    assert compute_score("so =  THE  two ", "2", after="=", ignore_case=True) == {"reward": 0.0, "pred": "the two"}
+    assert compute_score("two", "2", after="=") == {"reward": 0.0, "pred": None}
 
 
 @pytest.mark.parametrize("truth", [None, [], [None]])

@@ -9,6 +9,10 @@ from whet.rewards.gsm8k import compute_score
 PUBLISHED = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 
+def numbers(answer, truth, **options):
+    return {name: value for name, value in compute_score(answer, truth, **options).items() if name != "pred"}
+
+
 def flexible(answer, truth):
     return compute_score(answer, truth)["reward"]
 
@@ -39,7 +43,7 @@ def strict(answer, truth):
     ],
 )
 def test_the_last_number_is_the_answer(answer, truth):
-    assert compute_score(answer, truth) == {"reward": 1.0, "accuracy": 1.0}
+    assert numbers(answer, truth) == {"reward": 1.0, "accuracy": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_the_last_number_is_the_answer(answer, truth):
     [("72, no, 73", "72"), ("-72", "72"), ("seventy-two", "72"), ("", "72"), ("7.2", "72"), ("1,2", "12")],
 )
 def test_another_last_number_is_wrong(answer, truth):
-    assert compute_score(answer, truth) == {"reward": 0.0, "accuracy": 0.0}
+    assert numbers(answer, truth) == {"reward": 0.0, "accuracy": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,14 @@ def test_strict_reads_the_number_behind_the_last_mark(answer, reward):
     assert strict(answer, "72") == reward
 
 
+@pytest.mark.parametrize(
+    ("answer", "pred"),
+    [("so $1,072.00.", "1072"), ("-3.50", "-3.5"), ("100", "100"), ("no number", None), ("007", "7")],
+)
+def test_what_was_read_from_the_text_is_said(answer, pred):
+    assert compute_score(answer, "72")["pred"] == pred
+
+
 def test_a_ground_truth_as_published():
     truth = "Natalia sold 48/2 = <<48/2=24>>24 clips.\nAltogether 48+24 = <<48+24=72>>72 clips.\n#### 72"
     assert flexible("72", truth) == 1.0 and flexible("24", truth) == 0.0
@@ -76,10 +88,10 @@ def test_a_ground_truth_as_published():
 
 
 def test_the_format_score_is_for_a_wrong_number_and_is_no_accuracy():
-    assert compute_score("71", "72", format_score=0.1) == {"reward": 0.1, "accuracy": 0.0}
-    assert compute_score("72", "72", format_score=0.1) == {"reward": 1.0, "accuracy": 1.0}
-    assert compute_score("many", "72", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
-    assert compute_score("71", "72", method="strict", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
+    assert numbers("71", "72", format_score=0.1) == {"reward": 0.1, "accuracy": 0.0}
+    assert numbers("72", "72", format_score=0.1) == {"reward": 1.0, "accuracy": 1.0}
+    assert numbers("many", "72", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
+    assert numbers("71", "72", method="strict", format_score=0.1) == {"reward": 0.0, "accuracy": 0.0}
 
 
 def test_a_ground_truth_without_a_number_and_an_unknown_method_are_errors():

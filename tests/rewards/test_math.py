@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from whet.rewards.math import compute_score, extract_answer, is_equal
+from whet.rewards.math import compute_score as judge
+from whet.rewards.math import extract_answer, is_equal, vote
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "math" / "benchmarks.jsonl"
+
+
+def compute_score(answer, truth):
+    return judge(answer, truth)["reward"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +102,29 @@ def test_numbers_as_ground_truth_and_no_answer():
     assert compute_score("it is 4", 4) == 1.0
     assert compute_score("it is 4.0", 4.0) == 1.0
     assert compute_score("it is unknown", 4) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("025", "25.0", True),
+        ("1,000", "$1000$", True),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
+        (r"\left( 3, 4 \right)", "(3,4)", True),
+        ("123456789012345678901234567890.0", "123456789012345678901234567890", True),
+        ("123456789012345678901234567891", "123456789012345678901234567890", False),
+        ("-3", "3", False),
+        (r"a \leftarrow b", "ab", False),
+        ("0.5", r"\frac{1}{2}", False),  # equal, but a vote does not parse
+    ],
+)
+def test_a_vote_is_a_number_by_value_and_all_else_by_its_text(one, other, same):
+    assert (vote(one) == vote(other)) is same
+
+
+def test_what_was_read_from_the_text_is_said():
+    assert judge(r"so \boxed{ 072 }.", 72) == {"reward": 1.0, "pred": "72"}
+    assert judge("none", 72) == {"reward": 0.0, "pred": None}
 
 
 def test_it_works_outside_the_main_thread_and_says_nothing(caplog):

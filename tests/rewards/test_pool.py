@@ -106,14 +106,17 @@ def test_shipped_functions_by_name_with_options():
         answers = ["#### 72", "#### 71", "72"]
         assert [outcome.reward for outcome in pool.score([item(a, "72") for a in answers])] == [1.0, 0.1, 0.0]
     with make_pool("math_verify") as pool:
-        assert pool.score([item(r"\boxed{0.5}", r"\frac12"), item("2", "3")]) == [RIGHT, WRONG]
+        assert pool.score([item(r"\boxed{0.5}", r"\frac12"), item("2", "3")]) == [
+            RewardResult(1.0, 1.0, extracted="0.5"),
+            RewardResult(0.0, 0.0, extracted="2"),
+        ]
 
 
 def test_a_sympy_call_that_stalls_is_killed():
     with make_pool("math", timeout_seconds=1.0) as pool:
         stalled, fine = pool.score([item(r"\boxed{9^{9^{9^{9}}}}", "3"), item(r"\boxed{\frac{6}{2}}", "3")])
-    assert stalled == Failure("reward", "timed out after 1 s")
-    assert fine == RIGHT
+    assert stalled == Failure("reward", "timed out after 1 s", timed_out=True)
+    assert fine == RewardResult(1.0, 1.0, extracted=r"\frac{6}{2}")
 
 
 def test_items_can_be_submitted_one_by_one(behaviours):
@@ -179,7 +182,7 @@ def test_a_late_item_is_killed_in_time_and_harms_no_other(behaviours, verb):
         start = time.monotonic()
         outcomes = pool.score([item("1")] * 20 + [item(verb)] + [item("1")] * 20)
         assert time.monotonic() - start < 5.0
-    assert outcomes == [RIGHT] * 20 + [Failure("reward", "timed out after 0.5 s")] + [RIGHT] * 20
+    assert outcomes == [RIGHT] * 20 + [Failure("reward", "timed out after 0.5 s", timed_out=True)] + [RIGHT] * 20
 
 
 def test_an_answer_in_time_counts_however_late_it_is_read(behaviours):
@@ -223,7 +226,7 @@ def test_an_exception_in_one_item_of_a_thousand_fails_that_one(behaviours):
 def test_what_a_late_function_started_ends_with_it(behaviours, tmp_path):
     with make_pool(f"{behaviours}:compute_score", timeout_seconds=0.5) as pool:
         (outcome,) = pool.score([item(f"child_and_hang {tmp_path / 'pid'}")])
-    assert outcome == Failure("reward", "timed out after 0.5 s")
+    assert outcome == Failure("reward", "timed out after 0.5 s", timed_out=True)
     child = int((tmp_path / "pid").read_text())
     assert wait_until(lambda: not is_running(child))
 
@@ -276,7 +279,10 @@ def test_a_function_of_all_answers_gets_one_score_call_whole(tmp_path):
 def test_its_deadline_counts_the_answers_and_it_fails_as_a_whole(behaviours):
     with make_pool(f"{behaviours}:every", timeout_seconds=0.4) as pool:
         assert pool.score([item("sleep 0.5"), item("1"), item("1")]) == [WRONG, RIGHT, RIGHT]
-        assert pool.score([item("1"), item("sleep 1000")]) == [Failure("reward", "timed out after 0.8 s")] * 2
+        assert (
+            pool.score([item("1"), item("sleep 1000")])
+            == [Failure("reward", "timed out after 0.8 s", timed_out=True)] * 2
+        )
         assert pool.score([item("1")]) == [RIGHT]
 
 
@@ -357,7 +363,7 @@ def test_async_functions_in_processes(tmp_path):
     with make_pool(f"{tmp_path}/later.py:one", timeout_seconds=0.5) as pool:
         assert pool.score([item("0"), item("1000"), item("0")]) == [
             RIGHT,
-            Failure("reward", "timed out after 0.5 s"),
+            Failure("reward", "timed out after 0.5 s", timed_out=True),
             RIGHT,
         ]
     with make_pool(f"{tmp_path}/later.py:every") as pool:
@@ -381,7 +387,7 @@ def test_a_function_that_cannot_travel_scores_in_a_thread_and_says_so(caplog):
         assert "holds_a_lock" in caplog.text and "cannot be stopped" in caplog.text and "lock" in caplog.text
         outcomes = pool.score([item("1"), item("stall"), item("1"), item("2")])
         assert pool.score([]) == []
-    assert outcomes[1] == Failure("reward", "timed out after 0.5 s (its thread cannot be stopped)")
+    assert outcomes[1] == Failure("reward", "timed out after 0.5 s (its thread cannot be stopped)", timed_out=True)
     assert [outcomes[0], *outcomes[2:]] == [RIGHT, RIGHT, WRONG]
     assert calls[0] is calls[1] is not calls[2] and calls[2] is calls[3]
     assert threading.main_thread() not in calls

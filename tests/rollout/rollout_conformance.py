@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
@@ -54,14 +56,53 @@ def check_choices(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[
         ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
-        state = SamplingState.of([request] * len(logits), torch.device("cpu"))
-        tokens, _ = sample(logits, state, torch.arange(len(logits)))
+        state = SamplingState.of([request] * len(logits), logits.shape[1], torch.device("cpu"))
+        so_far = torch.tensor([completion.token_ids] * len(logits))
+        tokens, _ = sample(logits, state, torch.arange(len(logits)), so_far)
         assert tuple(tokens.tolist()) == completion.token_ids
         stops = request.params.stop_token_ids
         assert all(token not in stops for token in completion.token_ids[:-1])
         assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in stops)
         if completion.finish_reason == "length":
             assert len(completion.token_ids) == request.params.max_new_tokens
+
+
+def check_rules(engine: RolloutEngine, made: Sequence[Request]) -> None:
+    """Nothing but allowed tokens, and no bad word."""
+    for request, completion in zip(made, engine.generate(made), strict=True):
+        ids, params = completion.token_ids, request.params
+        assert params.allowed_token_ids is None or set(ids) <= set(params.allowed_token_ids)
+        for word in params.bad_words:
+            assert word not in [ids[start : start + len(word)] for start in range(len(ids))]
+
+
+def check_stop_strings(
+    engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, made: Sequence[Request], length: int
+) -> None:
+    """With stop strings taken from its own text an answer ends with the token after which its text first has one, and
+    is else what it was; the others do not notice."""
+    free = engine.generate(made)
+    stopping: list[Request] = []
+    for row, (request, completion) in enumerate(zip(made, free, strict=True)):
+        text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+        middle = len(text) // 2
+        stop = (text[middle : middle + length], "never said") if text[middle:] and row % 3 else ()
+        stopping.append(replace(request, params=replace(request.params, stop=stop)))
+    ended = 0
+    for request, before, after in zip(stopping, free, engine.generate(stopping), strict=True):
+        texts = [
+            tokenizer.decode(list(before.token_ids[: count + 1]), skip_special_tokens=True)
+            for count in range(len(before.token_ids))
+        ]
+        ends = [count for count, text in enumerate(texts, 1) if any(string in text for string in request.params.stop)]
+        if not ends or before.token_ids[ends[0] - 1] in request.params.stop_token_ids:
+            assert after == before
+            continue
+        expected = (before.token_ids[: ends[0]], "stop", request.params.stop[0])
+        assert (after.token_ids, after.finish_reason, after.stop) == expected
+        assert after.log_probs == pytest.approx(before.log_probs[: ends[0]], abs=1e-6)
+        ended += ends[0] < len(before.token_ids)
+    assert ended > len(made) // 4
 
 
 def check_company_does_not_matter(engine: RolloutEngine, made: Sequence[Request]) -> None:

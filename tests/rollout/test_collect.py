@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from whet.config import TrainConfig
 from whet.errors import DataError
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import Collector
-from whet.rollout.protocol import SamplingParams
+from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
 from whet.types import Message, Prompt, Trajectory
@@ -118,6 +119,24 @@ def test_answers_come_by_prompt_and_every_draw_has_a_key_of_its_own(tokenizer: P
     again = Scripted(tokenizer, "0")
     Collector(again, tokenizer, apply_chat_template=False, seed=7).collect(prompts[1:], 3, PARAMS, step=1)
     assert [request.key for request in again.requests] == [request.key for request in engine.requests[3:6]]
+
+
+def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    scripted, prompt = Scripted(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
+
+    def generate(requests: Sequence[Request]) -> list[Completion]:
+        [said] = scripted(requests)
+        if len(scripted.requests) > 1:
+            return [said]
+        ids, log_probs = said.token_ids[:-1], said.log_probs[:-1]  # no end token
+        return [replace(said, token_ids=ids, log_probs=log_probs, stop="</calc>", preemptions=2)]
+
+    answer = one(Collector(generate, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
+    first, second = answer.turns
+    assert (first.stop, first.preemptions, second.stop, second.preemptions) == ("</calc>", 2, None, 0)
+    asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")  # the environment reads all of it
+    assert answer.messages[:2] == (asked, told)
+    assert second.context_ids == tuple(tokenizer.encode(rendered(tokenizer, *prompt.messages, asked, told)))
 
 
 def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_it(

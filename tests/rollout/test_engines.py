@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
 from whet.errors import DeadlineError, EngineError
-from whet.models.load import load_policy
+from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.hf import HFEngine
+from whet.rollout.native import scheduler
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams
 
@@ -27,6 +29,13 @@ ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "native, short of everything": lambda: NativeEngine(max_batch_size=3, kv_cache_bytes=2 * 2 * 2 * 16 * 32 * 4 * 24),
     "hf": HFEngine,
 }
+
+
+def block_bytes(model: PreTrainedModel) -> int:
+    """Of one block of the cache in float32."""
+    config = model.config
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 16 * 4
 
 
 @pytest.fixture(params=ENGINES)
@@ -42,21 +51,81 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return loaded
 
 
-SAMPLING = [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0.8},
+    {"allowed_token_ids": tuple(range(4, 12)), "bad_words": ((5,), (4, 6), (6, 4, 8), (8, 8)), "top_p": 0.95},
+    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+]
 
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
-def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, float]) -> None:
+def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
     engine.attach(model, 0)
     suite.check_log_probs(engine, model, suite.requests(**params))
 
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
 def test_tokens_are_those_that_sampling_draws(
-    engine: RolloutEngine, model: PreTrainedModel, params: dict[str, float]
+    engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
 ) -> None:
     engine.attach(model, 0)
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
+
+
+def test_rules_are_kept(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    suite.check_rules(engine, suite.requests(longest=60, stop_token_ids=(), **SAMPLING[6]))
+
+
+def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    for wrong in ((), (5, 10**6)):
+        with pytest.raises(EngineError, match="allowed_token_ids"):
+            engine.generate(suite.requests(allowed_token_ids=wrong))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int) -> None:
+    engine.attach(model, 0)
+    engine.load_tokenizer = lambda: load_tokenizer(model.config._name_or_path)  # type: ignore[attr-defined]
+    tokenizer = load_tokenizer(model.config._name_or_path)
+    suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
+
+
+@pytest.mark.parametrize("blocks", [8, 12])
+@pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
+def test_preemption_changes_nothing(
+    model: PreTrainedModel, blocks: int, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)  # as short of room as can be
+    made = suite.requests(groups=3, n=4, longest=70, stop_token_ids=(), **params)
+    roomy = NativeEngine()
+    short = NativeEngine(kv_cache_bytes=block_bytes(model) * blocks)
+    roomy.attach(model, 0)
+    short.attach(model, 0)
+    undisturbed, disturbed = roomy.generate(made), short.generate(made)
+    assert sum(each.preemptions for each in undisturbed) == 0
+    assert sum(each.preemptions for each in disturbed) >= 3
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after.token_ids == before.token_ids and after.finish_reason == before.finish_reason
+        assert after.log_probs == pytest.approx(before.log_probs, abs=1e-6)
+    cache = short._require_cache()
+    assert cache.num_blocks == blocks and cache.num_free == blocks
+
+
+def test_the_oldest_answer_is_never_preempted(model: PreTrainedModel) -> None:
+    # 4 requests of 1 + 79 tokens need 5 blocks each, and 9 blocks are there: the first two go on at once
+    made = [Request((3 + index,), SamplingParams(79), index) for index in range(4)]
+    native = NativeEngine(kv_cache_bytes=block_bytes(model) * 9)
+    native.attach(model, 0)
+    completions = native.generate(made)
+    assert completions[0].preemptions == 0 and sum(each.preemptions for each in completions) > 0
+    assert [len(each.token_ids) for each in completions] == [79] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,9 @@ import torch
 from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
 
 
-def attend_from_scratch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+def attend_from_scratch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, cap: float
+) -> torch.Tensor:
     """One sequence, one token after another: q [L, H, D], k and v [L, KV, D], in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
@@ -20,7 +22,8 @@ def attend_from_scratch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
         start = max(0, t + 1 - window) if window else 0
         heads = []
         for h in range(q.shape[1]):
-            weights = (k[start : t + 1, h // group] @ q[t, h] * scale).softmax(0)
+            scores = k[start : t + 1, h // group] @ q[t, h] * scale
+            weights = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
             heads.append(weights @ v[start : t + 1, h // group])
         rows.append(torch.stack(heads))
     return torch.stack(rows)
@@ -29,9 +32,9 @@ def attend_from_scratch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 @pytest.mark.parametrize("function", [paged_attention, reference], ids=["kernel", "torch"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (7, 1), (6, 2)])
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_prefill_then_decode(
-    function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int
+    function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int, cap: float
 ) -> None:
     draw = torch.Generator().manual_seed(heads * dim)
     lengths = [1, 17, 40]
@@ -47,11 +50,11 @@ def test_prefill_then_decode(
         )
         rows = torch.tensor([s for s, _ in tokens] + [-1, -1], dtype=torch.int32)
         positions = torch.tensor([p for _, p in tokens] + [0, 0])
-        out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window)
+        out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window, cap)
         assert (out[-2:] == 0).all()
         return out[:-2]
 
-    expected = [attend_from_scratch(*each, dim**-0.5, window) for each in data]
+    expected = [attend_from_scratch(*each, dim**-0.5, window, cap) for each in data]
     prefill = [(s, p) for s, n in enumerate(lengths) for p in range(n - 1)]
     out = run(prefill)
     for row, (s, p) in zip(out, prefill, strict=True):

@@ -10,12 +10,12 @@ import torch
 
 from whet.keyed import key
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import SamplingState, is_stop, sample, uniforms
+from whet.rollout.sampling import SamplingState, _cut, is_stop, sample, uniforms
 
 
 def state(count: int, **params: object) -> SamplingState:
     made = [Request((1,), SamplingParams(5, **params), key(0, "t", i)) for i in range(count)]  # type: ignore[arg-type]
-    return SamplingState.of(made, torch.device("cpu"))
+    return SamplingState.of(made, 16, torch.device("cpu"))
 
 
 def splitmix64(x: int) -> int:
@@ -62,6 +62,28 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert set(sample(logits, state(300, top_p=1e-9), zeros)[0].tolist()) == {0}
 
 
+def test_min_p_keeps_a_share_of_the_likeliest() -> None:
+    # of .5, .3, .15, .05 a share of .3 of the likeliest is .15: three stay
+    logits = torch.tensor([[0.5, 0.3, 0.1501, 0.0499]]).log().expand(300, 4)
+    zeros = torch.zeros(300, dtype=torch.int64)
+    assert set(sample(logits, state(300, min_p=0.3), zeros)[0].tolist()) == {0, 1, 2}
+    assert set(sample(logits, state(300, min_p=0.31), zeros)[0].tolist()) == {0, 1}
+    assert set(sample(logits, state(300, min_p=1.0), zeros)[0].tolist()) == {0}
+    # behind min_p the likeliest has .5 / .8 = .625 of what is left, which reaches .62 alone
+    assert set(sample(logits, state(300, min_p=0.5, top_p=0.62), zeros)[0].tolist()) == {0}
+    assert set(sample(logits, state(300, top_p=0.62), zeros)[0].tolist()) == {0, 1}
+    tokens, log_probs = sample(logits, state(300, min_p=0.5), zeros)
+    torch.testing.assert_close(log_probs, logits[0].log_softmax(-1)[tokens])
+
+
+def test_a_row_that_is_not_cut_keeps_all_its_tokens_beside_one_that_is() -> None:
+    mixed = [Request((1,), SamplingParams(5, top_p=p), 0) for p in (1.0, 0.5)]
+    logits = torch.cat([torch.zeros(2, 1), torch.full((2, 5000), -17.0)], 1)  # rounded sums reach 1 early
+    of = SamplingState.of(mixed, logits.shape[1], torch.device("cpu"))
+    left = _cut(logits.log_softmax(-1), of) > -torch.inf
+    assert left.sum(1).tolist() == [5001, 1]
+
+
 def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
     tokens, log_probs = sample(logits, state(2, temperature=0.0), torch.zeros(2, dtype=torch.int64))
@@ -87,6 +109,6 @@ def test_rows_do_not_see_each_other() -> None:
 
 def test_stops_of_unequal_number() -> None:
     made = [Request((1,), SamplingParams(5, stop_token_ids=stops), 0) for stops in ((), (3,), (3, 4))]
-    of = SamplingState.of(made, torch.device("cpu"))
+    of = SamplingState.of(made, 16, torch.device("cpu"))
     assert is_stop(torch.tensor([3, 3, 4]), of).tolist() == [False, True, True]
     assert is_stop(torch.tensor([0, 4, 0]), of).tolist() == [False, False, False]

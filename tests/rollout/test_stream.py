@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader
-from whet.errors import DataError
+from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
@@ -130,6 +130,8 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
     taken = of.take(2, step=1)
     assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
+    with pytest.raises(EngineError, match=r"all 4 answers failed.*0:0:0 in the environment: OSError: no room"):
+        of.failures.see(taken.groups)
     assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
 
 

@@ -100,13 +100,17 @@ def test_progress_off_the_terminal_is_one_line_at_the_end() -> None:
         advance(3)
         assert written.getvalue() == ""
     assert re.fullmatch(r"validation: 5/5 in 0:0\d\n", written.getvalue())
+    with progress("answers", 5, output) as advance:
+        advance(2, "10 tokens/s")
+        advance(3, "12 tokens/s")
+    assert written.getvalue().endswith(", 12 tokens/s\n")
 
 
 def test_progress_on_a_terminal_counts_and_goes_away() -> None:
     output, written = console(terminal=True)
     with progress("validation", 4, output) as advance:
-        advance(4)
+        advance(4, "12 tokens/s")
         output.print("a line in between")
     shown = written.getvalue()
-    assert "validation" in shown and "4/4" in shown and "a line in between" in shown
+    assert "validation" in shown and "4/4" in shown and "12 tokens/s" in shown and "a line in between" in shown
     assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 import pytest
 
 from whet.tracking import Tracker, Trackers
+from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class Recorder:
     def __init__(self, events: list[str], name: str, fails: bool = False) -> None:
         self.events, self.name, self.fails = events, name, fails
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.events.append(f"{self.name} {step} {dict(metrics)}")
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        self.events.append(" ".join([f"{self.name} {step} {dict(metrics)}", *map(str, tables.items())]))
 
-    def close(self) -> None:
-        self.events.append(f"{self.name} closed")
+    def close(self, failed: bool = False) -> None:
+        self.events.append(f"{self.name} closed" + " after a failure" * failed)
         if self.fails:
             raise OSError(f"{self.name} cannot write")
 
@@ -41,4 +42,20 @@ def test_trackers_are_closed_when_the_run_fails() -> None:
     events: list[str] = []
     with pytest.raises(ZeroDivisionError), Trackers([Recorder(events, "only")]):
         raise ZeroDivisionError
-    assert events == ["only closed"]
+    assert events == ["only closed after a failure"]
+
+
+def test_a_table_goes_out_with_the_next_step_and_through_trackers_of_trackers() -> None:
+    events: list[str] = []
+    trackers = Trackers([Trackers([Recorder(events, "inner")]), Recorder(events, "outer")])
+    trackers.add_table("generations/rollout", [{"prompt": "1+1=", "reward": 1.0}])
+    trackers.add_table("generations/validation", [])  # nothing to show
+    trackers.log(1, {"x": 1.0})
+    trackers.log(2, {"x": 2.0})
+    table = "('generations/rollout', [{'prompt': '1+1=', 'reward': 1.0}])"
+    assert events == [
+        f"inner 1 {{'x': 1.0}} {table}",
+        f"outer 1 {{'x': 1.0}} {table}",
+        "inner 2 {'x': 2.0}",
+        "outer 2 {'x': 2.0}",
+    ]

@@ -15,10 +15,11 @@ import torch
 import whet
 from whet import serialization
 from whet.config import TrainConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RewardError
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
+from whet.rollout.native import scheduler
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, fit, mini_batches, train_step
 from whet.trainers.run import Run
@@ -90,6 +91,31 @@ def test_the_same_from_python_with_a_lambda_in_a_process_of_its_own(
 
 
 # ---- a step
+
+
+def test_short_of_memory_a_step_is_the_same_and_says_so(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)
+    histories, answers = [], []
+    for name, blocks in (("roomy", 1000), ("short", 9)):
+        settings = {
+            "data.max_response_length": 60,
+            "rollout.kv_cache_bytes": blocks * 16384,  # a block of this model
+            "rollout.stop": ["2"],
+            "rollout.repetition_penalty": 1.1,
+            "rollout.bad_words": ["7"],
+            "trainer.run_dir": str(tmp_path / name),
+        }
+        histories.append(train(train_config(settings), reward=length, data=additions).history)
+        lines = (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        answers.append([json.loads(line) for line in lines])
+    assert answers[0] == answers[1] and {"2", None} == {answer["stop"] for answer in answers[0]}
+    assert not any("7" in answer["response"] for answer in answers[0])
+    assert all(answer["response"].endswith("2") for answer in answers[0] if answer["stop"])
+    preempted = [step.pop("rollout/preemptions", 0) for history in histories for step in history]
+    assert preempted[:2] == [0, 0] and preempted[2] > 0
+    assert histories[0] == histories[1]
 
 
 def test_a_step_does_what_its_metrics_say(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
@@ -230,17 +256,36 @@ def test_critic_warm_up_leaves_the_actor_as_it_is(
     assert all(record["critic/grad_norm"] > 0 for record in run.history)
 
 
-def test_where_every_answer_fails_nothing_moves(
-    train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path
+def test_where_every_answer_of_a_step_fails_nothing_moves(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    judged = iter([1.0] * 15 + [0.0])
+
+    def away(solution_str: str) -> float:
+        for score in judged:
+            return score
+        raise RuntimeError("no judge today")
+
+    saves = {"trainer.total_steps": 3, "trainer.save_freq": 1, "trainer.save_limit": None}
+    run = train(train_config(saves), reward=away, data=additions)
+    assert torch.equal(weights(tmp_path / "run", 1), weights(tmp_path / "run", 3))
+    assert [record.get("failures/reward") for record in run.history] == [None, 16.0, 16.0]
+    assert [record.get("actor/empty_updates") for record in run.history] == [None, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_run_in_which_every_answer_fails_ends_with_the_reason(
+    validates: bool, train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
     def broken(solution_str: str) -> float:
         raise RuntimeError("no judge today")
 
-    run = train(train_config(), reward=broken, data=additions)
-    assert torch.equal(weights(tmp_path / "run", 2), untouched(model_folder))
-    assert [record["failures/reward"] for record in run.history] == [16.0, 16.0]
-    assert [record["actor/empty_updates"] for record in run.history] == [1.0, 1.0]
-    answers = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").open()]
+    (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
+    validation = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 0} if validates else {}
+    with pytest.raises(RewardError, match=r"all \d+ answers failed.*0:0.* in the reward: RuntimeError: no judge today"):
+        train(train_config({"data.shuffle": False, **validation}), reward=broken, data=additions)
+    file = "validation_000000.jsonl" if validates else "step_000001.jsonl"
+    answers = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / file).open()]
     assert all(a["reward"] is None and a["failure"]["source"] == "reward" for a in answers)
     assert all("no judge today" in a["failure"]["message"] for a in answers)
 

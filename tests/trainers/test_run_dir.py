@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,15 @@ import pytest
 import yaml
 
 from whet.config import TrainConfig, load_config
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.trainers import checkpoint
 from whet.trainers.run_dir import RunDir, open_run_dir
 
 MakeConfig = Callable[..., TrainConfig]
+
+
+def sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
 
 
 def config_of(run_dir: Path, **changes: object) -> TrainConfig:
@@ -35,7 +40,7 @@ def config_of(run_dir: Path, **changes: object) -> TrainConfig:
 
 
 def opened(run_dir: Path, resume: str = "auto", **changes: object) -> Path | None:
-    folder: RunDir = open_run_dir(run_dir, resume, config_of(run_dir, **changes))
+    folder: RunDir = open_run_dir(run_dir, config_of(run_dir, trainer__resume=resume, **changes))
     folder.close()
     return folder.found
 
@@ -77,7 +82,7 @@ def test_never_does_not_write_into_an_earlier_run(run_dir: Path, train_config: M
         opened(run_dir, "never")
     del before[run_dir / "metrics.jsonl"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    fresh = open_run_dir(tmp_path / "new", "never", train_config())
+    fresh = open_run_dir(tmp_path / "new", train_config({"trainer.resume": "never"}))
     fresh.close()
     assert fresh.found is None
 
@@ -121,7 +126,7 @@ from pathlib import Path
 from whet.config import TrainConfig, load_config
 from whet.trainers.run_dir import open_run_dir
 
-held = open_run_dir(Path(sys.argv[1]), "auto", TrainConfig())
+held = open_run_dir(Path(sys.argv[1]), TrainConfig())
 print("held", flush=True)
 time.sleep(600)
 """
@@ -134,10 +139,10 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead(tmp_
         with pytest.raises(
             ConfigError, match=rf"is in use by process {holder.pid} on .*: two runs cannot write to one"
         ):
-            open_run_dir(run_dir, "auto", TrainConfig())
+            open_run_dir(run_dir, TrainConfig())
         holder.kill()
         holder.wait(10)
-    open_run_dir(run_dir, "auto", TrainConfig()).close()
+    open_run_dir(run_dir, TrainConfig()).close()
 
 
 def test_a_run_lets_go_of_its_folder(train_config: MakeConfig, additions: list[dict[str, str]]) -> None:
@@ -150,3 +155,56 @@ def test_a_run_lets_go_of_its_folder(train_config: MakeConfig, additions: list[d
 
 def test_what_is_written_is_read_back_as_the_same_config(run_dir: Path) -> None:
     assert load_config(TrainConfig, str(run_dir / "config.yaml"), given={"reward", "data"}).config == config_of(run_dir)
+
+
+def test_metrics_that_find_no_room_end_the_run_with_advice(
+    train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """A file may not grow over a limit, which stands for a full disk: the line of a step is torn in the middle."""
+    from whet.trainers.build import train
+
+    def run(folder: str, steps: int) -> Path:
+        changes = {"trainer.total_steps": steps, "trainer.run_dir": str(tmp_path / folder), "trainer.log_rollouts": 0}
+        return train(train_config(changes), reward=sevens, data=additions).run_dir
+
+    straight, short = run("straight", 9), run("short", 2)
+    size = (short / "config.yaml").stat().st_size
+    assert size < (straight / "metrics.jsonl").stat().st_size - 1500
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, old[1]))
+    try:
+        with pytest.raises(
+            StorageError, match=r"File too large .* MiB are free there\); make room, then .*global_step_2"
+        ):
+            run("short", 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert not (short / "metrics.jsonl").read_bytes().endswith(b"\n")
+    run("short", 9)
+    assert (short / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_disk_that_runs_full(model_folder: Path, additions: list[dict[str, str]], tmp_path: Path) -> None:
+    """A real one of 12 MiB, where a checkpoint takes 5: with two kept beside the one that is written it is full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system of its own needs root")
+    try:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions))
+        command = [sys.executable, "-m", "whet", "train", f"model.path={model_folder}", "reward.function=exact_match"]
+        command += [f"data.train_files={tmp_path / 'rows.jsonl'}", "data.apply_chat_template=false", "rollout.n=4"]
+        command += ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=4"]
+        command += [f"trainer.run_dir={disk / 'run'}", "trainer.save_freq=1", "trainer.total_steps=6"]
+        full = subprocess.run([*command, "trainer.save_limit=4"], capture_output=True, text=True, timeout=200)
+        assert full.returncode == 2
+        assert "could not be written: " in full.stderr and "No space left on device" in full.stderr
+        assert "global_step_2 is whole; make room (fewer checkpoints: trainer.save_limit)" in full.stderr
+        goes_on = subprocess.run([*command, "trainer.save_limit=1"], capture_output=True, text=True, timeout=200)
+        assert goes_on.returncode == 0, goes_on.stderr
+        assert checkpoint.newest(disk / "run") == disk / "run" / "checkpoints" / "global_step_6"
+        assert (disk / "run" / "metrics.jsonl").read_text().count("\n") == 6
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -155,8 +155,8 @@ def test_ctrl_c_at_the_command_line_says_how_to_go_on(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions))
     command = [sys.executable, "-m", "whet", "train", f"model.path={model_folder}", "reward.function=exact_match"]
     command += [f"data.train_files={tmp_path / 'rows.jsonl'}", "data.apply_chat_template=false", "rollout.n=4"]
-    command += ["data.max_response_length=32", "data.train_batch_size=4", "trainer.total_steps=100000"]
-    command += [f"trainer.run_dir={tmp_path / 'run'}", f"cluster.processes={processes}"]
+    command += ["data.max_prompt_length=16", "data.max_response_length=32", "data.train_batch_size=4"]
+    command += [f"trainer.run_dir={tmp_path / 'run'}", f"cluster.processes={processes}", "trainer.total_steps=100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:

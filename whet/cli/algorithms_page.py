@@ -24,6 +24,7 @@ CHOSEN_BY = {  # where a kind of function is chosen, and where its options are g
     "reward shaping": ("algorithm.overlong", None),
     "reward": ("reward.function", "reward.kwargs"),
     "environment": ("environment.name", "environment.options"),
+    "sampler": ("data.sampler", "data.sampler_options"),
 }
 # By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
 Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 import typer
 
 from whet.cli.algorithms import algorithms
+from whet.cli.compare import compare
 from whet.cli.config import config
+from whet.cli.data import data
 from whet.cli.eval import evaluate
 from whet.cli.export import export
+from whet.cli.generate import generate
 from whet.cli.init_model import init_model
+from whet.cli.lm_eval import lm_eval
 from whet.cli.quickstart import quickstart
 from whet.cli.sft import sft
 from whet.cli.train import train
@@ -34,8 +38,16 @@ app.command("init-model", rich_help_panel=START)(init_model)
 app.command("train", rich_help_panel=TRAIN)(train)
 app.command("sft", rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
+app.command("generate", rich_help_panel=AFTER)(generate)
+app.command("compare", rich_help_panel=AFTER)(compare)
+app.command(
+    "lm-eval",
+    rich_help_panel=AFTER,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(lm_eval)
 app.command("export", rich_help_panel=AFTER)(export)
 app.command("config", rich_help_panel=LOOK)(config)
+app.command("data", rich_help_panel=LOOK)(data)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)
 
 

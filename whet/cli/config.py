@@ -13,7 +13,7 @@ import typer
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 
 if TYPE_CHECKING:
-    from whet.config.schema import Section
+    from whet.config.section import Section
 
 NOTES_START_BY = 60  # columns; a longer value pushes its own note to the right, not everybody's
 
@@ -24,6 +24,7 @@ class Command(StrEnum):
     train = "train"
     sft = "sft"
     eval = "eval"
+    generate = "generate"
 
 
 def write_page(path: Path | None) -> None:
@@ -48,12 +49,13 @@ def config(
     page: Annotated[Path | None, typer.Option(callback=write_page, is_eager=True, hidden=True)] = None,
 ) -> None:
     """Print a config, and where each of its values comes from."""
-    from whet.config import EvalConfig, SFTConfig, TrainConfig
+    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 
     schemas: dict[Command, type[Section]] = {
         Command.train: TrainConfig,
         Command.sft: SFTConfig,
         Command.eval: EvalConfig,
+        Command.generate: GenerateConfig,
     }
     if schema:
         from whet.config.json_schema import json_schema

@@ -7,7 +7,8 @@ import html
 
 from whet.config.keys import describe_type, is_section
 from whet.config.render import inline
-from whet.config.schema import EvalConfig, Section, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from whet.config.section import Section
 
 MARK = "<!-- Below this line the page is written by `whet config --page docs/config.md`. -->\n"
 
@@ -21,7 +22,7 @@ def reference() -> str:
     """Every key of every command by section; keys that are the same as in a section before are not told again."""
     lines: list[str] = []
     told: dict[tuple[type[Section], str], str] = {}
-    for schema in (TrainConfig, SFTConfig, EvalConfig):
+    for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig):
         lines += ["", f"## `whet {schema.command}`"]
         lines += _section(schema(), "", f" of `whet {schema.command}`", told)
     return "\n".join(lines) + "\n"

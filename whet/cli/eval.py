@@ -3,31 +3,89 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from whet.evaluation.estimators import Estimate
+    from whet.evaluation.evaluate import Evaluation
+
 
 def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Measure how many held-out prompts a model answers right."""
+    """Measure how many held-out prompts a model answers right.
+
+    RECIPE is gsm8k, math500, aime, or your own. model.path is a model folder, a checkpoint or a run's folder."""
     from whet.config import EvalConfig, load_config
 
-    loaded = load_config(EvalConfig, *split_recipe(words, config_name))
+    config = load_config(EvalConfig, *split_recipe(words, config_name)).config
 
     from whet.evaluation.evaluate import evaluate as run
+    from whet.tracking.console import shared_console
 
-    evaluation = run(loaded.config)
-    for name, value in evaluation.summary().items():
-        typer.echo(f"{name:<22}{_shown(value)}")
-    if loaded.config.output is None:
-        typer.echo("with output=DIR every answer is written to DIR/answers.jsonl")
-    else:
-        typer.echo(f"wrote {loaded.config.output}/answers.jsonl and summary.json")
+    evaluation = run(config)
+    console = shared_console()
+    for table in tables(evaluation):
+        console.print(table)
+    console.print(
+        f"{evaluation.mean_response_tokens:.0f} tokens an answer, {100 * evaluation.truncated:.1f} % of answers cut "
+        f"off at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
+        soft_wrap=True,
+    )
+    wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` sets two such folders side by side"
+    console.print(
+        wrote if config.output else "with output=DIR every answer is written to DIR/answers.jsonl", soft_wrap=True
+    )
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def tables(evaluation: Evaluation) -> list[Table]:
+    """One of the metrics of all n answers with their intervals, and for n > 1 one of those of k of them."""
+    by_source = evaluation.by_data_source
+    rows = dict(by_source) if len(by_source) == 1 else {**by_source, "all": evaluation.metrics}
+    n, counts = evaluation.n, _prompt_counts(evaluation)
+    metrics = evaluation.metrics
+    whole = [f"mean@{n}", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
+    if any(found["reward"].value != found[f"mean@{n}"].value for found in rows.values()):
+        whole.append("reward")
+    first = _table(["data source", "prompts", *(name for name in whole if name in metrics)])
+    for source, found in rows.items():
+        cells = [_cell(found[name], name == "reward") if name in found else "" for name in whole if name in metrics]
+        first.add_row(source, str(counts[source]), *cells)
+    if n == 1:
+        return [first]
+    ks = [int(name.removeprefix("pass@")) for name in metrics if name.startswith("pass@")]
+    second = _table(["data source", "of k answers", *map(str, ks)])
+    for source, found in rows.items():
+        for kind, title in (("pass", "one is right: pass@k"), ("maj", "most say: maj@k")):
+            if f"{kind}@{n}" in found:
+                shown = [found.get(f"{kind}@{k}", found["pass@1"]) for k in ks]  # the majority of one is that one
+                second.add_row(source, title, *(f"{100 * each.value:.1f}" for each in shown))
+    return [first, second]
+
+
+def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
+    sources = {row["index"]: row["data_source"] for row in evaluation.answers}
+    counts = {source: list(sources.values()).count(source) for source in evaluation.by_data_source}
+    return {**counts, "all": len(sources)} if len(counts) > 1 else counts
+
+
+def _table(titles: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number == 0 or title == "of k answers" else "right")
+    return table
+
+
+def _cell(estimate: Estimate, is_reward: bool) -> Text:
+    """An accuracy in percent, or a reward as it is, over its 95 % interval."""
+    from rich.text import Text
+
+    numbers = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (f"{each:.3g}" if is_reward else f"{100 * each:.1f}" for each in numbers)
+    return Text.assemble(value, (f"\n{low} to {high}" if is_reward else f"\n{low}–{high}", "dim"))

@@ -15,11 +15,17 @@ class Arch(StrEnum):
 
     qwen2_5 = "qwen2.5"
     qwen3 = "qwen3"
+    qwen3_moe = "qwen3_moe"
+    llama = "llama"
+    mistral = "mistral"
+    gemma = "gemma"
+    gemma2 = "gemma2"
+    phi = "phi"
 
 
 def init_model(
     out: Annotated[Path, typer.Argument(help="the folder to write")],
-    arch: Annotated[Arch, typer.Option(help="architecture")] = Arch.qwen3,
+    arch: Annotated[Arch, typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4")] = Arch.qwen3,
     size: Annotated[str, typer.Option(help="nano (0.8 M), tiny (3.3 M), small (27 M) or base (390 M)")] = "tiny",
     texts: Annotated[
         Path | None, typer.Option(help="train the tokenizer on this file's lines", exists=True, dir_okay=False)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a run: its schema, how recipes and overrides become one, what may not be combined. No torch."""
 
-from whet.config.checks import aggregation, check, check_context, problems, uses_critic
+from whet.config.algorithm_checks import aggregation, uses_critic
+from whet.config.checks import check, check_context, problems
 from whet.config.load import Loaded, load_config, read_config
 from whet.config.render import keyed_lines, to_yaml
-from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 
 __all__ = [
     "EvalConfig",
+    "GenerateConfig",
     "Loaded",
     "SFTConfig",
     "TrainConfig",

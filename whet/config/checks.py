@@ -5,18 +5,18 @@ Each check is a function that raises on what it looks at; all of them run, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from whet.config.algorithm_checks import algorithm_checks, check_optim, check_options, entry_at
 from whet.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
-    KLConfig,
+    GenerateConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -26,35 +26,15 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from whet.errors import ConfigError, RegistryError
+from whet.config.sources import check_files
+from whet.errors import ConfigError
 from whet.registry import (
-    ADV_ESTIMATORS,
     ENVIRONMENTS,
-    FILTERS,
-    KL_FORMS,
-    POLICY_LOSSES,
-    REJECTIONS,
     REWARDS,
-    VALUE_LOSSES,
-    WEIGHTS,
-    WRAPPERS,
-    Entry,
-    Registry,
+    SAMPLERS,
 )
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-CRITIC_OUTPUTS = {"values", "process_rewards"}
-DEFAULT_AGGREGATION = "token-mean"
-OPTIONS = {  # the key of a function to the key of its options
-    "environment.name": "environment.options",
-    "algorithm.adv_estimator": "algorithm.adv_options",
-    "algorithm.policy_loss": "algorithm.loss_options",
-    "algorithm.correction.weight": "algorithm.correction.weight_options",
-    "algorithm.correction.rejection": "algorithm.correction.rejection_options",
-    "algorithm.filter.name": "algorithm.filter.options",
-    "algorithm.kl.form": "algorithm.kl.form",
-    "critic.value_loss": "critic.loss_options",
-}
+SAMPLER_SUPPLIED = ("prompts", "epoch", "seed", "total_draws")  # what a sampler may take before its `*`
 
 
 def check(config: Section, given: Collection[str] = ()) -> None:
@@ -76,7 +56,7 @@ def problems(config: Section, given: Collection[str] = ()) -> list[str]:
     return list(found)
 
 
-def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_embeddings: int) -> None:
+def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig, max_position_embeddings: int) -> None:
     """Refuses lengths that the model has no positions for; called once the model is known.  Raises: ConfigError."""
     if isinstance(config, SFTConfig):
         if config.data.max_length > max_position_embeddings:
@@ -95,48 +75,41 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig, max_position_emb
         )
 
 
-def aggregation(algorithm: AlgorithmConfig) -> str:
-    """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
-
-    Raises: ConfigError where two of the three disagree."""
-    loss = _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
-    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator)
-    chosen, why = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
-    for entry in (loss, estimator):
-        fixed = entry.marks.get("aggregation")
-        if fixed is None:
-            continue
-        if chosen is not None and chosen != fixed:
-            raise ConfigError(
-                f"{why} is {chosen}, but {entry.kind} {entry.name!r} is defined with {fixed}; leave "
-                f"algorithm.loss_agg_mode unset, or choose a loss and an estimator that agree"
-            )
-        chosen, why = fixed, f"the aggregation of {entry.kind} {entry.name!r}"
-    return chosen or DEFAULT_AGGREGATION
-
-
-def uses_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
-    return any(
-        CRITIC_OUTPUTS & set(entry.columns)
-        for entry in (
-            _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator),
-            _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss),
-        )
-    )
+def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
+    """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
+    _check_model(config.model)
+    key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
+    check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
+    if isinstance(config, TrainConfig):
+        _check_sampler(config.data)
 
 
 def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object]]:
     match config:
         case TrainConfig():
-            return [*_shared_checks(config, given), *_algorithm_checks(config)]
+            return [
+                *_shared_checks(config, given),
+                partial(_check_sampling, "trainer.validation", config.trainer.validation),
+                partial(_check_sampler, config.data),
+                *algorithm_checks(config),
+            ]
         case SFTConfig():
-            return [*_shared_checks(config, given), partial(_check_supervised, config.trainer)]
+            supervised = partial(_check_supervised, config.trainer)
+            return [*_shared_checks(config, given), supervised, partial(check_optim, "optim", config.optim)]
         case EvalConfig():
             return [
-                partial(_check_model, config.model),
-                partial(_check_files, "data.val_files", config.data.val_files, required="data" not in given),
+                partial(_check_model, config.model, or_checkpoint=True),
+                partial(
+                    check_files, "data.val_files", config.data.val_files, config.data, required="data" not in given
+                ),
                 *_answer_checks(config, given),
+            ]
+        case GenerateConfig():
+            return [
+                partial(_check_model, config.model, or_checkpoint=True),
+                partial(check_files, config.source_key, config.sources, config.data, required=True),
+                partial(_check_output, config),
+                *_rollout_checks(config.rollout),
             ]
         case _:
             return []
@@ -146,10 +119,11 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
     data, trainer = config.data, config.trainer
     return [
         partial(_check_model, config.model),
-        partial(_check_files, "data.train_files", data.train_files, required="data" not in given),
-        partial(_check_files, "data.val_files", data.val_files, required=False),
+        partial(check_files, "data.train_files", data.train_files, data, required="data" not in given),
+        partial(check_files, "data.val_files", data.val_files, data, required=False),
         partial(_check_validation, trainer, data.val_files),
         partial(_check_trainer, trainer),
+        partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
         partial(_check_processes, config),
     ]
@@ -159,69 +133,40 @@ def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> 
     environment = config.environment
     return [
         partial(_check_reward, config.reward, environment, given),
-        partial(_check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
-        partial(_check_sampling, "rollout", config.rollout),
-        partial(_check_rollout, config.rollout),
+        partial(check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
+        *_rollout_checks(config.rollout),
     ]
 
 
-def _algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
-    algorithm = config.algorithm
-    estimator, loss, rows = algorithm.adv_estimator, algorithm.policy_loss, algorithm.filter
-    return [
-        partial(_check_sampling, "trainer.validation", config.trainer.validation),
-        partial(_check_options, ADV_ESTIMATORS, "algorithm.adv_estimator", estimator, algorithm.adv_options),
-        partial(_check_wrapper, algorithm),
-        partial(_check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
-        partial(_check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
-        partial(_check_kl_controller, algorithm.kl),
-        partial(_check_correction, algorithm),
-        partial(_check_group, config),
-        *([partial(_check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
-        partial(aggregation, algorithm),
-        partial(_check_overlong, config),
-        partial(_check_updates, "actor", config.actor, config.data),
-        partial(_check_critic, config),
-        partial(_check_teacher, config),
-    ]
+def _rollout_checks(rollout: RolloutConfig) -> list[Callable[[], object]]:
+    return [partial(_check_sampling, "rollout", rollout), partial(_check_rollout, rollout)]
 
 
-def _entry(registry: Registry, key: str, reference: str) -> Entry:
-    try:
-        return registry[reference]
-    except RegistryError as error:
-        raise ConfigError(f"{key}: {error}") from error
-
-
-def _check_options(registry: Registry, key: str, reference: str, options: Mapping[str, Any]) -> None:
-    _entry(registry, key, reference).resolve_options(options, OPTIONS[key])
-
-
-def _check_model(model: ModelConfig) -> None:
+def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
     if model.path is None:
         raise ConfigError(
             "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
         )
+    if model.lora.rank is not None and model.freeze:
+        raise ConfigError(
+            f"model.lora.rank={model.lora.rank} trains the adapter alone, and model.freeze={model.freeze} adds "
+            "nothing to that; unset one of them, or choose layers with model.lora.target_modules"
+        )
+    if model.lora.path is not None and not (Path(model.lora.path) / "adapter_config.json").is_file():
+        raise ConfigError(f"model.lora.path={model.lora.path} has no adapter_config.json; expected an adapter's folder")
     path = Path(model.path).expanduser()
     names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
     if not path.is_dir() and (names_a_folder or path.exists()):
         raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder")
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
+        if is_checkpoint and or_checkpoint:
+            return
+        hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
+        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}")
 
 
-def _check_files(key: str, files: Sequence[str], *, required: bool) -> None:
-    if required and not files:
-        raise ConfigError(f"{key} is empty; name at least one file ({', '.join(DATA_SUFFIXES)})")
-    for file in files:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"{key}: {file} does not exist (seen from {Path.cwd()})")
-        if path.suffix not in DATA_SUFFIXES:
-            raise ConfigError(f"{key}: {file} ends in {path.suffix or 'nothing'}; expected {', '.join(DATA_SUFFIXES)}")
-
-
-def _check_validation(trainer: TrainerConfig, files: Sequence[str]) -> None:
+def _check_validation(trainer: TrainerConfig, files: Sequence[Any]) -> None:
     if trainer.val_freq > 0 and not files:
         raise ConfigError(
             f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files, or set it to 0"
@@ -236,6 +181,14 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     for key, references in (("loop", [trainer.loop] if trainer.loop else []), ("callbacks", trainer.callbacks)):
         for reference in references:
             _check_function_path(f"trainer.{key}", reference)
+
+
+def _check_loggers(names: Sequence[str]) -> None:
+    """A library that is not there; a folder of its name in the working directory is no library."""
+    for name in dict.fromkeys(name for name in names if name not in ("console", "jsonl")):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ConfigError(f'trainer.logger names {name}, which is not installed; run pip install "whet[{name}]"')
 
 
 def _check_function_path(key: str, reference: str) -> None:
@@ -259,19 +212,36 @@ def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: C
         if ":" in function:
             _check_function_path("reward.function", function)
         else:
-            _entry(REWARDS, "reward.function", function)
+            entry_at(REWARDS, "reward.function", function)
     if reward.weights is not None and len(reward.weights) != len(functions):
         raise ConfigError(
             f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"
         )
 
 
-def _check_sampling(key: str, sampling: RolloutConfig | SamplingConfig) -> None:
+def _check_sampling(key: str, sampling: SamplingConfig) -> None:
     if sampling.temperature == 0 and sampling.n > 1:
         raise ConfigError(
             f"{key}.temperature=0 is greedy: all {sampling.n} answers to a prompt would be the same; "
             f"raise it, or set {key}.n=1"
         )
+    if sampling.temperature == 0 and sampling.min_p > 0:
+        raise ConfigError(
+            f"{key}.min_p={sampling.min_p:g} changes nothing with {key}.temperature=0, which takes the likeliest "
+            "token; unset one of them"
+        )
+    if sampling.allowed_token_ids == []:
+        raise ConfigError(f"{key}.allowed_token_ids is empty: no token could be sampled; list some, or unset it")
+    for name in ("stop", "bad_words"):
+        if "" in sampling[name]:
+            raise ConfigError(f"{key}.{name} has an empty string, which is everywhere; take it out")
+
+
+def _check_output(config: GenerateConfig) -> None:
+    if config.output is None or Path(config.output).suffix != ".jsonl":
+        raise ConfigError(f"output={config.output} names no file for the answers; expected one that ends in .jsonl")
+    if Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
+        raise ConfigError(f"output={config.output} is a file of prompts too; name another")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
@@ -284,136 +254,23 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         raise ConfigError(f"rollout.compile is for rollout.name=native, not {rollout.name}; unset one of them")
 
 
-def _check_kl_controller(kl: KLConfig) -> None:
-    if kl.controller == "adaptive" and kl.where != "reward":
-        raise ConfigError(
-            f"algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is "
-            f"{kl.where}; set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
-        )
-
-
-def _check_wrapper(algorithm: AlgorithmConfig) -> None:
-    """An option of `cpo` that names a function, which would not be looked for before the first step."""
-    name = algorithm.adv_options.get("wrap_method")
-    if isinstance(name, str):
-        _entry(WRAPPERS, "algorithm.adv_options.wrap_method", name)
-
-
-def _check_correction(algorithm: AlgorithmConfig) -> None:
-    correction = algorithm.correction
-    kinds = (("weight", WEIGHTS), ("rejection", REJECTIONS))
-    for name, registry in kinds:
-        if correction[name] is not None:
-            key = f"algorithm.correction.{name}"
-            _check_options(registry, key, correction[name], correction[f"{name}_options"])
-    loss = _entry(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
-    if correction.weight is not None and loss.marks.get("corrects"):
-        raise ConfigError(
-            f"policy loss {loss.name!r} weighs tokens by trainer against sampler itself, and "
-            f"algorithm.correction.weight={correction.weight} would do it twice; unset it, or choose ppo_clip"
-        )
-    if correction.old_log_probs == "rollout":
-        for name, registry in kinds:
-            reads = registry[correction[name]].columns if correction[name] is not None else ()
-            if {"old_log_probs", "rollout_log_probs"} <= set(reads):
-                raise ConfigError(
-                    f"algorithm.correction.{name}={correction[name]} compares trainer and sampler, and "
-                    "algorithm.correction.old_log_probs=rollout takes the sampler's word for both; unset one of them"
-                )
-
-
 def _check_supervised(trainer: TrainerConfig) -> None:
     if trainer.loop is not None:
         raise ConfigError(f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`")
 
 
-def _check_group(config: TrainConfig) -> None:
-    if config.rollout.n > 1:
+def _check_sampler(data: DataConfig) -> None:
+    if data.sampler is None:
+        if data.sampler_options:
+            raise ConfigError(f"data.sampler_options={data.sampler_options}, but data.sampler is not set; name one")
         return
-    entry = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
-    if "uid" in entry.columns:
+    entry = entry_at(SAMPLERS, "data.sampler", data.sampler)
+    if unknown := [name for name in entry.parameters if name not in SAMPLER_SUPPLIED]:
         raise ConfigError(
-            f"rollout.n=1, but {entry.name!r} compares the answers to one prompt; set rollout.n to 2 or more, or "
-            "choose an estimator that does not (gae, reinforce_plus_plus)"
+            f"data.sampler={data.sampler} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
+            f"{', '.join(SAMPLER_SUPPLIED)}; an option stands after `*`"
         )
-    if config.algorithm.filter.name is not None:
-        raise ConfigError(
-            f"rollout.n=1, but algorithm.filter.name={config.algorithm.filter.name} judges groups of answers to one "
-            "prompt; set rollout.n to 2 or more, or unset the filter"
-        )
-
-
-def _check_overlong(config: TrainConfig) -> None:
-    overlong, limit = config.algorithm.overlong, config.data.max_response_length
-    if overlong.penalty > 0 and overlong.buffer_length >= limit:
-        raise ConfigError(
-            f"algorithm.overlong.buffer_length={overlong.buffer_length} must be below "
-            f"data.max_response_length={limit}, whose last part it is; try {max(1, limit // 4)}"
-        )
-
-
-def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
-    batch, mini_batch = data.train_batch_size, role.mini_batch_size or data.train_batch_size
-    if batch % mini_batch:
-        near = " or ".join(map(str, nearest_divisors(batch, mini_batch)))
-        raise ConfigError(
-            f"{key}.mini_batch_size={mini_batch} must divide data.train_batch_size={batch} (both in prompts); "
-            f"try {near}"
-        )
-    longest = data.max_prompt_length + data.max_response_length
-    if role.max_tokens_per_micro_batch is not None and role.max_tokens_per_micro_batch < longest:
-        raise ConfigError(
-            f"{key}.max_tokens_per_micro_batch={role.max_tokens_per_micro_batch} cannot hold one row of "
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens; set it to {longest} or more"
-        )
-
-
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`: the largest below and the smallest above, where there are such."""
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    below, above = [each for each in divisors if each < wanted], [each for each in divisors if each > wanted]
-    return [*below[-1:], *above[:1]]
-
-
-def _check_critic(config: TrainConfig) -> None:
-    critic, steps = config.critic, config.trainer.total_steps
-    if uses_critic(config.algorithm):
-        _check_critic_loss(config)
-        _check_updates("critic", critic, config.data)
-        _check_options(VALUE_LOSSES, "critic.value_loss", critic.value_loss, critic.loss_options)
-        if steps is not None and critic.warmup_steps >= steps:
-            raise ConfigError(
-                f"critic.warmup_steps={critic.warmup_steps} leaves no step of trainer.total_steps={steps} to the policy"
-            )
-    elif critic.warmup_steps > 0:
-        raise ConfigError(
-            f"critic.warmup_steps={critic.warmup_steps}, but no critic is trained: neither estimator "
-            f"{config.algorithm.adv_estimator!r} nor loss {config.algorithm.policy_loss!r} reads values"
-        )
-
-
-def _check_critic_loss(config: TrainConfig) -> None:
-    """A value model gives values, a process reward model log-probs; the loss says which of them is trained."""
-    name = config.critic.value_loss
-    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
-    wanted, output = (
-        ("log_probs", "process_rewards") if "process_rewards" in estimator.columns else ("values", "values")
-    )
-    if wanted not in _entry(VALUE_LOSSES, "critic.value_loss", name).columns:
-        fitting = [entry.name for entry in VALUE_LOSSES if wanted in entry.columns]
-        raise ConfigError(
-            f"{estimator.name!r} reads {output}, and critic.value_loss={name} trains a model that does not give them; "
-            f"set critic.value_loss to {' or '.join(fitting)}"
-        )
-
-
-def _check_teacher(config: TrainConfig) -> None:
-    estimator = _entry(ADV_ESTIMATORS, "algorithm.adv_estimator", config.algorithm.adv_estimator)
-    if "teacher_log_probs" in estimator.columns and not config.teacher.model_paths and config.teacher.hint is None:
-        raise ConfigError(
-            f"{estimator.name!r} reads what a teacher says, and without a hint the policy would be its own teacher and "
-            "agree with itself; set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
-        )
+    entry.resolve_options(data.sampler_options, "data.sampler_options")
 
 
 def _check_processes(config: TrainConfig | SFTConfig) -> None:

@@ -40,7 +40,7 @@ class Composed:
 
 def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Composed:
     """All values of the schema as recipe and overrides leave them, unknown keys included.  Raises: ConfigError."""
-    path = find_recipe(recipe) if recipe is not None else None
+    path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
     try:
@@ -58,9 +58,14 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
     return Composed(_resolve(schema, composed, arguments), sources)
 
 
-def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe that ships with whet, by name, or of one of the user's, by path.  Raises: ConfigError."""
+def find_recipe(recipe: str | Path, command: str = "train") -> Path:
+    """The file of a recipe that ships with whet, by name, or of one of the user's, by path.  Raises: ConfigError.
+
+    A name means the recipe of the command: `whet eval gsm8k` reads gsm8k_eval.yaml.
+    """
     name, path = str(recipe), Path(recipe).expanduser()
+    if f"{name}_{command}" in shipped_recipes():
+        name = f"{name}_{command}"
     if name in shipped_recipes():
         return SHIPPED / f"{name}.yaml"
     if path.is_file() and path.suffix == ".yaml":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from whet.config.compose import shipped_recipes
-from whet.config.schema import Section
+from whet.config.section import Section
 from whet.registry import (
     ADV_ESTIMATORS,
     ENVIRONMENTS,
@@ -73,6 +73,7 @@ def _as_written(field: dict[str, Any], names: Registry | None) -> dict[str, Any]
         if form.get("type") == "string" and "enum" not in form:
             form["type"] = ["string", "number"]  # 7 is a fine name
         forms.append(form)
-        if form.get("type") == "array" and form["items"].get("type") == "string":
-            forms.append(form["items"])
+        if form.get("type") == "array":
+            items = form["items"].get("anyOf", [form["items"]])
+            forms += [each for each in items if each.get("type") == "string"]
     return {**told, "anyOf": [*forms, INTERPOLATION]}

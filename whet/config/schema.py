@@ -3,86 +3,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from whet.config.algorithm import KLConfig as KLConfig
+from whet.config.section import Section as Section
 
 Dtype = Literal["float32", "bfloat16"]
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
-class Section(BaseModel):
-    """A frozen part of the config, read like an object (`c.actor.epochs`) or like a dict (`c["actor"]["epochs"]`)."""
+class LoraConfig(Section):
+    """A low-rank adapter that is trained in place of the model."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
-    )
-    command: ClassVar[str]  # of a whole config: who reads it
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One string where a list is expected is a list of one; true and false are no numbers."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, str) and get_origin(annotation) is list:
-            return [value]
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise ValueError("true and false are no numbers")
-        return value
-
-    def __getitem__(self, key: str) -> Any:
-        return self.__dict__[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.__dict__
-
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # keys, as a dict gives them; pydantic gives pairs
-        return iter(self.__dict__)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` where there is no such key."""
-        return self.__dict__.get(key, default)
-
-    def keys(self) -> list[str]:
-        """The names in this section, in the order in which they are declared."""
-        return list(self.__dict__)
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Pairs of name and value, in the order in which they are declared."""
-        return list(self.__dict__.items())
+    rank: PositiveInt | None = Field(None, description="unset: no adapter, all weights are trained")
+    alpha: PositiveFloat | None = Field(None, description="the adapter counts alpha / rank times; unset: 2 rank")
+    target_modules: list[str] = Field([], description="names of linear layers; empty: all but the head")
+    path: str | None = Field(None, description="adapter that is merged into the model before anything else")
 
 
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or hub name."""
 
-    path: str | None = Field(None, description="folder or hub name of the model to train")
+    path: str | None = Field(
+        None, description="folder (an adapter's too) or hub name of the model; for whet eval also a checkpoint or a run"
+    )
     tokenizer_path: str | None = Field(None, description="where the tokenizer lies, if not in model.path")
     dtype: Dtype = Field(
         "float32", description="what forward and backward compute in; bfloat16 keeps float32 master weights"
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    lora: LoraConfig = LoraConfig()
+    freeze: list[str] = Field(
+        [], description="weights of the policy that are not trained, as model.embed_tokens.* or model.layers.[0-3].*"
+    )
+    allow_pickle: bool = Field(False, description="load weights that are pickles, which can run code")
+
+
+FILES = (
+    "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
+    "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
+)
+DATA_WEIGHTS = "share of each entry of train_files in what is drawn, made to sum to 1; unset: all rows alike"
+DATA_FILTER = (
+    "rows to use, by field: a value, a list of values, {min: , max: } or {not: }; of train_files (of val_files in "
+    "`whet eval`)"
+)
 
 
 class DataConfig(Section):
     """The prompts."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files, read in this order")
-    val_files: list[str] = Field([], description="files of the held-out prompts")
-    prompt_key: str = Field("prompt", description="field with the prompt: text, or a list of messages")
-    answer_key: str | None = Field(
-        None, description="field with the answer; unset: reward_model.ground_truth, else answer"
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="the held-out prompts, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
+    prompt_key: str | list[str] = Field(
+        "prompt", description="field with the prompt: text, or a list of messages; of several names the first there is"
     )
+    answer_key: str | list[str] | None = Field(
+        None, description="field with the answer, or several names; unset: reward_model.ground_truth, else answer"
+    )
+    data_source_key: str = Field("data_source", description="field with the source, by which results are told apart")
     data_source: str | None = Field(None, description="names the source of rows that do not say it themselves")
     system_prompt: str | None = Field(None, description="system message put before every prompt that has none")
     format_prompt: str | None = Field(
@@ -98,6 +82,11 @@ class DataConfig(Section):
     difficulty_key: str | None = Field(None, description="field with how hard a row is, as a number; unset: use all")
     difficulty_window: tuple[float, float] = Field((0.0, 1.0), description="train on rows strictly between these")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    sampler: str | None = Field(
+        None, description="registered sampler, or path/file.py:name: which rows come when; unset: as data.shuffle says"
+    )
+    sampler_options: dict[str, Any] = Field({}, description="options of the sampler")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SamplingConfig(Section):
@@ -105,18 +94,27 @@ class SamplingConfig(Section):
 
     n: PositiveInt = Field(1, description="answers a prompt")
     temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
-    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus")
-    top_k: NonNegativeInt = Field(0, description="0 is off")
+    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus: smallest set of tokens with this probability")
+    top_k: NonNegativeInt = Field(0, description="the k likeliest tokens; 0 is off")
+    min_p: NonNegativeFloat = Field(
+        0.0, le=1.0, description="tokens with this share of the likeliest one's probability"
+    )
+    repetition_penalty: PositiveFloat = Field(1.0, description="of tokens in prompt or answer: divides; 1 is off")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="off the logit of a token that the answer has")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same once for each time")
+    stop: list[str] = Field([], description="strings that end an answer; they and their last token stay in its text")
+    bad_words: list[str] = Field([], description="never sampled as the tokenizer writes them, with and without a space")
+    allowed_token_ids: list[NonNegativeInt] | None = Field(
+        None, description="nothing else is sampled (list the end token too); unset: all"
+    )
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SamplingConfig):
     """How answers are sampled."""
 
     name: Literal["native", "hf"] = Field("native", description="rollout engine")
     n: PositiveInt = Field(8, description="answers a prompt")
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
-    top_p: PositiveFloat = Field(1.0, le=1.0, description="nucleus: smallest set of tokens with this probability")
-    top_k: NonNegativeInt = Field(0, description="the k likeliest tokens; 0 is off")
     length_stages: dict[int, PositiveInt] = Field(
         {},
         description="from which step on an answer may have how many tokens; unset: data.max_response_length",
@@ -155,98 +153,6 @@ class RewardConfig(Section):
     num_workers: NonNegativeInt = Field(2, description="reward processes; 0 scores in the trainer, without a deadline")
 
 
-class KLConfig(Section):
-    """Distance to the reference policy."""
-
-    where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
-    form: str = Field(
-        "k3",
-        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; full over the vocabulary",
-    )
-    coef: NonNegativeFloat = Field(0.001, description="its weight")
-    controller: Literal["fixed", "adaptive"] = Field("fixed", description="whether the weight follows a target")
-    target: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
-    horizon: PositiveInt = Field(10_000, description="sequences over which the adaptive controller acts")
-
-
-class FilterConfig(Section):
-    """Dynamic sampling: which groups are worth training on."""
-
-    name: str | None = Field(None, description="registered filter, such as dapo; unset: every group is")
-    options: dict[str, Any] = Field({}, description="options of the filter")
-    metric: str = Field("accuracy", description="accuracy, reward, or the name of a part of the reward")
-    max_refills: NonNegativeInt = Field(
-        4, description="batches of prompts tried again before training on what there is"
-    )
-
-
-class OverlongConfig(Section):
-    """DAPO's soft penalty for answers near the limit."""
-
-    penalty: NonNegativeFloat = Field(0.0, description="the most that is taken from a reward; 0 is off")
-    buffer_length: PositiveInt = Field(64, description="tokens before the limit over which the penalty grows")
-
-
-class CorrectionConfig(Section):
-    """Sampler and trainer compute other probabilities of the same tokens: what is done about it."""
-
-    old_log_probs: Literal["trainer", "rollout"] = Field(
-        "trainer", description="who says what the policy was before the update; rollout saves a pass"
-    )
-    weight: str | None = Field(None, description="registered weight of each token in the loss, such as importance")
-    weight_options: dict[str, Any] = Field({}, description="options of the weight")
-    rejection: str | None = Field(None, description="registered rule by which tokens are not trained on")
-    rejection_options: dict[str, Any] = Field({}, description="options of the rejection")
-
-
-Over = Literal["none", "group", "batch"]
-
-
-class ShapingConfig(Section):
-    """What happens to rewards before the estimator, and to advantages after it."""
-
-    norm_mean: Over | Literal["running"] = Field(
-        "none", description="whose mean score is taken off; running: all steps"
-    )
-    norm_std: Over | Literal["running"] = Field("none", description="whose deviation of scores rewards are divided by")
-    reward_clip: PositiveFloat | None = Field(None, description="largest reward of a token, either sign")
-    advantage_clip: PositiveFloat | None = Field(None, description="largest advantage, either sign")
-    whiten_advantages: bool = Field(False, description="mean 0 and deviation 1 over the sampled tokens of a step")
-
-
-class EntropyConfig(Section):
-    """An entropy bonus that keeps the entropy above a target."""
-
-    target: NonNegativeFloat | None = Field(None, description="unset: algorithm.entropy_coef stays as it is")
-    delta: PositiveFloat = Field(1e-4, description="how much the bonus' weight moves a step")
-    highest: PositiveFloat = Field(5e-3, description="the largest weight")
-
-
-class AlgorithmConfig(Section):
-    """The mathematics of one step."""
-
-    adv_estimator: str = Field("grpo", description="registered name, module:function or file.py:function")
-    adv_options: dict[str, Any] = Field({}, description="options of the estimator")
-    policy_loss: str = Field("ppo_clip", description="registered name, module:function or file.py:function")
-    loss_options: dict[str, Any] = Field({}, description="options of the loss")
-    loss_agg_mode: Aggregation | None = Field(
-        None, description="unset: what the loss or estimator fixes, else token-mean"
-    )
-    loss_fixed_length: PositiveInt | None = Field(
-        None, description="F of seq-mean-token-sum-norm; unset: data.max_response_length"
-    )
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    kl: KLConfig = KLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-    filter: FilterConfig = FilterConfig()
-    overlong: OverlongConfig = OverlongConfig()
-    shaping: ShapingConfig = ShapingConfig()
-    entropy: EntropyConfig = EntropyConfig()
-    truncated: Literal["keep", "drop", "zero"] = Field(
-        "keep", description="answers cut off at the limit: drop takes them out of the group, zero trains on none"
-    )
-
-
 MUON = (
     "adamw, or muon (Jordan et al. 2024): torch's, for the matrices between embedding and output, with steps as large "
     "as AdamW's; AdamW for all others"
@@ -273,6 +179,9 @@ class OptimConfig(Section):
     momentum: NonNegativeFloat = Field(0.95, lt=1.0, description="of muon")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of AdamW's two moments")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32", description="of AdamW's two moments; int8 in blocks, as Dettmers et al. 2022"
+    )
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled; not on biases and norms")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear growth from 0")
@@ -340,8 +249,9 @@ class TrainerConfig(Section):
     run_dir: str | None = Field(None, description="unset: runs/<project_name>/<experiment_name>")
     project_name: str = Field("whet", description="for trackers and the run's folder")
     experiment_name: str = Field("default", description="for trackers and the run's folder")
-    logger: list[Literal["console", "jsonl"]] = Field(["console", "jsonl"], description="where metrics go")
+    logger: list[Logger] = Field(["console", "jsonl"], description="where metrics go")
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
+    table_rows: NonNegativeInt = Field(8, description="answers that trackers show of what rollouts/ holds; 0 none")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
@@ -378,8 +288,10 @@ class TrainConfig(Section):
 class SupervisedDataConfig(Section):
     """Examples to imitate."""
 
-    train_files: list[str] = Field([], description=".jsonl, .json or .parquet files")
-    val_files: list[str] = Field([], description="held-out examples")
+    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
+    val_files: list[str | dict[str, Any]] = Field([], description="held-out examples, in the same forms")
+    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
+    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
     messages_key: str = Field(
         "messages", description="field with a whole conversation; where absent, prompt and response are read"
     )
@@ -390,6 +302,7 @@ class SupervisedDataConfig(Section):
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer example")
     train_batch_size: PositiveInt = Field(64, description="examples an optimizer step")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
+    hub_deadline_seconds: PositiveFloat = Field(1800.0, description="a set that takes longer to fetch is an error")
 
 
 class SFTConfig(Section):
@@ -416,8 +329,37 @@ class EvalConfig(Section):
     rollout: RolloutConfig = RolloutConfig(n=1, temperature=0.0)
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
-    output: str | None = Field(None, description="folder for answers.jsonl and summary.json; unset: none is written")
+    output: str | None = Field(
+        None, description="folder for answers.jsonl and summary.json; unset: none is written; cut off, it goes on"
+    )
     seed: NonNegativeInt = Field(0, description="of every random draw")
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 
     command: ClassVar[str] = "eval"
+
+
+class GenerateConfig(Section):
+    """All of `whet generate`."""
+
+    model: ModelConfig = ModelConfig()
+    input: list[str | dict[str, Any]] = Field(
+        [], description="the prompts, in the forms of data.train_files; unset: data.val_files"
+    )
+    output: str | None = Field(None, description="the .jsonl file of answers, one a line; goes on where it ends")
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig(n=1)
+    chunk_size: PositiveInt = Field(128, description="prompts answered and written together: what a killed run loses")
+    seed: NonNegativeInt = Field(0, description="of every random draw")
+    extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
+
+    command: ClassVar[str] = "generate"
+
+    @property
+    def source_key(self) -> str:
+        """Which key names the prompts."""
+        return "input" if self.input else "data.val_files"
+
+    @property
+    def sources(self) -> list[str | dict[str, Any]]:
+        """What that key says."""
+        return self.input or self.data.val_files

@@ -18,7 +18,7 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
     He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.  Raises: DataError for a row without such a number,
     and where none is left.
     """
-    kept = tuple(prompt for prompt in prompts if low < _difficulty(prompt, key) < high)
+    kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
         raise DataError(
             f"none of {len(prompts)} prompts has {low} < {key} < {high}; widen data.difficulty_window, or unset "
@@ -29,11 +29,12 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
     return kept
 
 
-def _difficulty(prompt: Prompt, key: str) -> float:
+def difficulty(prompt: Prompt, key: str, option: str) -> float:
+    """`extra_info[key]`; `option` is the config key that chose it.  Raises: DataError where it is no number."""
     value = prompt.extra_info.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(
-            f"row {prompt.index}: data.difficulty_key={key} is {value!r}, expected a number; the row has "
+            f"row {prompt.index}: {option}={key} is {value!r}, expected a number; the row has "
             f"{', '.join(prompt.extra_info) or 'no further fields'}"
         )
     return float(value)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+Names = str | Sequence[str]  # of a field: that of several which a row has first
 
 _ROWS_A_CHUNK = 1024  # tokenised together: enough for the tokenizer's threads, little memory
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
@@ -105,42 +108,73 @@ def build_prompts(
     rows: Sequence[Mapping[str, Any]],
     prompt_format: PromptFormat,
     *,
-    prompt_key: str = "prompt",
-    answer_key: str | None = None,
+    prompt_key: Names = "prompt",
+    answer_key: Names | None = None,
     data_source: str | None = None,
+    data_source_key: str = "data_source",
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["drop", "error"] = "drop",
+    numbers: Sequence[int] | None = None,
+    with_answers: bool = True,
 ) -> PromptSet:
-    """The rows as prompts, in order, with `index` the row number.
+    """The rows as prompts, in order, with `index` the row number: its place, or what `numbers` says.
 
     The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
     `extra_info` of a prompt holds the row's `extra_info` over its other fields. `data_source` is for rows that do not
-    say their own. Raises: DataError for a missing field, and for a prompt over `max_prompt_length` tokens if so asked.
+    say their own. Raises: DataError for a missing field, a row without an answer among rows with one, and for a prompt
+    over `max_prompt_length` tokens if so asked.
     """
-    prompts: list[Prompt] = []
-    dropped_lengths: list[int] = []
-    for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key):
-        if max_prompt_length is not None and len(token_ids) > max_prompt_length:
-            if overlong_prompts == "error":
-                raise DataError(
-                    f"row {index}: the prompt has {len(token_ids)} tokens, over max_prompt_length={max_prompt_length}; "
-                    "raise it, or set data.overlong_prompts=drop"
-                )
-            dropped_lengths.append(len(token_ids))
-            continue
-        prompts.append(
-            Prompt(
-                uid=f"0:{index}",
-                index=index,
-                messages=messages,
-                token_ids=tuple(token_ids),
-                data_source=str(row.get("data_source") or data_source or "unknown"),
-                ground_truth=_ground_truth(row, index, answer_key),
-                extra_info=_extra_info(row, index, {prompt_key, answer_key}),
-            )
+    prompts = [
+        Prompt(
+            uid=f"0:{index}",
+            index=index,
+            messages=messages,
+            token_ids=tuple(token_ids),
+            data_source=str(row.get(data_source_key) or data_source or "unknown"),
+            ground_truth=_ground_truth(row, index, answer_key) if with_answers else None,
+            extra_info=_extra_info(row, index, {*_all(prompt_key), *_all(answer_key or ())}),
         )
-    _report(prompts, dropped_lengths, max_prompt_length)
-    return PromptSet(tuple(prompts), len(dropped_lengths))
+        for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key, numbers)
+    ]
+    if with_answers:
+        _check_answers(prompts)
+    return fit_prompts(prompts, prompt_format, max_prompt_length, overlong_prompts)
+
+
+def fit_prompts(
+    prompts: Sequence[Prompt],
+    prompt_format: PromptFormat,
+    max_prompt_length: int | None,
+    overlong_prompts: Literal["drop", "error"] = "drop",
+) -> PromptSet:
+    """The prompts within the limit; those without ids are encoded from their messages.
+
+    Raises: DataError for a prompt that is too long if so asked, and where none is left."""
+    whole = [prompt.token_ids or tuple(prompt_format.encode([prompt.messages])[0]) for prompt in prompts]
+    limit = max_prompt_length if max_prompt_length is not None else max(map(len, whole), default=0)
+    too_long = [(prompt, len(ids)) for prompt, ids in zip(prompts, whole, strict=True) if len(ids) > limit]
+    if too_long and overlong_prompts == "error":
+        prompt, length = too_long[0]
+        raise DataError(
+            f"row {prompt.index}: the prompt has {length} tokens, over data.max_prompt_length={limit}; "
+            "raise it, or set data.overlong_prompts=drop"
+        )
+    kept = tuple(
+        prompt if prompt.token_ids else replace(prompt, token_ids=ids)
+        for prompt, ids in zip(prompts, whole, strict=True)
+        if len(ids) <= limit
+    )
+    if not kept:
+        limits = f"the shortest has {min(map(len, whole))} tokens" if whole else "the data has no rows"
+        raise DataError(
+            f"no prompt is left of {len(prompts)} (data.max_prompt_length={max_prompt_length}): {limits}; raise it"
+        )
+    if too_long:
+        logger.warning(
+            "dropped %d of %d prompts over data.max_prompt_length=%d tokens (the longest has %d)",
+            *(len(too_long), len(prompts), limit, max(length for _, length in too_long)),
+        )
+    return PromptSet(kept, len(too_long))
 
 
 def read_messages(content: object, index: int) -> list[Message]:
@@ -155,31 +189,39 @@ def read_messages(content: object, index: int) -> list[Message]:
         raise DataError(f"row {index}: expected {expected}, found {str(content)[:200]}") from error
 
 
-def read_field(row: Mapping[str, Any], name: str, index: int, option: str, common: Sequence[str] = ()) -> Any:
-    """`row[name]`. Raises: DataError that names the row, the keys it has, and the `option` that chose `name`."""
-    if row.get(name) is not None:
-        return row[name]
-    nearest = next((f" (perhaps {option}={key})" for key in common if row.get(key) is not None), "")
+def read_field(row: Mapping[str, Any], names: Names, index: int, option: str, common: Sequence[str] = ()) -> Any:
+    """The field of a row, by its name or the first of several that is there.
+
+    Raises: DataError that names the row, the keys it has, and the `option` that chose the name.
+    """
+    for name in _all(names):
+        if row.get(name) is not None:
+            return row[name]
+    near = [key for name in _all(names) for key in difflib.get_close_matches(name, list(row), n=1)]
+    known = [key for key in (*near, *common) if row.get(key) is not None]
+    name = " or ".join(_all(names))
+    nearest = f" (perhaps {option}={known[0]})" if known else ""
     state = "is null" if name in row else "is missing"
     raise DataError(f"row {index}: field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
 
 
 def _encoded(
-    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: str
+    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: Names, numbers: Sequence[int] | None
 ) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int]]]:
+    numbers = range(len(rows)) if numbers is None else numbers
     for start in range(0, len(rows), _ROWS_A_CHUNK):
-        chunk = rows[start : start + _ROWS_A_CHUNK]
+        chunk, places = rows[start : start + _ROWS_A_CHUNK], numbers[start : start + _ROWS_A_CHUNK]
         conversations = [
             prompt_format.messages(
                 read_field(row, prompt_key, index, "data.prompt_key", _COMMON_PROMPT_KEYS), row, index
             )
-            for index, row in enumerate(chunk, start)
+            for index, row in zip(places, chunk, strict=True)
         ]
         encoded = prompt_format.encode(conversations)
-        yield from zip(range(start, start + len(chunk)), chunk, conversations, encoded, strict=True)
+        yield from zip(places, chunk, conversations, encoded, strict=True)
 
 
-def _ground_truth(row: Mapping[str, Any], index: int, answer_key: str | None) -> Any:
+def _ground_truth(row: Mapping[str, Any], index: int, answer_key: Names | None) -> Any:
     if answer_key is not None:
         return read_field(row, answer_key, index, "data.answer_key")
     reward_model = row.get("reward_model")
@@ -188,7 +230,11 @@ def _ground_truth(row: Mapping[str, Any], index: int, answer_key: str | None) ->
     return row.get("answer")
 
 
-def _extra_info(row: Mapping[str, Any], index: int, used: set[str | None]) -> dict[str, Any]:
+def _all(names: Names) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _extra_info(row: Mapping[str, Any], index: int, used: set[str]) -> dict[str, Any]:
     own = row.get("extra_info") or {}
     if not isinstance(own, Mapping):
         raise DataError(f"row {index}: expected extra_info to be an object with fields, found {type(own).__name__}")
@@ -196,27 +242,22 @@ def _extra_info(row: Mapping[str, Any], index: int, used: set[str | None]) -> di
     return {**rest, **own}
 
 
-def _report(prompts: Sequence[Prompt], dropped_lengths: Sequence[int], max_prompt_length: int | None) -> None:
-    total = len(prompts) + len(dropped_lengths)
-    if not prompts:
-        limits = f"the shortest has {min(dropped_lengths)} tokens" if dropped_lengths else "the data has no rows"
-        raise DataError(f"no prompt is left of {total} (max_prompt_length={max_prompt_length}): {limits}")
-    if dropped_lengths:
-        logger.warning(
-            "dropped %d of %d prompts over max_prompt_length=%s tokens (the longest has %d)",
-            len(dropped_lengths),
-            total,
-            max_prompt_length,
-            max(dropped_lengths),
+def _check_answers(prompts: Sequence[Prompt]) -> None:
+    """No row needs an answer (a judge may do without), but where most have one, one without is a mistake."""
+    missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
+    if not missing:
+        return
+    if len(missing) < len(prompts):
+        raise DataError(
+            f"row {missing[0]} has no answer, and {len(prompts) - len(missing)} of {len(prompts)} rows have one "
+            "(in reward_model.ground_truth or answer); mend it, leave such rows out (data.filter.answer.not=null), or "
+            "set data.answer_key if another field holds the answer"
         )
-    unanswered = sum(prompt.ground_truth is None for prompt in prompts)
-    if unanswered:
-        logger.warning(
-            "%d of %d prompts have no ground truth (neither reward_model.ground_truth nor answer); "
-            "set data.answer_key if another field holds it",
-            unanswered,
-            len(prompts),
-        )
+    logger.warning(
+        "none of %d rows has an answer (neither reward_model.ground_truth nor answer): the reward is given None; "
+        "set data.answer_key if another field holds it",
+        len(prompts),
+    )
 
 
 def _compile(format_prompt: str) -> jinja2.Template:

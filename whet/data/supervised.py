@@ -42,15 +42,17 @@ def build_examples(
     response_key: str = "response",
     max_length: int | None = None,
     overlong: Literal["truncate", "drop", "error"] = "truncate",
+    numbers: Sequence[int] | None = None,
 ) -> SupervisedSet:
     """The rows as examples, in order: whole conversations where a row has `messages_key`, else prompt and response.
+    `numbers` are the rows' own, for errors, where some were left out.
 
     `truncate` cuts from the right; an example of which nothing to learn is left is dropped, and counted as such.
     Raises: DataError for a missing field, a template that does not append, a row over `max_length` if so asked.
     """
     examples: list[SupervisedExample] = []
     num_truncated = 0
-    for index, row in enumerate(rows):
+    for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         if row.get(messages_key) is not None:
             example = encode_conversation(read_messages(row[messages_key], index), prompt_format, index)
         else:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet.engines.compact_adamw import CompactAdamW
+
 
 class OptimSettings(Protocol):
     """The part of the config that an optimizer reads; see `OptimConfig`."""
@@ -25,6 +27,8 @@ class OptimSettings(Protocol):
     def betas(self) -> tuple[float, float]: ...
     @property
     def eps(self) -> float: ...
+    @property
+    def state_dtype(self) -> Literal["float32", "bfloat16", "int8"]: ...
     @property
     def weight_decay(self) -> float: ...
     @property
@@ -92,13 +96,17 @@ def optimizer_for(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return Together([muon, adamw(rest, settings)])
 
 
-def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings) -> torch.optim.AdamW:
+def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings) -> torch.optim.Optimizer:
     """AdamW; biases, norms and other vectors are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.state_dtype == "float32":
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return CompactAdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, state_dtype=settings.state_dtype
+    )
 
 
 def inner_matrices(model: nn.Module) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimize
 from whet.engines.protocol import Columns, Objective
 from whet.errors import EngineError
 from whet.metrics import Metrics
+from whet.models.lora import adapted_layers, merged_weights
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.packing import same_prompt
 from whet.protocol import DataProto
@@ -108,19 +110,18 @@ class SingleEngine:
         return metrics
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their Hugging Face names, tied ones once."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Weights under their Hugging Face names, tied ones once, adapters added in."""
+        yield from merged_weights(self.model)
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer state and the number of steps taken and skipped."""
+        """Weights, optimizer state and the number of steps taken and skipped; of an adapter its own weights alone."""
         counts = {name: getattr(self, name) for name in COUNTS}
-        state = {"model": dict(self.named_weights()), **counts}
+        state = {"model": {name: parameter.detach() for name, parameter in self._saved().items()}, **counts}
         return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Puts back what `state` gave.  Raises: EngineError naming weights that are missing, too many or other."""
-        own = dict(self.model.named_parameters())
+        own = self._saved()
         if own.keys() != state["model"].keys():
             different = sorted(own.keys() ^ state["model"].keys())
             raise EngineError(f"the state is of another model: {len(different)} weights differ, such as {different[0]}")
@@ -135,7 +136,12 @@ class SingleEngine:
         for name in COUNTS:
             setattr(self, name, state[name])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+    def _saved(self) -> dict[str, nn.Parameter]:
+        named, whole = dict(self.model.named_parameters()), not adapted_layers(self.model)
+        return {name: parameter for name, parameter in named.items() if whole or parameter.requires_grad}
 
     def offload(self) -> None:
         """Does nothing: where this engine runs, the device is the host."""

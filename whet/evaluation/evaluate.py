@@ -3,50 +3,66 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean as mean
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from whet.config.checks import check_context
-from whet.config.schema import EvalConfig
+from whet.config.render import to_yaml
+from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.sources import read_rows
+from whet.controller.worker_group import WorkerGroup
+from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
+from whet.evaluation.answers import Journal, Row, by_prompt
+from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.stream import Rollouts
-from whet.trainers.build import build_collector, load_prompts, sampling_params, scorer_of
-from whet.trainers.run import write_answers
+from whet.tracking.console import progress
+from whet.trainers.build import build_collector, sampling_params, scorer_of
+from whet.trainers.export import find_model, model_folder
+from whet.trainers.run import readable
 from whet.trainers.workers import RolloutWorker
-from whet.types import Group
+from whet.types import Prompt
 
 CALL_DEADLINE_SECONDS = 24 * 3600.0  # the engine has a deadline of its own: rollout.deadline_seconds
+BATCHES_A_CHUNK = 2  # batches of the engine between two writes: more of them keep it fuller, fewer lose less
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy over prompts, each weighing the same. An answer that failed counts as wrong."""
+    """How good a model is, every prompt weighing the same. An answer that failed counts as wrong.
+
+    `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward says what it read from an answer, `maj@k`, all of
+    the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
+    """
 
     num_prompts: int
     n: int  # answers a prompt
-    accuracy: float  # mean over prompts of the mean over answers (mean@n)
-    best_accuracy: float  # share of prompts with at least one right answer (best@n)
-    reward: float
-    mean_response_tokens: float
     failures: int
-    by_data_source: dict[str, float]
-    groups: list[Group] = field(default_factory=list, repr=False)
+    truncated: float  # share of answers cut off at data.max_response_length
+    mean_response_tokens: float
+    metrics: dict[str, Estimate]
+    by_data_source: dict[str, dict[str, Estimate]]
+    answers: list[Row] = field(default_factory=list, repr=False)
+
+    @property
+    def accuracy(self) -> float:
+        """mean@n."""
+        return self.metrics[f"mean@{self.n}"].value
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the answers themselves."""
-        return {name: value for name, value in vars(self).items() if name != "groups"}
+        """Everything but the answers themselves, as plain values."""
+        return {name: value for name, value in asdict(self).items() if name != "answers"}
 
 
 def evaluate(
@@ -55,54 +71,116 @@ def evaluate(
     reward: Callable[..., Any] | None = None,
     data: Sequence[Mapping[str, Any]] | None = None,
 ) -> Evaluation:
-    """Evaluates a model and, where `output` is set, writes answers.jsonl and summary.json there.
+    """Evaluates a model, a checkpoint or a run's newest one and, where `output` is set, writes answers.jsonl,
+    summary.json and config.yaml there; an evaluation that was cut off goes on where it was.
 
-    Raises: WhetError for everything that a user can mend.
+    Raises: WhetError for everything that a user can mend, among it a reward that fails on every answer.
     """
     if config.model.path is None:
-        raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
+        raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
     with ExitStack() as started:
         scorer = scorer_of(config, reward)
         if scorer is not None:
             started.callback(scorer.close)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-        prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.val_files))
-        spec = WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, config.model.path))
-        engine = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+        model_path = started.enter_context(model_folder(config.model.path))
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path)
+        check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
+        where, seed = config.data.filter, config.seed
+        prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
+        prompts = prompts[: config.data.val_max_prompts]
+        engine = launch_rollout(config.rollout, config.model, model_path)
         started.callback(engine.close)
-        stop_ids = stop_token_ids(config.model.path, tokenizer)
-        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids)
+        n, threshold = config.rollout.n, config.reward.correct_threshold
+        stop_ids = stop_token_ids(model_path, tokenizer)
+        params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine.generate, config.seed)
-        n = config.rollout.n
-        threshold = config.reward.correct_threshold
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
-        asked = prompts[: config.data.val_max_prompts]
-        groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-    evaluation = summarise(groups)
-    if config.output is not None:
-        folder = Path(config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_answers(folder / "answers.jsonl", groups, tokenizer)
-        (folder / "summary.json").write_text(json.dumps(evaluation.summary(), indent=1))
+
+        def answers_to(asked: Sequence[Prompt]) -> list[Row]:
+            groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
+            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            if journal is not None:
+                journal.add(rows)
+            rollouts.failures.see(groups)
+            return rows
+
+        journal = None
+        if config.output is not None:
+            texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
+            settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
+            journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
+        answers = _all_answers(config, prompts, answers_to, [] if journal is None else journal.rows)
+    evaluation = summarise(answers, seed=config.seed)
+    if journal is not None:
+        journal.finish(evaluation.summary())
     return evaluation
 
 
-def summarise(groups: Sequence[Group]) -> Evaluation:
-    """The numbers of judged answers."""
-    right = [[answer.accuracy or 0.0 for answer in group.trajectories] for group in groups]  # failed ones have none
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for group, each in zip(groups, right, strict=True):
-        by_source[group.prompt.data_source].append(mean(each))
-    answers = [answer for group in groups for answer in group.trajectories]
+def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> WorkerGroup:
+    """An engine that samples from the model in the folder `model_path`, in this process."""
+    tokenizer, own = model.tokenizer_path or model_path, model.model_copy(update={"path": model_path})
+    spec = WorkerSpec("rollout", RolloutWorker, (rollout, model.dtype, tokenizer, own))
+    return launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+
+
+def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
+    """The numbers of judged answers, equally many to every prompt."""
+    prompts = list(by_prompt(answers).values())
+    sources = sorted({rows[0]["data_source"] for rows in prompts})
     return Evaluation(
-        num_prompts=len(groups),
-        n=len(groups[0].trajectories),
-        accuracy=mean(mean(each) for each in right),
-        best_accuracy=mean(float(max(each) >= 1.0) for each in right),
-        reward=mean(answer.score for answer in answers),
-        mean_response_tokens=mean(sum(len(turn.token_ids) for turn in answer.turns) for answer in answers),
-        failures=sum(answer.failure is not None for answer in answers),
-        by_data_source={name: mean(each) for name, each in sorted(by_source.items())},
-        groups=list(groups),
+        num_prompts=len(prompts),
+        n=len(prompts[0]),
+        failures=sum(row["failure"] is not None for row in answers),
+        truncated=fmean(row["finish_reason"] == "length" for row in answers),
+        mean_response_tokens=fmean(row["tokens"] for row in answers),
+        metrics=_metrics(prompts, seed),
+        by_data_source={
+            source: _metrics([rows for rows in prompts if rows[0]["data_source"] == source], seed) for source in sources
+        },
+        answers=list(answers),
     )
+
+
+def _weights(path: str) -> str:
+    """Which weights they were: a checkpoint by its step, a folder by when it was last written."""
+    found = Path(find_model(path)).expanduser()
+    written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
+    when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"
+    return f"the weights of {found}{when}"
+
+
+def _all_answers(
+    config: EvalConfig,
+    prompts: Sequence[Prompt],
+    answers_to: Callable[[Sequence[Prompt]], list[Row]],
+    earlier: Sequence[Row],
+) -> list[Row]:
+    """The answers to all prompts, those of an earlier evaluation not asked for again."""
+    answers = list(earlier)
+    done = {row["index"] for row in answers}
+    left = [prompt for prompt in prompts if prompt.index not in done]
+    with progress("answers", total=len(left) * config.rollout.n) as advance:
+        for chunk in _chunks(left, max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)):
+            rows = answers_to(chunk)
+            answers += rows
+            advance(len(rows))
+    return answers
+
+
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]
+
+
+def _metrics(prompts: Sequence[Sequence[Row]], seed: int) -> dict[str, Estimate]:
+    right = np.array([[row["accuracy"] or 0.0 for row in rows] for rows in prompts])  # a failed answer has none
+    texts = [[row["extracted"] for row in rows] for rows in prompts]
+    n = right.shape[1]
+    several = [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n] * (n > 1)
+    values = {f"mean@{n}": mean_at_n(right), f"best@{n}": best_at_k(right, n)}
+    values |= {f"pass@{k}": pass_at_k(right, k) for k in (1, *several)}
+    if any(text is not None for row in texts for text in row):
+        values |= {f"maj@{k}": maj_at_k(right, texts, k, seed=seed) for k in several}
+    rewards = np.array([fmean(row["reward"] or 0.0 for row in rows) for rows in prompts])
+    estimates = {name: estimate(each, bounds=(0.0, 1.0), seed=seed) for name, each in values.items()}
+    return {**estimates, "reward": estimate(rewards, seed=seed)}

@@ -26,7 +26,14 @@ class PagedContext(Protocol):
     """What a rollout engine passes as `paged=`."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int,
+        cap: float,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         ...
@@ -47,15 +54,16 @@ def attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], as transformers' attention interface has it."""
-    if softcap is not None or s_aux is not None:
-        raise ModelError("this model caps its attention scores or has attention sinks, which whet does not do yet")
+    if s_aux is not None:
+        raise ModelError("this model has attention sinks, which whet does not do yet")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = paged.attend(module.layer_idx, query, key, value, scale, sliding_window or 0)  # type: ignore[arg-type]
+        layer: Any = module.layer_idx
+        out = paged.attend(layer, query, key, value, scale, sliding_window or 0, softcap or 0.0)
         return out[None], None
     if packed is None:
-        return _causal(query, key, value, scale, sliding_window, None).transpose(1, 2).contiguous(), None
+        return _causal(query, key, value, scale, sliding_window, softcap, None).transpose(1, 2).contiguous(), None
     device, real = query.device.type, len(packed.input_ids)
     if torch.is_autocast_enabled(device):  # once, and not in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -64,19 +72,26 @@ def attention(
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
-        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window, bunch).transpose(1, 2)))
+        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window, softcap, bunch).transpose(1, 2)))
     padding = queries.new_zeros(query.shape[2] - real, *queries.shape[1:])
     return torch.cat([*outs, padding])[None], None
 
 
 def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, bunch: Bunch | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    bunch: Bunch | None,
 ) -> torch.Tensor:
     """[b, H, Q, D], [b, KV, K, D], [b, KV, K, D] -> [b, H, Q, D]; the queries are the last Q of the keys' tokens."""
     length, head_dim = query.shape[2:]
     window = None if window is None or window >= key.shape[2] else window
-    if query.device.type == "cpu" and length <= SHORT * head_dim:
-        return _written_out(query, key, value, scale, _hidden(query, key, window, bunch))
+    # torch's fused kernel caps no scores
+    if cap is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
+        return _written_out(query, key, value, scale, cap, _hidden(query, key, window, bunch))
     is_causal = window is None and length == key.shape[2]
     seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
     grouped = query.shape[1] != key.shape[1]
@@ -84,7 +99,12 @@ def _causal(
 
 
 def _written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, hidden: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    cap: float | None,
+    hidden: torch.Tensor,
 ) -> torch.Tensor:
     """softmax(query key^T) value, heads of one key together: on a CPU faster than the fused kernel for short rows."""
     (rows, heads, length, dim), kv_heads = query.shape, key.shape[1]
@@ -94,8 +114,11 @@ def _written_out(
     alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
     bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
     query, key, value = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key, value))
-    weights = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale).softmax(-1)
-    return torch.bmm(weights, value).view(rows, heads, length, dim)
+    if cap is None:
+        scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(query, key.transpose(1, 2)).mul(scale / cap).tanh().mul(cap) + bias
+    return torch.bmm(scores.softmax(-1), value).view(rows, heads, length, dim)
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int | None, bunch: Bunch | None) -> torch.Tensor:

@@ -11,12 +11,22 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -25,6 +35,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from whet.errors import ConfigError
@@ -33,7 +45,7 @@ from whet.models.load import without_weight_bars
 
 logger = logging.getLogger(__name__)
 
-Arch = Literal["qwen2.5", "qwen3"]
+Arch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
 
 END_OF_TEXT, END_OF_TURN, START_OF_TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 _TEMPLATE_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -108,8 +120,8 @@ def init_model(
 
 
 def _shape(arch: str, size: str, hidden_size: int | None, num_layers: int | None) -> ModelSize:
-    if arch not in ("qwen2.5", "qwen3"):
-        raise ConfigError(f"arch={arch!r} is not known; expected qwen2.5 or qwen3")
+    if arch not in get_args(Arch):
+        raise ConfigError(f"arch={arch!r} is not known; expected one of {', '.join(get_args(Arch))}")
     if size not in SIZES:
         raise ConfigError(f"size={size!r} is not known; expected one of {', '.join(SIZES)}")
     shape = SIZES[size]
@@ -140,6 +152,7 @@ def _num_rows(num_tokens: int, vocab_size: int | None) -> int:
 
 def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str, Any]) -> PreTrainedModel:
     num_heads = shape.hidden_size // shape.head_dim
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     options = {
         "vocab_size": num_rows,
         "hidden_size": shape.hidden_size,
@@ -147,14 +160,34 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads // 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rope_parameters": rope,
         "tie_word_embeddings": True,
         "dtype": "float32",
         **options,
     }
+    # What tells one architecture from another is kept: windows, caps, norms, fused and partly rotated projections.
+    head: dict[str, Any] = {"head_dim": shape.head_dim}
+    if arch == "qwen2.5":
+        return Qwen2ForCausalLM(Qwen2Config(**options))
     if arch == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=shape.head_dim, **options))
-    return Qwen2ForCausalLM(Qwen2Config(**options))
+        return Qwen3ForCausalLM(Qwen3Config(**head, **options))
+    if arch == "qwen3_moe":
+        options |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **head, **options))
+    if arch == "llama":
+        return LlamaForCausalLM(LlamaConfig(**head, bos_token_id=None, **options))
+    if arch == "mistral":
+        return MistralForCausalLM(MistralConfig(sliding_window=4096, **head, bos_token_id=None, **options))
+    if arch == "phi":
+        options["rope_parameters"] = {**rope, "partial_rotary_factor": 0.75}
+        return Phi3ForCausalLM(Phi3Config(bos_token_id=None, **options))
+    head["query_pre_attn_scalar"] = shape.head_dim
+    head["bos_token_id"] = None
+    head["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(shape.num_layers)]
+    if arch == "gemma2":
+        return Gemma2ForCausalLM(Gemma2Config(sliding_window=4096, **head, **options))
+    options["rope_parameters"] = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
+    return Gemma3ForCausalLM(Gemma3TextConfig(sliding_window=1024, **head, **options))
 
 
 def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -172,10 +205,10 @@ def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTo
 
 
 def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
-    if arch != "qwen3":
+    if arch == "qwen2.5":
         raise ConfigError(
-            f"an alphabet needs arch=qwen3, not {arch}: transformers rebuilds any tokenizer of that architecture as a "
-            "byte-level BPE, which drops unknown characters without a word"
+            "an alphabet needs another architecture than qwen2.5, such as qwen3: transformers rebuilds any tokenizer "
+            "of that one as a byte-level BPE, which drops unknown characters without a word"
         )
     if texts is not None:
         raise ConfigError("an alphabet is the whole vocabulary, so there is nothing to train on texts; give only one")

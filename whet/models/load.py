@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,32 +21,27 @@ from transformers import (
 from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
-from whet.models import attention
+from whet.models import attention, experts
+from whet.models.folder import check_weights, split_adapters
 from whet.models.fused import fuse
+from whet.models.lora import merge_adapter
 from whet.models.value_head import ValueModel
 
-# Config fields of models whose logits are not simply hidden @ weight: whet would compute other probabilities.
-CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+log = logging.getLogger(__name__)
 
 
-def load_policy(path: str | Path) -> PreTrainedModel:
+def load_policy(path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False) -> PreTrainedModel:
     """The causal language model at `path` in float32, with whet's attention and without dropout.  Raises: ModelError.
 
+    Adapters, where `path` is an adapter's folder and the one at `adapter_path`, are merged into the weights.
     Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
     """
-    config = load_config(path)
-    changed = [name for name in CHANGED_LOGITS if config.get_text_config().to_dict().get(name) not in (None, 1.0)]
-    if changed:
-        raise ModelError(
-            f"{path}: {config.model_type} scales its logits ({', '.join(changed)}), which whet does not do yet"
-        )
-    try:
-        with without_weight_bars():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation=attention.NAME
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
+    base, adapters = split_adapters(path)
+    load_config(base)
+    check_weights(base, allow_pickle=allow_pickle)
+    model = _load_whole(base, allow_pickle)
+    for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
+        model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -53,28 +49,69 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     return model
 
 
-def load_value_model(path: str | Path) -> ValueModel:
+def _load_whole(path: str, allow_pickle: bool) -> PreTrainedModel:
+    try:
+        with without_weight_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                experts_implementation=experts.NAME,
+                use_safetensors=None if allow_pickle else True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
+    model, report = loaded  # as output_loading_info asks
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they would be "
+            "random; fetch the folder again, or name one whose weights fit its config.json"
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False) -> ValueModel:
     """A value model whose body is the language model at `path`.  Raises: ModelError."""
-    body = load_policy(path).base_model
+    body = load_policy(path, adapter_path=adapter_path, allow_pickle=allow_pickle).base_model
     assert isinstance(body, PreTrainedModel)
     return ValueModel(body)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`; one without a padding token pads with its end token.  Raises: ModelError."""
+def load_tokenizer(path: str | Path, *models: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
+
+    Raises: ModelError, also where one of `models` has fewer embedding rows than it has tokens.
+    """
+    base, adapters = split_adapters(path)
+    own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = (
+            AutoTokenizer.from_pretrained(own[-1], config=load_config(base))
+            if own
+            else AutoTokenizer.from_pretrained(base)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no tokenizer could be loaded from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {path} has no end token: no answer would end; set eos_token in its config")
     if tokenizer.pad_token_id is None:
+        log.info("the tokenizer at %s has no padding token; its end token %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
+    needed = max(tokenizer.get_vocab().values()) + 1
+    for model in models:
+        if (rows := load_config(model).get_text_config().vocab_size) < needed:
+            raise ModelError(
+                f"the tokenizer at {path} has token ids up to {needed - 1}, and the model at {model} only {rows} "
+                "embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
+            )
     return tokenizer
 
 
 def load_config(path: str | Path) -> Any:
-    """The transformers config at `path`, without weights.  Raises: ModelError."""
+    """The transformers config at `path`, or of an adapter's base, without weights.  Raises: ModelError."""
+    path, _ = split_adapters(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -83,9 +120,9 @@ def load_config(path: str | Path) -> Any:
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """The generation config at `path`, None where a model has none of its own."""
+    """The generation config at `path`, or of an adapter's base, None where a model has none of its own."""
     try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(path)
+        config: GenerationConfig = GenerationConfig.from_pretrained(split_adapters(path)[0])
     except OSError:
         return None
     return config

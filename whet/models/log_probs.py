@@ -3,9 +3,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+
+class LogitForm(NamedTuple):
+    """How a model's logits follow from z = hidden weight^T + bias: scale z, or cap tanh(scale z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitForm:
+        """As the text config of a model says: Cohere and Granite scale, Gemma caps."""
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        """z -> logits, elementwise."""
+        if self.cap is not None:
+            return (z * (self.scale / self.cap)).tanh() * self.cap
+        return z if self.scale == 1.0 else z * self.scale
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """d logits / d z, from the logits."""
+        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
 class TokenStatistics(NamedTuple):
@@ -26,46 +49,62 @@ def token_statistics(
     chunk_tokens: int = 1024,
     entropy: bool = False,
     sum_pi_squared: bool = False,
+    form: LogitForm = LogitForm(),  # noqa: B008  # immutable
 ) -> TokenStatistics:
-    """Statistics of `targets` [N] under softmax((hidden weight^T + bias) / temperature).
+    """Statistics of `targets` [N] under softmax(form(hidden weight^T + bias) / temperature).
 
     hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once, in forward and
     in backward, which computes them again. Matrix products run in hidden's dtype, everything after them in float32 at
     least. With temperature 0 (greedy) the distribution is that of temperature 1.
     """
     log_probs, entropies, squares = _TokenStatistics.apply(
-        hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared
+        hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form
     )
     return TokenStatistics(log_probs, entropies if entropy else None, squares if sum_pi_squared else None)
 
 
 def vocab_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float = 1.0,
+    form: LogitForm = LogitForm(),  # noqa: B008
 ) -> torch.Tensor:
-    """log_softmax((hidden weight^T + bias) / temperature), all of it: [N, H], [V, H], [V] -> [N, V]; differentiable."""
+    """log_softmax(form(hidden weight^T + bias) / temperature), all of it: [N, H], [V, H], [V] -> [N, V]."""
     typed_bias = None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0).log_softmax(-1)
+        return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0, form).log_softmax(-1)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, form: LogitForm
+) -> torch.Tensor:
     logits = hidden @ weight.T
     if bias is not None:
         logits = logits + bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = form(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     return logits if temperature == 1.0 else logits / temperature
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden, weight, bias, targets, temperature: float, chunk_tokens: int, entropy: bool, sum_pi_squared: bool
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature: float,
+        chunk_tokens: int,
+        entropy: bool,
+        sum_pi_squared: bool,
+        form: LogitForm,
     ):
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         results: list[torch.Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for part, target in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-                logits = _logits(part, typed_weight, typed_bias, temperature)
+                logits = _logits(part, typed_weight, typed_bias, temperature, form)
                 log_sum = logits.logsumexp(-1)
                 chosen = logits.gather(-1, target[:, None]).squeeze(-1) - log_sum
                 none = torch.zeros_like(chosen)
@@ -75,22 +114,24 @@ class _TokenStatistics(torch.autograd.Function):
                 results.append(torch.stack([chosen, disorder, squares, log_sum]))
         log_probs, entropies, squared, log_sums = torch.cat(results, dim=1).unbind(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.form = temperature, chunk_tokens, form
         ctx.mark_non_differentiable(squared)
         ctx.set_materialize_grads(False)  # None where a result is only shown, so that its gradient costs nothing
         return log_probs, entropies, squared
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):  # type: ignore[no-untyped-def]
-        """d log pi_y / d z = onehot(y) - pi;   d H / d z = -pi (log pi + H);   z = logits / temperature."""
+        """d log pi_y / d l = onehot(y) - pi;   d H / d l = -pi (log pi + H);   l = logits / temperature."""
         hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # a frozen head has none
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk_tokens):
                 at = slice(start, start + ctx.chunk_tokens)
-                log_pi = _logits(hidden[at], typed_weight, typed_bias, ctx.temperature) - log_sums[at, None]
+                logits = _logits(hidden[at], typed_weight, typed_bias, ctx.temperature, ctx.form)
+                log_pi = logits - log_sums[at, None]
                 pi = log_pi.exp()
                 grad = torch.zeros_like(pi)
                 if grad_log_probs is not None:
@@ -98,9 +139,12 @@ class _TokenStatistics(torch.autograd.Function):
                     grad.scatter_add_(1, targets[at, None], grad_log_probs[at, None].to(grad.dtype))
                 if grad_entropy is not None:
                     grad -= pi * (log_pi + entropies[at, None]) * grad_entropy[at, None]
+                if ctx.form != LogitForm():
+                    grad *= ctx.form.slope(logits * ctx.temperature)
                 grad = (grad if ctx.temperature == 1.0 else grad / ctx.temperature).to(hidden.dtype)
                 grad_hidden[at] = grad @ typed_weight
-                grad_weight += grad.T @ hidden[at]
+                if grad_weight is not None:
+                    grad_weight += grad.T @ hidden[at]
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

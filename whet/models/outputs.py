@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import EngineError
-from whet.models.log_probs import token_statistics, vocab_log_probs
+from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.value_head import ValueModel
 
@@ -60,7 +60,7 @@ def model_outputs(
         hidden = hidden_states(body, where, settings.packing).index_select(0, states)
         if isinstance(model, ValueModel):
             return {"values": where.to_columns(model.values(hidden)[:num_sampled])}
-    head = body.get_output_embeddings()
+    head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
     statistics = token_statistics(
         hidden.to(settings.dtype),
         head.weight,
@@ -70,12 +70,13 @@ def model_outputs(
         chunk_tokens=settings.chunk_tokens,
         entropy="entropy" in needs,
         sum_pi_squared="sum_pi_squared" in needs,
+        form=form,
     )
     outputs = {
         name: where.to_columns(value[:num_sampled]) for name, value in statistics._asdict().items() if name in needs
     }
     if "vocab_log_probs" in needs:
-        given = vocab_log_probs(hidden[:num_sampled].to(settings.dtype), head.weight, head.bias, temperature)
+        given = vocab_log_probs(hidden[:num_sampled].to(settings.dtype), head.weight, head.bias, temperature, form)
         outputs["vocab_log_probs"] = where.to_columns(given)
     return outputs
 

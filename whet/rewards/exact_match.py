@@ -21,12 +21,12 @@ def compute_score(
     ignore_case: bool = False,
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
-) -> float:
+) -> dict[str, float | str | None]:
     """1 where the answer equals the ground truth, or one of them where it is a list, else 0.
 
     Both are compared with compatible characters unified (Unicode NFKC) and runs of white space as one space. Only the
     text behind the last `after` (`</think>`, `Answer:`) is the answer; without that mark there is none.
-    `ignore_articles` is for English.
+    `ignore_articles` is for English. `pred` is the answer as it was compared.
     Raises: ValueError for an empty list of ground truths, and where one is None.
     """
     truths = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]
@@ -37,7 +37,7 @@ def compute_score(
     if after is not None:
         _, mark, solution_str = solution_str.rpartition(after)
         if not mark:
-            return 0.0
+            return {"reward": 0.0, "pred": None}
 
     def normalise(text: str) -> str:
         text = unicodedata.normalize("NFKC", text)
@@ -50,4 +50,4 @@ def compute_score(
         return " ".join(text.split())
 
     answer = normalise(solution_str)
-    return float(any(normalise(str(truth)) == answer for truth in truths))
+    return {"reward": float(any(normalise(str(truth)) == answer for truth in truths)), "pred": answer}

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from whet.registry import register_reward
+from whet.rewards.result import number_text
 
 # A minus sign directly after a digit, letter or bracket subtracts: "16-3" ends in 3.
 _NUMBER = re.compile(
@@ -23,11 +24,12 @@ def compute_score(
     *,
     method: Literal["flexible", "strict"] = "flexible",
     format_score: float = 0.0,
-) -> dict[str, float]:
+) -> dict[str, float | str | None]:
     """1 where the number given is the number asked for, `format_score` where another number is given, else 0.
 
     `strict` reads the number after the last `####`, `flexible` the last number of the text. Commas, `$` and a trailing
     dot do not matter, and 72.0 is 72. `ground_truth` is the number, or an answer as published, which ends in `#### n`.
+    `pred` is the number given.
     Raises: ValueError for a ground truth without a number, and for an unknown method.
     """
     if method not in ("flexible", "strict"):
@@ -37,7 +39,8 @@ def compute_score(
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
     found = _number_after_mark(solution_str) if method == "strict" else _last_number(solution_str)
     correct = float(found == truth)
-    return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct}
+    pred = None if found is None else number_text(found)
+    return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct, "pred": pred}
 
 
 def _number_after_mark(text: str) -> Decimal | None:

@@ -76,7 +76,8 @@ class ThreadScorer:
         except TimeoutError:
             self._lane.calls.put(None)
             self._lane = _Lane(self._load())
-            return [failure(f"timed out after {deadline:g} s (its thread cannot be stopped)")] * len(items)
+            late = failure(f"timed out after {deadline:g} s (its thread cannot be stopped)", timed_out=True)
+            return [late] * len(items)
 
 
 class _Call:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 import math_verify.grader
 import math_verify.parser
 from math_verify import parse, verify
 
 from whet.registry import register_reward
+from whet.rewards.result import number_text
 
 # math-verify's own deadline is SIGALRM, which works in the main thread only; the reward pool has a better one. Without
 # its own, math-verify warns on first use, unless these say that it did.
@@ -20,20 +22,25 @@ _BOXED = re.compile(r"\\f?boxed\s*\{")
 _ANSWER_IS = re.compile(r"answer\s+is\s*:?\s*(.+?)\s*(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _WRAPPED = re.compile(r"(?:\$\$?|\*\*|\\\(|\\\[)\s*(.*?)\s*(?<!\\)(?:\$\$?|\*\*|\\\)|\\\])")
+_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[,;:! ]|\s")
 _THOUGHT_END = "</think>"
 
 
 @register_reward("math", aliases=("math_verify",))
-def compute_score(solution_str: str, ground_truth: str | int | float) -> float:
+def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
     """1 where the answer equals the ground truth (as text, else to math-verify: as numbers, then as symbols), else 0.
 
     The answer is the last closed `\\boxed{}`, else what follows the last "answer is", else the last number, in the text
     behind the last `</think>`. What math-verify cannot parse is compared as text. A `ground_truth` may be boxed too.
+    `pred` is the answer's `vote`.
     """
     answer = extract_answer(solution_str)
     truth = str(ground_truth)
     boxed_truth = _last_boxed(truth)
-    return 0.0 if answer is None else float(is_equal(answer, truth if boxed_truth is None else boxed_truth))
+    if answer is None:
+        return {"reward": 0.0, "pred": None}
+    correct = is_equal(answer, truth if boxed_truth is None else boxed_truth)
+    return {"reward": float(correct), "pred": vote(answer)}
 
 
 def extract_answer(text: str) -> str | None:
@@ -55,6 +62,16 @@ def is_equal(answer: str, truth: str) -> bool:
         return answer != ""
     parsed_truth, parsed_answer = (parse(f"${each}$", parsing_timeout=None) for each in (truth, answer))
     return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
+
+
+def vote(answer: str) -> str:
+    """What a majority counts as one answer: a number by its value, all else by its text without spaces and sizes.
+
+    Parsing could unite more of them, but a vote must not hang on how a parser fails."""
+    text = _bare(answer)
+    if _NUMBER.fullmatch(text):
+        return number_text(Decimal(text.replace(",", "")))
+    return _LAYOUT.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
 def _bare(text: str) -> str:

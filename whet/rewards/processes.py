@@ -77,8 +77,8 @@ class _Task:
     count: int
     payload: bytes
 
-    def fail(self, message: str) -> None:
-        self.request.put(self.start, [failure(message)] * self.count)
+    def fail(self, message: str, *, timed_out: bool) -> None:
+        self.request.put(self.start, [failure(message, timed_out=timed_out)] * self.count)
 
 
 class _Worker:
@@ -278,7 +278,7 @@ class ProcessScorer:
         if not worker.started:
             raise RewardError(f"the reward function {self._shown_as} cannot be loaded in its process: {why}")
         if worker.running:
-            worker.running.popleft().fail(why)
+            worker.running.popleft().fail(why, timed_out=late is not None)
             with self._lock:
                 self._queue.extendleft(reversed(worker.running))
         else:

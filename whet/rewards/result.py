@@ -2,8 +2,9 @@
 """What a score function may return, and the one rule that reads it.
 
 A number, or a dict: what trains is `reward`, else `score`, else `overall`; the 0/1 metric is `accuracy`, else `acc`,
-else whether the reward reaches the threshold; all other numbers are parts. A list of numbers is one reward for each
-response token. Whatever cannot be read is a Failure: no row is ever trained on a 0 that nobody gave.
+else whether the reward reaches the threshold; `pred` is the answer as it was read from the text, on which a majority
+votes; all other numbers are parts. A list of numbers is one reward for each response token. Whatever cannot be read is
+a Failure: no row is ever trained on a 0 that nobody gave.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Protocol, SupportsFloat, TypeAlias, runtime_checkable
 
 from whet.errors import RewardError
@@ -19,6 +21,7 @@ from whet.types import Failure
 
 REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
+EXTRACTED_KEY = "pred"  # as in verl
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,14 @@ class RewardResult:
     """What was said of one answer. All numbers are finite.
 
     `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
-    by token; it is None where it gave one number.
+    by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
     """
 
     reward: float
     accuracy: float
     parts: Mapping[str, float] = field(default_factory=dict)
     token_rewards: tuple[float, ...] | None = None
+    extracted: str | None = None
 
 
 Outcome: TypeAlias = RewardResult | Failure
@@ -86,9 +90,15 @@ def as_number(value: object) -> float | None:
         return None
 
 
-def failure(message: str) -> Failure:
+def number_text(value: Decimal) -> str:
+    """A number as a `pred`: equal numbers are equal texts (72, not 72.0, 072 or 7.2e1), to the last digit."""
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def failure(message: str, *, timed_out: bool = False) -> Failure:
     """A failure that arose in the reward."""
-    return Failure(source="reward", message=message)
+    return Failure("reward", message, timed_out)
 
 
 def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:
@@ -102,9 +112,10 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
     accuracy = (
         float(reward >= correct_threshold) if accuracy_key is None else _finite(f"{accuracy_key!r}", raw[accuracy_key])
     )
-    others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key)}
+    others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key, EXTRACTED_KEY)}
     parts = {key: _finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
-    return RewardResult(reward, accuracy, parts, token_rewards)
+    extracted = raw.get(EXTRACTED_KEY)
+    return RewardResult(reward, accuracy, parts, token_rewards, None if extracted is None else str(extracted))
 
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:

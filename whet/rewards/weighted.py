@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
@@ -12,7 +13,8 @@ from whet.types import Failure
 
 
 class WeightedRewards:
-    """reward = sum of weight * reward; accuracy is that of the first function; parts are named `<function>/<part>`.
+    """reward = sum of weight * reward; accuracy and answer are those of the first function; parts are named
+    `<function>/<part>`.
 
     An answer that one function failed on has failed. The functions judge at the same time, each in its own processes.
     """
@@ -35,9 +37,9 @@ class WeightedRewards:
         reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
         for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                return Failure(outcome.source, f"{name}: {outcome.message}")
+                return replace(outcome, message=f"{name}: {outcome.message}")
             results.append(outcome)
             reward += weight * outcome.reward
             parts[name] = outcome.reward
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
-        return RewardResult(reward, results[0].accuracy, parts)
+        return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted)

@@ -126,6 +126,8 @@ class Collector:
             finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,
             reward=observation.reward,
+            stop=completion.stop,
+            preemptions=completion.preemptions,
         )
         before = [*episode.prompt.messages, *episode.messages]
         episode.turns.append(turn)

@@ -3,25 +3,32 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import DeadlineError, EngineError
+from whet.models.lora import plain_copy
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
+from whet.rollout.stop_strings import StopStrings, stop_strings_of
 
 
 class HFEngine:
     """Works for every causal language model that transformers has; the native engine is measured against it."""
 
     def __init__(
-        self, *, dtype: torch.dtype = torch.float32, max_batch_size: int = 256, deadline_seconds: float = 3600.0
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_batch_size: int = 256,
+        deadline_seconds: float = 3600.0,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
+        self.load_tokenizer = load_tokenizer  # called only where requests have stop strings
         self.dtype, self.max_batch_size, self.deadline_seconds = dtype, max_batch_size, deadline_seconds
         self.version = -1
         self._module: PreTrainedModel | None = None
@@ -39,9 +46,9 @@ class HFEngine:
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes an own module of the same shape in the rollout dtype."""
+        """Makes an own module of the same shape, without adapters, in the rollout dtype."""
         # mypy takes transformers' decorated `to` for a plain function
-        self._module = copy.deepcopy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
+        self._module = plain_copy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
         """Does nothing: the cache lives only during `generate`."""
@@ -66,13 +73,17 @@ class HFEngine:
         rows = zip(padding, requests, strict=True)
         ids = torch.tensor([[0] * pad + list(request.token_ids) for pad, request in rows], device=device)
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
-        state = SamplingState.of(requests, device)
+        state = SamplingState.of(requests, module.config.get_text_config().vocab_size, device)
+        stops = stop_strings_of(requests, self.load_tokenizer)
         cache = DynamicCache(config=module.config)
-        tokens: list[torch.Tensor] = []
-        log_probs: list[torch.Tensor] = []
+        longest = max(request.params.max_new_tokens for request in requests)
+        tokens = torch.zeros(len(requests), longest, dtype=torch.int64, device=device)
+        log_probs = torch.zeros(len(requests), longest, device=device)
         lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
         running = lengths < state.limits
+        found: dict[int, str] = {}
+        step = 0
         with _plain_attention(module):
             while bool(running.any()):
                 if time.monotonic() > deadline:
@@ -82,19 +93,24 @@ class HFEngine:
                     )
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                 out = module(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-                chosen, chosen_log_probs = sample(out.logits[:, -1], state, lengths)
-                tokens.append(chosen)
-                log_probs.append(chosen_log_probs)
+                chosen, log_probs[:, step] = sample(out.logits[:, -1], state, lengths, tokens[:, : max(1, step)])
+                tokens[:, step] = chosen
+                step += 1
                 lengths += running
                 stopped |= running & is_stop(chosen, state)
+                going_on = (running & ~stopped).nonzero().squeeze(1).tolist()
+                new = _found_stops(stops, going_on, tokens[:, :step]) if any(stops) else {}
+                stopped[list(new)] = True
+                found |= new
                 running &= ~stopped & (lengths < state.limits)
                 ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        columns = list(zip(*(step.tolist() for step in tokens), strict=True)) or [()] * len(requests)
-        values = list(zip(*(step.tolist() for step in log_probs), strict=True)) or [()] * len(requests)
-        ended = zip(columns, values, lengths.tolist(), stopped.tolist(), strict=True)
+        ended = zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
         return [
-            Completion(ids_[:length], values_[:length], "stop" if stop else "length", self.version)
-            for ids_, values_, length, stop in ended
+            Completion(
+                *(tuple(ids_[:length]), tuple(values[:length]), "stop" if stop else "length", self.version),
+                stop=found.get(row),
+            )
+            for row, (ids_, values, length, stop) in enumerate(ended)
         ]
 
     def _require_module(self) -> PreTrainedModel:
@@ -103,11 +119,22 @@ class HFEngine:
         return self._module
 
 
+def _found_stops(stops: Sequence[StopStrings | None], rows: Sequence[int], tokens: torch.Tensor) -> dict[int, str]:
+    """The stop string that the last of `tokens` [S, T] completes, by row."""
+    found: dict[int, str] = {}
+    for row, newest in zip(rows, tokens[list(rows), -1].tolist(), strict=True):
+        own = stops[row]
+        string = None if own is None else own.found(newest, tokens[row])
+        if string is not None:
+            found[row] = string
+    return found
+
+
 @contextmanager
 def _plain_attention(module: PreTrainedModel) -> Iterator[None]:
     """transformers' own attention, and no dropout, for as long as the block lasts."""
     implementation, training = module.config._attn_implementation, module.training
-    module.set_attn_implementation("sdpa")
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
     module.eval()
     try:
         yield

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,13 +15,24 @@ from whet.types import FinishReason
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How tokens are chosen and when an answer ends. The defaults are off; `temperature` 0 is greedy.
+
+    What changes the choice follows vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
+    presence), temperature, min-p, top-k, top-p.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
+    repetition_penalty: float = 1.0  # of tokens in prompt or answer: l / r where l > 0, l * r elsewhere (CTRL)
+    presence_penalty: float = 0.0  # taken off the logit of a token that the answer has (OpenAI)
+    frequency_penalty: float = 0.0  # taken off once for each time
+    stop: tuple[str, ...] = ()  # the answer ends with the token that completes one of them
+    bad_words: tuple[tuple[int, ...], ...] = ()  # never in an answer: the last token is not drawn behind the others
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The sampled tokens, the stop token included where one ended them."""
+    """The sampled tokens, the stop token included where one ended them, and all tokens of a stop string.
+
+    The text of an answer is what all of its tokens say (vLLM's include_stop_str_in_output): rewards and environments
+    read what is trained on, the stop string and whatever else its last token brought along.
+    """
 
     token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]  # log_softmax(logits / temperature), before top-p and top-k; temperature 1 when greedy
+    # log_softmax(logits / temperature), temperature 1 when greedy, before anything else that changes the choice
+    log_probs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+    stop: str | None = None  # the stop string that ended it
+    preemptions: int = field(default=0, compare=False)  # how often it made room for others: no part of the answer
 
 
 class RolloutEngine(Protocol):
@@ -55,7 +73,7 @@ class RolloutEngine(Protocol):
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

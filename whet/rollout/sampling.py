@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from whet.rollout.constraints import NEVER, Constraints
 from whet.rollout.protocol import Request
 
-NEVER = -1  # stands for "no such token" where rows have unequally many stop tokens
+OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,22 @@ class SamplingState:
     keys: torch.Tensor  # [S] int64
     temperature: torch.Tensor  # [S] float32, 1 where greedy
     greedy: torch.Tensor  # [S] bool
-    top_p: torch.Tensor  # [S] float32
-    top_k: torch.Tensor  # [S] int64, the vocabulary's size where off
+    top_p: torch.Tensor  # [S] float32, OFF where off
+    top_k: torch.Tensor  # [S] int64, more than any vocabulary where off
+    min_p: torch.Tensor  # [S] float32
     stop_ids: torch.Tensor  # [S, K] int64, NEVER where a request has fewer
     limits: torch.Tensor  # [S] int64 tokens
-    plain: bool  # no row is greedy, cut or at another temperature than 1: the common case needs one softmax
+    plain: bool  # all rows draw from softmax(logits): the common case needs one softmax
+    constraints: Constraints | None  # None where no row has any
 
     @classmethod
-    def of(cls, requests: Sequence[Request], device: torch.device) -> SamplingState:
-        """The columns of `requests`."""
+    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingState:
+        """The columns of `requests`.  Raises: EngineError for constraints that cannot be kept."""
         params = [request.params for request in requests]
         most = max((len(p.stop_token_ids) for p in params), default=0)
         stops = [[*p.stop_token_ids, *[NEVER] * (most - len(p.stop_token_ids))] for p in params]
+        constraints = Constraints.of(requests, vocab_size, device)
+        uncut = all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 and p.min_p == 0 for p in params)
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -40,25 +45,20 @@ class SamplingState:
             keys=column([request.key for request in requests], torch.int64),
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
             greedy=column([p.temperature == 0 for p in params], torch.bool),
-            top_p=column([p.top_p for p in params], torch.float32),
+            top_p=column([p.top_p if p.top_p < 1 else OFF for p in params], torch.float32),
             top_k=column([p.top_k or 2**62 for p in params], torch.int64),
+            min_p=column([p.min_p for p in params], torch.float32),
             stop_ids=torch.tensor(stops, dtype=torch.int64, device=device).view(len(params), most),
             limits=column([p.max_new_tokens for p in params], torch.int64),
-            plain=all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 for p in params),
+            plain=uncut and constraints is None,
+            constraints=constraints,
         )
 
     def rows(self, index: torch.Tensor) -> SamplingState:
         """The columns of some of the requests."""
-        return SamplingState(
-            keys=self.keys[index],
-            temperature=self.temperature[index],
-            greedy=self.greedy[index],
-            top_p=self.top_p[index],
-            top_k=self.top_k[index],
-            stop_ids=self.stop_ids[index],
-            limits=self.limits[index],
-            plain=self.plain,
-        )
+        names = ("keys", "temperature", "greedy", "top_p", "top_k", "min_p", "stop_ids", "limits")
+        some = replace(self, **{name: vars(self)[name][index] for name in names})
+        return some if self.constraints is None else replace(some, constraints=self.constraints.rows(index))
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -75,17 +75,24 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sample(logits: torch.Tensor, state: SamplingState, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [S] and their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before.
+def sample(
+    logits: torch.Tensor, state: SamplingState, positions: torch.Tensor, generated: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [S] and their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before, and
+    `generated` [S, T], T >= 1, holds them where rows have constraints.
 
     A token is where the cumulated probability first exceeds the row's uniform number, so that a row's choice depends on
-    its own logits alone. Log-probs are of softmax(logits / temperature) before top-k and top-p.
+    its own logits alone. Log-probs are of softmax(logits / temperature), before constraints, min-p, top-k and top-p.
     """
     logits = logits.float()
+    log_probs = (logits if state.plain else logits / state.temperature[:, None]).log_softmax(-1)
+    choices = log_probs
+    if state.constraints is not None:
+        assert generated is not None
+        choices = state.constraints.apply(logits, generated, positions)
+        choices = (choices / state.temperature[:, None]).log_softmax(-1)
     if not state.plain:
-        logits = logits / state.temperature[:, None]
-    log_probs = logits.log_softmax(-1)
-    choices = log_probs if state.plain else _cut(log_probs, state)
+        likeliest, choices = choices.argmax(-1), _cut(choices, state)
     cumulated = choices.exp().cumsum(-1)
     # Rounded sums may not end at 1: draw below what they do end at.
     point = uniforms(state.keys, positions)[:, None] * cumulated[:, -1:]
@@ -95,12 +102,17 @@ def sample(logits: torch.Tensor, state: SamplingState, positions: torch.Tensor) 
     if bool(beyond.any()):
         tokens[beyond] = (choices.exp() > 0).int().cumsum(-1).argmax(-1)[beyond]
     if not state.plain:
-        tokens = torch.where(state.greedy, log_probs.argmax(-1), tokens)
+        tokens = torch.where(state.greedy, likeliest, tokens)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
 
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """-inf outside the top_k likeliest tokens and outside the smallest likeliest set of at least top_p."""
+    """-inf where a token has less than min_p of the likeliest's probability, then outside the top_k likeliest of those
+    left, then outside the smallest likeliest set of at least top_p of what is left."""
+    if bool((state.min_p > 0).any()):
+        probs = log_probs.exp()
+        unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)
+        log_probs = log_probs.masked_fill(unlikely, float("-inf"))
     if bool((state.top_k >= log_probs.shape[1]).all() & (state.top_p >= 1).all()):
         return log_probs
     ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)

@@ -16,6 +16,7 @@ from whet.rewards.adapter import RewardItem
 from whet.rewards.result import Outcome, RewardResult
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
+from whet.rollout.failures import FailureWatch
 from whet.rollout.protocol import SamplingParams
 from whet.types import Failure, Group, Prompt, Trajectory
 
@@ -41,11 +42,15 @@ class PromptSource(Protocol):
         """The next n prompts."""
         ...
 
-    def state(self) -> Mapping[str, int]:
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Is shown how they were answered, those too that a filter drops."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
         """Where the next `take` starts."""
         ...
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         ...
 
@@ -94,6 +99,7 @@ class Rollouts:
         self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
+        self.failures = FailureWatch()
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
@@ -105,9 +111,10 @@ class Rollouts:
         refills = self.group_filter.max_refills if self.group_filter is not None else 0
         for _ in range(1 + refills):
             groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
+            self.prompts.observe(groups)
             for group in groups:
                 (kept if self._is_kept(group) else dropped).append(group)
-            if len(kept) == n:
+            if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
                 break
         if self.group_filter is not None:
             metrics.sum("filter/dropped_groups", len(dropped))
@@ -133,21 +140,27 @@ class Rollouts:
         metrics: Metrics,
         purpose: str = "rollout",
     ) -> list[Group]:
-        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`."""
+        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
+        in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
         with metrics.time("time/rollout"):
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
+        if preemptions := sum(turn.preemptions for turn in turns):
+            metrics.sum("rollout/preemptions", preemptions)
         with metrics.time("time/reward"):
             scored = self._score([trajectory for group in answers for trajectory in group])
         for trajectory in scored:
             if trajectory.failure is not None:
                 metrics.sum(f"failures/{trajectory.failure.source}", 1)
+                if trajectory.failure.timed_out:
+                    metrics.sum("failures/timed_out", 1)
         return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
-    def state(self) -> Mapping[str, int]:
+    def state(self) -> Mapping[str, Any]:
         """Where the next `take` starts."""
         return {} if self.prompts is None else self.prompts.state()
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         if self.prompts is not None:
             self.prompts.load_state(state)
@@ -203,6 +216,7 @@ def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
         accuracy=outcome.accuracy,
         parts=outcome.parts,
         token_rewards=outcome.token_rewards,
+        extracted=outcome.extracted,
     )
 
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from whet.tracking.tracker import NO_TABLES, Tables
+
 HEADER_EVERY = 20  # lines
 
 
@@ -56,15 +58,15 @@ class ConsoleTracker:
         self._clock, self._started = clock, clock()
         self._lines = 0
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a step, and one for what was validated."""
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Prints the line of a step, and one for what was validated; no tables."""
         if any(self._cells(metrics)):
             self._print_step(step, metrics)
         if validated := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
             numbers = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
             self._console.print(Text(f"step {step} validation  {numbers}", style="green"), soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Nothing is held back."""
 
     def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -103,28 +105,32 @@ def clock_time(seconds: float) -> str:
 
 
 @contextmanager
-def progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar for something long; the block gets a function that is told how much more is done.
+def progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[..., None]]:
+    """A bar for something long; the block gets a function that is told how much more is done, and what to say of it.
 
         with progress("validation", total=len(prompts)) as advance:
-            advance(1)
+            advance(1, "12 tokens/s")
 
     The bar goes away at the end. Off the terminal one line says that it is over, and how long it took."""
     console = console or shared_console()
     if not console.is_terminal:
-        start, done = time.monotonic(), 0
+        start, done, said = time.monotonic(), 0, ""
 
-        def count(more: int) -> None:
-            nonlocal done
-            done += more
+        def count(more: int, note: str = "") -> None:
+            nonlocal done, said
+            done, said = done + more, f", {note}" if note else said
 
         yield count
-        console.print(f"{description}: {done}/{total} in {clock_time(time.monotonic() - start)}", highlight=False)
+        console.print(f"{description}: {done}/{total} in {clock_time(time.monotonic() - start)}{said}", highlight=False)
         return
     parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*parts, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda more: bar.advance(task, more)
+    with Progress(*parts, TextColumn("{task.fields[note]}"), console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total, note="")
+
+        def advance(more: int, note: str = "") -> None:
+            bar.update(task, advance=more, note=note)
+
+        yield advance
 
 
 @cache

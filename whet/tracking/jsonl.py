@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import DataError
+from whet.tracking.tracker import NO_TABLES, Tables
+
+METRIC_FILES = ("metrics.jsonl", "timings.jsonl")  # of a run's folder
 
 
 class JsonlTracker:
@@ -25,21 +28,22 @@ class JsonlTracker:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a line that could not be written is not tried again at the end
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the line of one step."""
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Appends the line of one step; what was generated has files of its own, in rollouts/."""
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._file.flush()
+        line = (json.dumps({"step": step, **numbers}) + "\n").encode()
+        while line:  # a disk may take a part of it, and says why at the next part
+            line = line[self._file.write(line) :]
 
     def cut_back(self, step: int) -> None:
         """Drops what was logged after `step`, and goes on from there."""
         self._file.close()
         cut_back(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Closes the file."""
         self._file.close()
 

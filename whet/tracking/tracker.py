@@ -5,18 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self
+
+Row = Mapping[str, str | float | None]  # the same fields in every row of a table
+Tables = Mapping[str, Sequence[Row]]
+NO_TABLES: Tables = MappingProxyType({})
 
 
 class Tracker(Protocol):
     """Takes the numbers of each step and puts them somewhere."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of one step, by name (`area/what`)."""
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Takes the numbers of one step by name (`area/what`), and tables of what was generated in it."""
 
-    def close(self) -> None:
-        """Writes what is still held back. Nothing is logged afterwards."""
+    def close(self, failed: bool = False) -> None:
+        """Writes what is still held back, and says how the run ended. Nothing is logged afterwards."""
 
 
 class Trackers:
@@ -24,20 +28,27 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
+        self._tables: dict[str, Sequence[Row]] = {}
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the numbers to each tracker, in order."""
+    def add_table(self, name: str, rows: Sequence[Row]) -> None:
+        """Keeps a table for the next `log`: a step that is cut short leaves no half of itself behind."""
+        if rows:
+            self._tables[name] = rows
+
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Hands numbers and tables to each tracker, in order."""
+        tables, self._tables = {**tables, **self._tables}, {}
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, metrics, tables)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Closes every tracker, the later ones also where an earlier one fails.  Raises: the first failure."""
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self.close(failed=error is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -14,15 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
-from whet.config.checks import aggregation, check_context, uses_critic
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.config.algorithm_checks import aggregation, uses_critic
+from whet.config.checks import check_context
+from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.data.difficulty import within_window
-from whet.data.loader import PromptLoader
-from whet.data.prompts import PromptFormat, build_prompts
-from whet.data.sources import read_rows
+from whet.data.load import VAL, load_prompts
+from whet.data.loader import steps_per_epoch
+from whet.data.samplers import make_loader
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.registry import (
@@ -39,8 +39,9 @@ from whet.registry import (
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
+from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Filter, Rollouts, Scorer
+from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
@@ -48,16 +49,16 @@ from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
-from whet.trainers.run import Run, metric_file, run_folder
-from whet.trainers.run_dir import open_run_dir
+from whet.trainers.run import Run, metric_file, open_trackers, run_folder
+from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, stopped_in_order
-from whet.trainers.workers import RoleSettings, RolloutWorker, TrainWorker
+from whet.trainers.workers import AdapterOffWorker, RoleSettings, RolloutWorker, TrainWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
-Rows = Sequence[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, Any] | Prompt]
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
 CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
@@ -88,7 +89,7 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects(), run.signals:
+            with _settled_objects(), run.signals, disk_errors(run.run_dir):
                 loop(run)
     except Stopped as stopped:
         raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
@@ -112,29 +113,33 @@ def _settled_objects() -> Iterator[None]:
 def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, *, dry_run: bool = False) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     model_path = _required(config.model.path, "model.path")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
+    models = [path for path in (model_path, *others) if path is not None]
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models)
     check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
-    prompts = load_prompts(config, tokenizer, read_rows(list(data) if data is not None else config.data.train_files))
-    if config.data.difficulty_key is not None:
-        prompts = within_window(prompts, config.data.difficulty_key, *config.data.difficulty_window)
-    loader = PromptLoader(prompts, seed=config.trainer.seed, shuffle=config.data.shuffle)
-    val_prompts = load_prompts(config, tokenizer, read_rows(config.data.val_files)) if config.data.val_files else ()
-    epoch_steps = loader.steps_per_epoch(config.data.train_batch_size)
+    data_config, seed = config.data, config.trainer.seed
+    loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
+    val_prompts = load_prompts(data_config, tokenizer, VAL, seed=seed).items if data_config.val_files else ()
+    epoch_steps = steps_per_epoch(len(loaded.items), data_config.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
     with ExitStack() as undo:
-        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
+        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
         found = None if opened is None else opened.found
-        start_step = 0 if found is None else checkpoint.step_of(found)
-        console = "console" in config.trainer.logger and not dry_run
+        start_step = None if found is None else checkpoint.step_of(found)
+        services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
         roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
         undo.callback(roles["rollout"].close)
         roles["rollout"].sync(0)
         stop_ids = stop_token_ids(model_path, tokenizer)
+        console = "console" in config.trainer.logger and not dry_run
+        shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -150,9 +155,9 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts[: config.data.val_max_prompts],
-            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids),
+            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
-            trackers=Trackers([ConsoleTracker(total_steps, first_step=start_step)] if console else []),
+            trackers=Trackers([*shown, services]),
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
@@ -204,43 +209,52 @@ def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
     """The workers of one process, those first that others look at."""
-    model_path = _required(config.model.path, "model.path")
+    model, model_path = config.model, _required(config.model.path, "model.path")
 
-    def trained(role: ActorConfig, path: str, steps: int, is_value_model: bool = False) -> RoleSettings:
+    def trained(role: ActorConfig, path: str | None, steps: int, is_value_model: bool = False) -> RoleSettings:
         return RoleSettings(
-            model_path=path,
+            model_path=path or model_path,
             engine=role.engine,
-            dtype=config.model.dtype,
+            dtype=model.dtype,
             max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
             optim=role.optim,
             grad_clip=role.grad_clip,
             total_steps=steps * updates_per_step(role, config.data.train_batch_size),
             is_value_model=is_value_model,
-            gradient_checkpointing=config.model.gradient_checkpointing,
+            gradient_checkpointing=model.gradient_checkpointing,
+            adapter_path=model.lora.path if path is None else None,
+            allow_pickle=model.allow_pickle,
+            lora=model.lora if model.lora.rank is not None else None,
+            freeze=tuple(model.freeze) if role is config.actor else (),
+            seed=config.trainer.seed,
         )
 
     actor_steps = max(1, total_steps - (config.critic.warmup_steps if "critic" in columns.roles else 0))
-    specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, model_path, actor_steps),))]
+    specs = [WorkerSpec("actor", TrainWorker, (trained(config.actor, None, actor_steps),))]
     if "critic" in columns.roles:
-        path = config.critic.model_path or model_path
         is_value_model = "values" in VALUE_LOSSES[config.critic.value_loss].columns
-        settings = trained(config.critic, path, total_steps, is_value_model)
+        settings = trained(config.critic, config.critic.model_path, total_steps, is_value_model)
         specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
 
-    def read(path: str) -> RoleSettings:
+    def read(path: str | None) -> RoleSettings:
         return RoleSettings(
-            model_path=path,
+            model_path=path or model_path,
             engine=config.ref.engine,
-            dtype=config.model.dtype,
+            dtype=model.dtype,
             max_tokens_per_micro_batch=config.ref.max_tokens_per_micro_batch,
+            adapter_path=model.lora.path if path is None else None,
+            allow_pickle=model.allow_pickle,
         )
 
     if "ref" in columns.roles:
-        specs.append(WorkerSpec("ref", TrainWorker, (read(config.ref.model_path or model_path),)))
+        is_start = model.lora.rank is not None and config.ref.model_path is None
+        ref = WorkerSpec("ref", TrainWorker, (read(config.ref.model_path),))
+        specs.append(WorkerSpec("ref", AdapterOffWorker) if is_start else ref)
     if any(provider.name == "teacher_log_probs" for provider in columns.providers):
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype))]
+    tokenizer_path = config.model.tokenizer_path or model_path
+    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, tokenizer_path))]
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
@@ -275,29 +289,6 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
 
 
-def load_prompts(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, rows: Rows
-) -> tuple[Prompt, ...]:
-    """The rows as prompts, by the config's keys and templates.  Raises: DataError naming the row."""
-    data = config.data
-    prompt_format = PromptFormat(
-        tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        system_prompt=data.system_prompt,
-        format_prompt=data.format_prompt,
-    )
-    return build_prompts(
-        rows,
-        prompt_format,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        data_source=data.data_source,
-        max_prompt_length=data.max_prompt_length,
-        overlong_prompts=data.overlong_prompts,
-    ).prompts
-
-
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
 ) -> Collector:
@@ -320,22 +311,30 @@ def build_collector(
 
 
 def sampling_params(
-    config: SamplingConfig | RolloutConfig, max_new_tokens: int, stop_ids: tuple[int, ...]
+    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
     """The sampling parameters of a config."""
+    allowed = config.allowed_token_ids
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         stop_token_ids=stop_ids,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=tuple(config.stop),
+        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
     )
 
 
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    loader: PromptLoader,
+    loader: PromptSource,
     generate: Callable[..., Any],
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
@@ -346,7 +345,7 @@ def _rollouts(
         scorer,
         tokenizer,
         n=config.rollout.n,
-        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids),
+        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,

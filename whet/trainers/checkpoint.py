@@ -2,7 +2,7 @@
 """Checkpoints: everything that a run needs to go on, complete or not there.
 
     checkpoints/global_step_12/
-        actor.state  critic.state     weights, optimizer, optimizer steps
+        actor.state  critic.state     weights (of an adapter its own alone), optimizer, optimizer steps
         trainer.json                  step, score of its validation, place in the data, controllers
         model/                        config and tokenizer: what `whet export` adds to the weights
         manifest.json                 size and SHA-256 of every other file; written last: without it nothing counts
@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError
+from whet.models.folder import split_adapters
 from whet.models.load import load_config
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ def save(
                 roles[role].save(str(partial / f"{role}.state"))
         tokenizer.save_pretrained(partial / "model")
         load_config(model_path).save_pretrained(partial / "model")
-        generation = Path(model_path) / "generation_config.json"
+        generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
         (partial / "trainer.json").write_text(json.dumps({"step": step, "score": score, **state}, indent=1))
+        _sync_files(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
         _write_manifest(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -72,7 +74,7 @@ def save(
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unwritten(target, error) from error
-    _delete_oldest(target.parent, save_limit)
+    delete_oldest(target.parent, save_limit)
     return target
 
 
@@ -133,6 +135,18 @@ def score_of(folder: Path) -> float | None:
     return score
 
 
+def delete_oldest(checkpoints: Path, limit: int | None) -> None:
+    """All but the newest `limit` checkpoints (None: nothing) and the best."""
+    if limit is None:
+        return
+    protected = best(checkpoints)
+    for folder in folders(checkpoints)[:-limit]:
+        if folder != protected:
+            # Without its manifest it no longer counts, should this be cut short.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:
     """Puts weights and optimizers back.  Returns the rest of the state that was saved, `step` among it."""
     for role in TRAINED_ROLES:
@@ -176,8 +190,7 @@ def _write_manifest(folder: Path) -> None:
     entries: dict[str, Any] = {}
     for path in files:
         entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    _sync_files(files)
     partial = folder / f".{MANIFEST}"
     with partial.open("w") as file:
         json.dump(entries, file, indent=1)
@@ -190,6 +203,12 @@ def _write_manifest(folder: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_files(files: Iterable[Path]) -> None:
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -210,14 +229,3 @@ def folders(checkpoints: Path) -> list[Path]:
 def number(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
     return int(folder.name.removeprefix(PREFIX))
-
-
-def _delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    if limit is None:
-        return
-    protected = best(checkpoints)
-    for folder in folders(checkpoints)[:-limit]:
-        if folder != protected:
-            # Without its manifest it no longer counts, should this be cut short.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,45 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's policy as a plain Hugging Face folder."""
+"""A checkpoint's policy as a plain Hugging Face folder, for good or for as long as it is read, or its adapter alone."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from whet import serialization
-from whet.errors import CheckpointError
-from whet.models.load import load_config, without_weight_bars
+from whet.config.schema import LoraConfig
+from whet.errors import CheckpointError, ModelError
+from whet.models.load import load_config, load_policy, without_weight_bars
+from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
 from whet.trainers import checkpoint
 
 
-def export(source: Path, out: Path) -> Path:
+def export(source: Path, out: Path, *, adapter: bool = False, base: str | None = None) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, so that plain transformers loads it.  Returns `out`.
 
-    Weights are written in the dtype of the model that training started from. `out` must not hold anything yet.
-    Raises: CheckpointError.
+    Weights are written in the dtype of the model that training started from. A trained adapter is merged into that
+    model, which is looked for where it was, or at `base`; with `adapter` it is written alone, as peft loads it. `out`
+    must not hold anything yet.  Raises: CheckpointError.
     """
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
-    folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
-    if folder is None:
-        raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
-        )
+    folder = find_checkpoint(source)
     checkpoint.verify(folder)
+    state = serialization.load(folder / "actor.state")
+    weights, start = state["model"], state.get("start")
+    if start is None and (adapter or base is not None):
+        raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
+    if start is not None:
+        model = _with_adapter(folder, start, weights, base)
+        if adapter:
+            return _write_adapter(model, start, weights, folder, base, out)
+        weights = dict(merged_weights(model))
     config = load_config(folder / "model")
-    weights = serialization.load(folder / "actor.state")["model"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _fill(whole, weights, folder)
+    whole.to(config.dtype or torch.float32)
+    with without_weight_bars():
+        whole.save_pretrained(out)
+    shutil.copytree(folder / "model", out, dirs_exist_ok=True)  # over what was guessed from the config alone
+    return out
+
+
+def _fill(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if name in dict(model.named_parameters())]  # tied weights are saved once
     if missing or unexpected:
         raise CheckpointError(
             f"{folder}: its weights do not fit its config: missing {missing}, unexpected {unexpected}"
         )
-    model.to(config.dtype or torch.float32)
-    with without_weight_bars():
-        model.save_pretrained(out)
-    shutil.copytree(folder / "model", out, dirs_exist_ok=True)  # over what was guessed from the config alone
+
+
+def _with_adapter(
+    folder: Path, start: dict[str, Any], weights: dict[str, torch.Tensor], base: str | None
+) -> PreTrainedModel:
+    """The model that training started from, with the trained adapter in it."""
+    path = base or start["model_path"]
+    try:
+        model = load_policy(path, adapter_path=start["adapter_path"], allow_pickle=start["allow_pickle"])
+    except ModelError as error:
+        raise CheckpointError(
+            f"{folder} is an adapter for the model at {path}, which cannot be loaded; name where it lies "
+            f"with --base: {error}"
+        ) from error
+    if fingerprint(model) != start["fingerprint"]:
+        raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
+    add_adapter(model, LoraConfig(**start["lora"]), seed=0)
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+    return model
+
+
+def _write_adapter(
+    model: PreTrainedModel,
+    start: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    base: str | None,
+    out: Path,
+) -> Path:
+    if start["adapter_path"] is not None:
+        raise CheckpointError(
+            f"{folder} started from {start['model_path']} with the adapter {start['adapter_path']} merged into it, so "
+            "its own adapter fits no model that lies anywhere; export the merged model, without --adapter"
+        )
+    config = model.peft_config[ADAPTER]
+    config.base_model_name_or_path = base or start["model_path"]
+    save_adapter(weights, config, out)
+    kept = shutil.ignore_patterns("config.json", "generation_config.json")  # what makes a whole model of a folder
+    shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=kept)
     return out
+
+
+def find_checkpoint(source: Path) -> Path:
+    """`source` itself where it is a checkpoint, or the newest one of the run that it is.  Raises: CheckpointError."""
+    folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
+    if folder is None:
+        raise CheckpointError(
+            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
+        )
+    return folder
+
+
+def find_model(path: str) -> str:
+    """What `path` means where a model is read: a Hugging Face folder or hub name as it is, for a run its newest
+    checkpoint.  Raises: CheckpointError."""
+    folder = Path(path).expanduser()
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    return path if not folder.is_dir() or is_model else str(find_checkpoint(folder))
+
+
+@contextmanager
+def model_folder(path: str) -> Iterator[str]:
+    """`path` where transformers can load it; for a checkpoint or a run an export that lives as long as the block."""
+    found = find_model(path)
+    if not (Path(found) / checkpoint.MANIFEST).exists():
+        yield found
+        return
+    with TemporaryDirectory(prefix="whet-model-") as folder:
+        yield str(export(Path(found), Path(folder)))

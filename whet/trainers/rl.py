@@ -46,11 +46,14 @@ def fit(run: Run) -> None:
 
 
 def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
-    """The groups of one step, sampled with the weights of the step before, and written to rollouts/."""
+    """The groups of one step, sampled with the weights of the step before, and written to rollouts/.
+
+    Raises: RewardError and its like where every answer failed."""
     taken = run.rollouts.take(run.config.data.train_batch_size, step=step)
     metrics.merge(taken.metrics)
     measure_groups(metrics, taken.groups)
     run.write_rollouts(step, taken.groups)
+    run.rollouts.failures.see(taken.groups)
     return taken.groups
 
 
@@ -118,4 +121,5 @@ def validate(run: Run, step: int) -> Metrics:
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in answer.turns))
             metrics.sum("val/failures", float(answer.failure is not None))
     run.write_rollouts(step, groups, purpose="validation")
+    run.rollouts.failures.see(groups)
     return metrics

@@ -6,17 +6,19 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
-from whet.config.schema import TrainConfig, TrainerConfig
+from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, EngineError
 from whet.metrics import Metrics
@@ -25,7 +27,8 @@ from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import JsonlTracker
-from whet.tracking.tracker import Tracker, Trackers
+from whet.tracking.service import TrackedRun, open_services
+from whet.tracking.tracker import Row, Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.health import Health
@@ -33,7 +36,7 @@ from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.run_dir import RunDir
 from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
-from whet.trainers.stop import StopSignals
+from whet.trainers.stop import Stopped, StopSignals
 from whet.types import Group, Prompt, Trajectory
 
 Callback = Callable[["Run", int, Mapping[str, float]], None]
@@ -151,7 +154,8 @@ class Run:
         self.roles["rollout"].sync(self.step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid."""
+        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid; a few
+        of them as a table for the trackers."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
@@ -159,6 +163,8 @@ class Run:
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_answers(path, groups, self.tokenizer)
+        rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
+        self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
         """One JSON object a row, in tokens/: each token as text, and what every column says of it."""
@@ -178,7 +184,7 @@ class Run:
             if self.rollouts.scorer is not None:
                 stack.callback(self.rollouts.scorer.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
             if self.opened is not None:
                 stack.callback(self.opened.close)
 
@@ -211,6 +217,22 @@ def metric_file(trainer: TrainerConfig, path: Path) -> Tracker:
     return JsonlTracker(path) if "jsonl" in trainer.logger else Trackers([])
 
 
+def open_trackers(config: TrainConfig | SFTConfig, run_dir: Path, start_step: int | None) -> Trackers:
+    """The services that `trainer.logger` names; `start_step` is None in a run that starts afresh.
+
+    Raises: ConfigError where one does not start."""
+    trainer = config.trainer
+    told = TrackedRun(
+        folder=run_dir,
+        project=trainer.project_name,
+        name=trainer.experiment_name,
+        config=config.model_dump(mode="json"),
+        steps_done=-1 if start_step is None else start_step,
+    )
+    services = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
+    return Trackers(open_services(list(services), told))
+
+
 def write_answers(path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> None:
     """One JSON object an answer and line."""
     answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
@@ -229,16 +251,35 @@ def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str
         "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
         "response": tokenizer.decode(list(_response_ids(answer))),
         "ground_truth": answer.prompt.ground_truth,
+        "extracted": answer.extracted,
         "reward": None if answer.failure is not None else answer.score,
         "accuracy": answer.accuracy,
         "parts": dict(answer.parts),
         "tokens": len(sampled),
         "turns": len(answer.turns),
         "finish_reason": last.finish_reason if last is not None else None,
+        "stop": last.stop if last is not None else None,
         "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
         "policy_version": last.policy_version if last is not None else None,
         "failure": None if answer.failure is None else asdict(answer.failure),
     }
+
+
+def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
+    """The first answer of each group, then the second of each, up to `limit`."""
+    in_turn = (answer for answers in zip_longest(*(group.trajectories for group in groups)) for answer in answers)
+    rows: list[Row] = []
+    for answer in islice(filter(None, in_turn), limit):
+        read = readable(answer, tokenizer)
+        rows.append(
+            {
+                **{name: str(read[name]) for name in ("uid", "prompt", "response", "ground_truth")},
+                **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
+                "finish_reason": read["finish_reason"] or "",
+                "failure": "" if answer.failure is None else f"{answer.failure.source}: {answer.failure.message}",
+            }
+        )
+    return rows
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

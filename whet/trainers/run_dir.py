@@ -6,12 +6,14 @@ config.yaml  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lo
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,14 +22,14 @@ from typing import Any
 import yaml
 
 from whet.config.render import to_yaml
-from whet.config.schema import Section
-from whet.errors import ConfigError
-from whet.tracking.jsonl import cut_back
+from whet.config.schema import Section, SFTConfig, TrainConfig
+from whet.errors import ConfigError, StorageError, WhetError
+from whet.tracking.jsonl import METRIC_FILES, cut_back
 from whet.trainers import checkpoint
 
 log = logging.getLogger(__name__)
-METRIC_FILES = ("metrics.jsonl", "timings.jsonl")
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
@@ -51,16 +53,18 @@ class RunDir:
         self.lock.close()
 
 
-def open_run_dir(path: Path, resume: str, config: Section) -> RunDir:
-    """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, and writes the
-    config.
+def open_run_dir(path: Path, config: TrainConfig | SFTConfig) -> RunDir:
+    """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, deletes the
+    checkpoints over `trainer.save_limit`, and writes the config.
 
     Raises: ConfigError where another run is in the folder, where it is of another config, and where a fresh start would
-    write into an earlier run; CheckpointError.
+    write into an earlier run; CheckpointError; StorageError.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    lock = _lock(path)
-    try:
+    resume, save_limit = config.trainer.resume, config.trainer.save_limit
+    with ExitStack() as undo:
+        undo.enter_context(disk_errors(path))
+        path.mkdir(parents=True, exist_ok=True)
+        lock = undo.enter_context(_lock(path))
         found = checkpoint.find(path, resume)
         is_used = any((path / name).exists() for name in ("checkpoints", *METRIC_FILES))
         if resume == "never" and is_used:
@@ -75,12 +79,11 @@ def open_run_dir(path: Path, resume: str, config: Section) -> RunDir:
         else:
             log.info("resuming from %s", found)
         cut_back_files(path, -1 if found is None else checkpoint.step_of(found))
+        checkpoint.delete_oldest(path / "checkpoints", save_limit)
         partial = path / ".config.yaml.partial"
         partial.write_text(to_yaml(config), encoding="utf-8")
         partial.replace(path / "config.yaml")
-    except BaseException:
-        lock.close()
-        raise
+        undo.pop_all()
     return RunDir(path, found, lock)
 
 
@@ -102,6 +105,22 @@ def cut_back_files(run_dir: Path, step: int) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             log.warning("%s is no longer part of this run, which goes on before it; renamed to %s", folder, aside.name)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raises: StorageError, which says how to go on, where a file of the run cannot be written for want of room."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, WhetError) or error.errno not in NO_ROOM:
+            raise
+        last = checkpoint.newest(path)
+        again = "starts afresh" if last is None else f"goes on from {last}"
+        raise StorageError(
+            f"{error.filename or path}: {error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free "
+            f"there); make room, then start the same command again: it {again}"
+        ) from error
 
 
 def _lock(path: Path) -> TextIOWrapper:

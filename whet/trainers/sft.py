@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -19,10 +20,10 @@ from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.loader import OrderLoader
-from whet.data.prompts import PromptFormat
-from whet.data.sources import read_rows
-from whet.data.supervised import SupervisedExample, build_examples
+from whet.data.load import VAL, load_examples
+from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.samplers import order_of
+from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
@@ -33,8 +34,8 @@ from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run import best_score, metric_file, restored, run_folder
-from whet.trainers.run_dir import RunDir, open_run_dir
+from whet.trainers.run import best_score, metric_file, open_trackers, restored, run_folder
+from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
 from whet.trainers.workers import RoleSettings, TrainWorker
 
@@ -148,7 +149,7 @@ class SFTRun:
             for group in self.roles.values():
                 stack.callback(group.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
             if self.opened is not None:
                 stack.callback(self.opened.close)
 
@@ -166,25 +167,29 @@ def train_sft(
 ) -> SFTRun:
     """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
 
-    `callbacks` come before those that `trainer.callbacks` names.
-
-    Raises: WhetError for everything that a user can mend.
+    `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
+    user can mend.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
     check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
-    examples = _examples(config, tokenizer, list(data) if data is not None else config.data.train_files)
-    val_examples = _examples(config, tokenizer, config.data.val_files) if config.data.val_files else ()
+    seed = config.trainer.seed
+    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
+    val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
+    examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
-    loader = OrderLoader(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
-    epoch_steps = max(1, len(examples) // config.data.train_batch_size)
+    order = order_of(loaded, seed=seed, shuffle=shuffle)
+    loader = OrderLoader(len(examples), seed=seed, shuffle=shuffle, order=order)
+    epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
     with ExitStack() as undo:
-        opened = undo.enter_context(closing(open_run_dir(run_dir, config.trainer.resume, config)))
-        start_step = 0 if opened.found is None else checkpoint.step_of(opened.found)
-        console = [ConsoleTracker(total_steps, first_step=start_step, columns=COLUMNS)]
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
+        start_step = None if opened.found is None else checkpoint.step_of(opened.found)
+        console = [ConsoleTracker(total_steps, first_step=start_step or 0, columns=COLUMNS)]
+        services = open_trackers(config, run_dir, start_step)
+        undo.callback(services.close, failed=True)
         roles = launch(
             [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
             ResourcePool(processes=config.cluster.processes),
@@ -202,17 +207,22 @@ def train_sft(
         total_steps=total_steps,
         metrics_file=metric_file(config.trainer, run_dir / "metrics.jsonl"),
         timings_file=metric_file(config.trainer, run_dir / "timings.jsonl"),
-        trackers=Trackers(console if "console" in config.trainer.logger else []),
+        trackers=Trackers([*(console if "console" in config.trainer.logger else []), services]),
         callbacks=callbacks,
         opened=opened,
     )
+    return _finished(run, opened.found)
+
+
+def _finished(run: SFTRun, found: Path | None) -> SFTRun:
+    """Trains to the end, from the checkpoint that was found."""
     try:
-        if opened.found is not None:
-            run.restore(opened.found)
-        with run.signals:
+        if found is not None:
+            run.restore(found)
+        with run.signals, disk_errors(run.run_dir):
             run.fit()
     except Stopped as stopped:
-        raise stopped_in_order(stopped, run.step, run_dir, run.save) from stopped
+        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
@@ -236,19 +246,6 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
     )
 
 
-def _examples(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: Any) -> tuple[SupervisedExample, ...]:
-    built = build_examples(
-        read_rows(source),
-        PromptFormat(tokenizer, apply_chat_template=config.data.apply_chat_template),
-        messages_key=config.data.messages_key,
-        prompt_key=config.data.prompt_key,
-        response_key=config.data.response_key,
-        max_length=config.data.max_length,
-        overlong=config.data.overlong,
-    )
-    return built.examples
-
-
 def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
     return RoleSettings(
         model_path=str(config.model.path),
@@ -259,4 +256,9 @@ def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
         grad_clip=config.grad_clip,
         total_steps=total_steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        adapter_path=config.model.lora.path,
+        allow_pickle=config.model.allow_pickle,
+        lora=config.model.lora if config.model.lora.rank is not None else None,
+        freeze=tuple(config.model.freeze),
+        seed=config.trainer.seed,
     )

@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet import serialization
-from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
+from whet.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective
 from whet.engines.single import SingleEngine
 from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
-from whet.models.load import load_policy, load_value_model
+from whet.models.freeze import freeze
+from whet.models.load import load_policy, load_tokenizer, load_value_model
+from whet.models.lora import adapted_layers, adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
 from whet.protocol import DataProto
@@ -45,6 +49,11 @@ class RoleSettings:
     total_steps: int = 1  # optimizer steps of the run, for the schedule
     is_value_model: bool = False
     gradient_checkpointing: bool = False
+    adapter_path: str | None = None  # merged first
+    allow_pickle: bool = False
+    lora: LoraConfig | None = None  # unset: the whole model is trained
+    freeze: tuple[str, ...] = ()
+    seed: int = 0  # of a new adapter
 
 
 class TrainWorker(Worker):
@@ -53,9 +62,14 @@ class TrainWorker(Worker):
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
         load = load_value_model if settings.is_value_model else load_policy
-        self.model = load(settings.model_path)
+        self.model = load(settings.model_path, adapter_path=settings.adapter_path, allow_pickle=settings.allow_pickle)
+        body = self.model.body if isinstance(self.model, ValueModel) else self.model
+        freeze(self.model, settings.freeze)
+        self.start: dict[str, Any] | None = None
+        if settings.lora is not None:
+            self.start = start_of(settings, settings.lora) | {"fingerprint": fingerprint(body)}
+            add_adapter(body, settings.lora, settings.seed, torch_dtype(settings.dtype))
         if settings.gradient_checkpointing:
-            body = self.model.body if isinstance(self.model, ValueModel) else self.model
             # transformers renames the method between 5.17 and 6
             name = "activation_checkpointing_enable"
             getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
@@ -87,9 +101,12 @@ class TrainWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count to one file.  Raises: CheckpointError."""
+        """Writes weights, optimizer state and step count to one file; of an adapter what it was put into too.
+
+        Raises: CheckpointError.
+        """
         try:
-            serialization.save(path, self.engine.state())
+            serialization.save(path, {**self.engine.state(), "start": self.start})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -98,29 +115,46 @@ class TrainWorker(Worker):
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
             raise CheckpointError(f"{path} is missing: the checkpoint has no state for the role {self.role!r}")
-        self.engine.load_state(serialization.load(path))
+        state = serialization.load(path)
+        saved = state.get("start")
+        if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
+            raise CheckpointError(
+                f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "
+                f"{self.start['model_path']} are others; name the model that the run started from"
+            )
+        self.engine.load_state(state)
+
+
+class AdapterOffWorker(Worker):
+    """The reference where the actor trains an adapter: the actor's own module, with the adapter off."""
+
+    @register(Dispatch.DP_COMPUTE)
+    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Model outputs [B, R] without gradient."""
+        actor = _actor_beside(self)
+        with adapter_off(actor.model):
+            return actor.engine.forward(batch, frozenset(needs), temperature)
 
 
 class RolloutWorker(Worker):
     """One rank that samples. Beside an actor in its process it samples from the actor's own module where it can."""
 
-    def __init__(self, placement: Placement, config: RolloutConfig, dtype: str, model_path: str | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        config: RolloutConfig,
+        dtype: str,
+        tokenizer_path: str,
+        model: ModelConfig | None = None,
+    ) -> None:
         super().__init__(placement)
         self.dtype = torch_dtype(config.dtype or dtype)
-        self.engine: RolloutEngine = (
-            HFEngine(dtype=self.dtype, max_batch_size=config.max_batch_size, deadline_seconds=config.deadline_seconds)
-            if config.name == "hf"
-            else NativeEngine(
-                dtype=self.dtype,
-                max_batch_size=config.max_batch_size,
-                kv_cache_bytes=config.kv_cache_bytes,
-                compile_decode=config.compile,
-                deadline_seconds=config.deadline_seconds,
-            )
-        )
+        load = cache(partial(load_tokenizer, tokenizer_path))
+        self.engine = rollout_engine(config, self.dtype, load)
         self._owns_module = False
-        if model_path is not None:
-            self.engine.attach(load_policy(model_path).to(self.dtype), version=0)  # type: ignore[arg-type]
+        if model is not None and model.path is not None:
+            module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
+            self.engine.attach(module.to(self.dtype), version=0)  # type: ignore[arg-type]
 
     @register(Dispatch.DP_COMPUTE)
     def generate(self, requests: list[Request]) -> list[Completion]:
@@ -129,17 +163,61 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> None:
-        """Takes the actor's weights of `version`: its module itself where both compute in the same dtype."""
-        actor = self.neighbours["actor"]
-        if not isinstance(actor, TrainWorker) or not isinstance(actor.model, PreTrainedModel):
-            raise WorkerError(f"rollout rank {self.rank} has no actor with a language model in its process")
-        if actor.model.dtype == self.dtype and actor.engine.forward_settings.dtype == self.dtype:
-            self.engine.attach(actor.model, version)
+        """Takes the actor's weights of `version`: its module itself where both compute in the same dtype, unless an
+        adapter in it would make every token slower."""
+        actor = _actor_beside(self)
+        module = actor.model
+        assert isinstance(module, PreTrainedModel)
+        alike = module.dtype == self.dtype and actor.engine.forward_settings.dtype == self.dtype
+        if alike and not adapted_layers(module):
+            self.engine.attach(module, version)
             return
         if not self._owns_module:
-            self.engine.adopt(actor.model)
+            self.engine.adopt(module)
             self._owns_module = True
         self.engine.load_weights(actor.engine.named_weights(), version)
+
+
+def rollout_engine(
+    config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> RolloutEngine:
+    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
+    if config.name == "hf":
+        return HFEngine(
+            dtype=dtype,
+            max_batch_size=config.max_batch_size,
+            deadline_seconds=config.deadline_seconds,
+            load_tokenizer=load_tokenizer,
+        )
+    return NativeEngine(
+        dtype=dtype,
+        max_batch_size=config.max_batch_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        compile_decode=config.compile,
+        deadline_seconds=config.deadline_seconds,
+        load_tokenizer=load_tokenizer,
+    )
+
+
+def start_of(settings: RoleSettings, lora: LoraConfig) -> dict[str, Any]:
+    """What a checkpoint says of the model that an adapter is for; folders by their whole path, wherever it is read."""
+
+    def whole(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
+
+    return {
+        "model_path": whole(settings.model_path),
+        "adapter_path": whole(settings.adapter_path),
+        "allow_pickle": settings.allow_pickle,
+        "lora": lora.model_dump(include={"rank", "alpha", "target_modules"}),
+    }
+
+
+def _actor_beside(worker: Worker) -> TrainWorker:
+    actor = worker.neighbours["actor"]
+    if not isinstance(actor, TrainWorker) or not isinstance(actor.model, PreTrainedModel):
+        raise WorkerError(f"{worker.role} rank {worker.rank} has no actor with a language model in its process")
+    return actor
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -79,7 +79,14 @@ class PagedBatch:
         self.tables, self.rows, self.positions = tables, rows, positions
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int,
+        cap: float,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         return paged_attention(
@@ -93,4 +100,5 @@ class PagedBatch:
             self.positions,
             scale,
             window,
+            cap,
         )

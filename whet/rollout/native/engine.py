@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine: admit, prefill, decode, finish, until nothing waits and nothing runs.
+"""The native rollout engine: admit, prefill, grow, decode, finish, until nothing waits and nothing runs.
 
 Every matrix product has at least 16 rows and attention is computed token by token, so a request gives the same tokens
 alone and among others (kernels for fewer rows round differently).
@@ -7,97 +7,38 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import DeadlineError, EngineError
 from whet.models.attention import NAME
+from whet.models.log_probs import LogitForm
+from whet.models.lora import plain_copy
 from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
-from whet.rollout.native.scheduler import Admitted, Scheduler, SharedPrompt
+from whet.rollout.native.paged_attention import BLOCK_SIZE
+from whet.rollout.native.running import Running
+from whet.rollout.native.scheduler import Answer, Scheduler
 from whet.rollout.protocol import Completion, Request
-from whet.rollout.sampling import SamplingState, is_stop, sample
-from whet.types import FinishReason
+from whet.rollout.sampling import SamplingState
+from whet.rollout.stop_strings import stop_strings_of
 
 MIN_ROWS = 16
-PREFILL_TOKENS = 4096  # prompts computed together; a longer one is computed alone
+PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
 
 
-class Running:
-    """The requests being decoded, as columns: n rows, one a request, in no order that matters."""
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens to be computed that lie one after the other in one sequence."""
 
-    def __init__(
-        self, sampling: SamplingState, capacity: int, table_width: int, longest: int, device: torch.device
-    ) -> None:
-        self.sampling = sampling  # of all requests
-        self.index = torch.empty(0, dtype=torch.int64, device=device)  # [n] which request
-        self.tokens = torch.empty(0, dtype=torch.int64, device=device)  # [n] sampled last, to be fed next
-        self.positions = torch.empty(0, dtype=torch.int64, device=device)  # [n] where that token stands
-        self.counts = torch.empty(0, dtype=torch.int64, device=device)  # [n] tokens sampled so far
-        self.slots = torch.empty(0, dtype=torch.int64, device=device)  # [n] row of `tables` and of the outputs
-        self.tables = torch.zeros(capacity, table_width, dtype=torch.int32, device=device)
-        self.out_tokens = torch.empty(capacity, longest, dtype=torch.int64, device=device)
-        self.out_log_probs = torch.empty(capacity, longest, dtype=torch.float32, device=device)
-        self.own = sampling.rows(self.index)  # of the n requests
-        self.blocks: dict[int, list[int]] = {}  # by request
-        self._free_slots = list(range(capacity - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def add(self, admitted: Sequence[Admitted]) -> None:
-        """Rows for new requests; their first token comes with `record`."""
-        device = self.index.device
-        slots = [self._free_slots.pop() for _ in admitted]
-        self.blocks.update({each.index: each.blocks for each in admitted})
-        width = max(len(each.blocks) for each in admitted)
-        tables = [each.blocks + [0] * (width - len(each.blocks)) for each in admitted]
-        self.tables[slots, :width] = torch.tensor(tables, dtype=torch.int32, device=device)
-        new = {
-            "index": [each.index for each in admitted],
-            "tokens": [0] * len(admitted),
-            "positions": [len(each.prompt.token_ids) - 1 for each in admitted],
-            "counts": [0] * len(admitted),
-            "slots": slots,
-        }
-        for name, values in new.items():
-            vars(self)[name] = torch.cat([vars(self)[name], torch.tensor(values, dtype=torch.int64, device=device)])
-        self.own = self.sampling.rows(self.index)
-
-    def record(self, rows: slice, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
-        """The next sampled token of some rows."""
-        self.out_tokens[self.slots[rows], self.counts[rows]] = tokens
-        self.out_log_probs[self.slots[rows], self.counts[rows]] = log_probs
-        self.tokens[rows] = tokens
-        self.positions[rows] += 1
-        self.counts[rows] += 1
-
-    def finish(self, version: int) -> dict[int, tuple[Completion, list[int]]]:
-        """Takes out the rows that are done: their completions and blocks, by request."""
-        stopped = is_stop(self.tokens, self.own)
-        ended = stopped | (self.counts >= self.own.limits)
-        if not bool(ended.any()):
-            return {}
-        slots, counts = self.slots[ended], self.counts[ended].tolist()
-        columns = (self.index[ended].tolist(), slots.tolist(), counts, stopped[ended].tolist())
-        longest = max(counts)
-        tokens, log_probs = self.out_tokens[slots, :longest].tolist(), self.out_log_probs[slots, :longest].tolist()
-        done: dict[int, tuple[Completion, list[int]]] = {}
-        for index, slot, count, stop, ids, values in zip(*columns, tokens, log_probs, strict=True):
-            reason: FinishReason = "stop" if stop else "length"
-            completion = Completion(tuple(ids[:count]), tuple(values[:count]), reason, version)
-            done[index] = (completion, self.blocks.pop(index))
-            self._free_slots.append(slot)
-        going_on = ~ended
-        for name in ("index", "tokens", "positions", "counts", "slots"):
-            vars(self)[name] = vars(self)[name][going_on]
-        self.own = self.sampling.rows(self.index)
-        return done
+    token_ids: Sequence[int]
+    start: int  # where the first one stands
+    blocks: list[int]  # of the sequence
 
 
 class NativeEngine:
@@ -111,11 +52,14 @@ class NativeEngine:
         kv_cache_bytes: int = 2**30,
         compile_decode: bool = False,
         deadline_seconds: float = 3600.0,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
+        self.load_tokenizer = load_tokenizer  # called only where requests have stop strings
         self.dtype, self.max_batch_size, self.kv_cache_bytes = dtype, max_batch_size, kv_cache_bytes
         self.compile_decode, self.deadline_seconds = compile_decode, deadline_seconds
         self.version = -1
         self._module: PreTrainedModel | None = None
+        self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
         self._cache: BlockCache | None = None
 
@@ -127,12 +71,13 @@ class NativeEngine:
                     f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}"
                 )
             self._module, self._cache = module, None
+            self._form = LogitForm.of(module.config.get_text_config())
             self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self.version = version
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, in the rollout dtype, for `load_weights` to fill."""
-        own = copy.deepcopy(module).requires_grad_(False)
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
+        own = plain_copy(module).requires_grad_(False)
         torch.nn.Module.to(own, self.dtype)  # in place
         self.attach(own, self.version)
 
@@ -157,26 +102,28 @@ class NativeEngine:
         if not requests:
             return []
         module, deadline = self._require_module(), time.monotonic() + self.deadline_seconds
-        cache = self._require_cache()
-        scheduler = Scheduler(requests, cache, self.max_batch_size)
+        stops = stop_strings_of(requests, self.load_tokenizer)
+        vocab_size = module.config.get_text_config().vocab_size
+        scheduler = Scheduler(requests, self._require_cache(), self.max_batch_size)
         running = Running(
-            SamplingState.of(requests, module.device),
+            SamplingState.of(requests, vocab_size, module.device),
+            stops,
             capacity=min(self.max_batch_size, len(requests)),
             table_width=max(blocks_for(len(r.token_ids) + r.params.max_new_tokens) for r in requests),
             longest=max(request.params.max_new_tokens for request in requests),
-            device=module.device,
         )
         done: dict[int, Completion] = {}
         with _evaluating(module):
             while len(done) < len(requests):
-                admitted = scheduler.admit(len(running))
-                if admitted:
+                if admitted := scheduler.admit():
                     self._prefill(scheduler, admitted, running)
                 else:
-                    self._decode_step(cache, running)
-                for index, (completion, blocks) in running.finish(self.version).items():
-                    done[index] = completion
-                    cache.release(blocks)
+                    blocks, preempted = scheduler.grow(running.without_room())
+                    running.remove(preempted)
+                    running.extend(blocks)
+                    self._decode_step(scheduler.cache, running)
+                for index, completion in running.finish(self.version).items():
+                    done[index] = replace(completion, preemptions=scheduler.finish(index).preemptions)
                 if time.monotonic() > deadline:
                     self._cache = None
                     raise DeadlineError(
@@ -185,39 +132,49 @@ class NativeEngine:
                     )
         return [done[index] for index in range(len(requests))]
 
-    def _prefill(self, scheduler: Scheduler, admitted: Sequence[Admitted], running: Running) -> None:
-        """Computes the prompts that were not yet, and samples the first token of every admitted request."""
-        prompts = {id(each.prompt): each.prompt for each in admitted if each.prompt.logits is None}
-        for batch in _by_tokens(list(prompts.values())):
-            self._prefill_prompts(batch)
-        scheduler.copy_partial_blocks(admitted)
-        logits = torch.stack([each.prompt.logits for each in admitted if each.prompt.logits is not None])
-        new = slice(len(running), len(running) + len(admitted))
-        running.add(admitted)
-        state = running.sampling.rows(running.index[new])
-        running.record(new, *sample(logits, state, running.counts[new]))
+    def _prefill(self, scheduler: Scheduler, admitted: Sequence[Answer], running: Running) -> None:
+        """Computes the prompts that were not yet and what answers that go on had sampled; samples the first token of
+        the others."""
+        prompts = [p for p in {id(each.prompt): each.prompt for each in admitted}.values() if p.uncomputed]
+        logits = self._compute([Stretch(prompt.uncomputed, 0, prompt.blocks) for prompt in prompts])
+        for prompt, after in zip(prompts, logits, strict=True):
+            prompt.logits, prompt.uncomputed = after, ()
+        resumed, started = ([each for each in admitted if bool(each.tokens) == goes_on] for goes_on in (True, False))
+        starts = [each.prompt.num_full * BLOCK_SIZE for each in resumed]
+        stretches = [
+            Stretch(each.cached_ids[start:], start, each.blocks) for each, start in zip(resumed, starts, strict=True)
+        ]
+        self._compute([stretch for stretch in stretches if stretch.token_ids])
+        first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
+        scheduler.copy_partial_blocks(started)
+        running.add([*resumed, *started])
+        if started:
+            running.sample(torch.stack(first_logits), first=len(running) - len(started))
 
-    def _prefill_prompts(self, prompts: Sequence[SharedPrompt]) -> None:
+    def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
+        """Fills the blocks of the stretches.  Returns the logits after each."""
+        return [logits for batch in _by_tokens(stretches) for logits in self._compute_batch(batch)]
+
+    def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
         device = self._require_module().device
-        ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids], device=device)
-        lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=device)
+        ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids], device=device)
+        lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches], device=device)
+        starts = torch.tensor([stretch.start for stretch in stretches], device=device)
         ends = lengths.cumsum(0)
-        rows = torch.arange(len(prompts), dtype=torch.int32, device=device).repeat_interleave(lengths)
-        positions = torch.arange(len(ids), device=device) - (ends - lengths).repeat_interleave(lengths)
-        tables = torch.zeros(len(prompts), max(len(prompt.blocks) for prompt in prompts), dtype=torch.int32)
-        for row, prompt in enumerate(prompts):
-            tables[row, : len(prompt.blocks)] = torch.tensor(prompt.blocks, dtype=torch.int32)
-        last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(prompts))))
-        logits = self._forward(*self._padded(self._require_cache(), ids, rows, positions, tables.to(device)), last)
-        for row, prompt in enumerate(prompts):
-            prompt.logits = logits[row]
+        rows = torch.arange(len(stretches), dtype=torch.int32, device=device).repeat_interleave(lengths)
+        positions = torch.arange(len(ids), device=device) - (ends - lengths - starts).repeat_interleave(lengths)
+        tables = torch.zeros(len(stretches), max(len(stretch.blocks) for stretch in stretches), dtype=torch.int32)
+        for row, stretch in enumerate(stretches):
+            tables[row, : len(stretch.blocks)] = torch.tensor(stretch.blocks, dtype=torch.int32)
+        last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(stretches))))
+        inputs = self._padded(self._require_cache(), ids, rows, positions, tables.to(device))
+        return self._forward(*inputs, last)[: len(stretches)]
 
     def _decode_step(self, cache: BlockCache, running: Running) -> None:
         """Feeds the last token of every running request and samples the next."""
         inputs = self._padded(cache, running.tokens, running.slots.int(), running.positions, running.tables)
         assert self._decode is not None
-        logits = self._decode(*inputs, None)[: len(running)]
-        running.record(slice(None), *sample(logits, running.own, running.counts))
+        running.sample(self._decode(*inputs, None)[: len(running)])
 
     def _padded(
         self, cache: BlockCache, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor
@@ -239,8 +196,7 @@ class NativeEngine:
         module = self._require_module()
         out = module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
         hidden = out.last_hidden_state[0]
-        logits: torch.Tensor = module.get_output_embeddings()(hidden if keep is None else hidden[keep])
-        return logits
+        return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
     def _require_module(self) -> PreTrainedModel:
         if self._module is None:
@@ -259,14 +215,14 @@ class NativeEngine:
         return self._cache
 
 
-def _by_tokens(prompts: Sequence[SharedPrompt]) -> Iterator[list[SharedPrompt]]:
-    """Prompts in batches of at most PREFILL_TOKENS tokens, or one."""
-    batch: list[SharedPrompt] = []
-    for prompt in prompts:
-        if batch and sum(len(each.token_ids) for each in [*batch, prompt]) > PREFILL_TOKENS:
+def _by_tokens(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    """Stretches in batches of at most PREFILL_TOKENS tokens, or one."""
+    batch: list[Stretch] = []
+    for stretch in stretches:
+        if batch and sum(len(each.token_ids) for each in [*batch, stretch]) > PREFILL_TOKENS:
             yield batch
             batch = []
-        batch.append(prompt)
+        batch.append(stretch)
     if batch:
         yield batch
 

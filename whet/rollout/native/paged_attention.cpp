@@ -170,10 +170,12 @@ struct Attention {
     }
   }
 
-  void run(const T* q, float scale, float* query, T* out) const {
+  void run(const T* q, float scale, float cap, float* query, T* out) const {
     for (int g = 0; g < G; ++g)
       for (int64_t i = 0; i < shape.head_dim; ++i) query[g * shape.head_dim + i] = widen(q[g * shape.q_head + i]) * scale;
     score(query);
+    if (cap > 0)
+      for (int64_t j = 0; j < G * (last() - first()) * LANES; ++j) scores[j] = cap * std::tanh(scores[j] / cap);
     float inverse[G];
     for (int g = 0; g < G; ++g) inverse[g] = softmax(g);
     if (shape.head_dim % (4 * LANES) == 0)
@@ -194,7 +196,7 @@ void remember(const T* k, const T* v, T* keys, T* values, int64_t slot, const Sh
 
 template <typename T>
 void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* tables, const int32_t* rows,
-         const int64_t* positions, T* out, const Shape& shape, float scale) {
+         const int64_t* positions, T* out, const Shape& shape, float scale, float cap) {
   const int64_t group = shape.group(), dim = shape.head_dim;
 #pragma omp parallel
   {
@@ -222,7 +224,7 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
         const auto part = [&](auto size) {
           constexpr int G = decltype(size)::value;
           const Attention<T, G> attention{shape, key_head, value_head, table, begin, end, scores.data()};
-          attention.run(from + g * shape.q_head, scale, query.data(), target + g * dim);
+          attention.run(from + g * shape.q_head, scale, cap, query.data(), target + g * dim);
           g += G;
         };
         if (group - g >= 4)
@@ -239,16 +241,17 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
 }  // namespace
 
 // `sizes`: the twelve numbers of Shape, in order. The head size is a multiple of 16; blocks hold 16 tokens.
+// Scores s become cap tanh(s / cap) where cap > 0.
 extern "C" void whet_paged_attention(int is_bfloat16, const void* q, const void* k, const void* v, void* keys, void* values,
                                      const int32_t* tables, const int32_t* rows, const int64_t* positions, void* out,
-                                     const int64_t* sizes, float scale) {
+                                     const int64_t* sizes, float scale, float cap) {
   Shape shape;
   static_assert(sizeof(Shape) == 12 * sizeof(int64_t), "sizes are copied as they are");
   std::memcpy(&shape, sizes, sizeof(shape));
   const auto run_as = [&](auto type) {
     using T = decltype(type);
     run(static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), static_cast<T*>(keys),
-        static_cast<T*>(values), tables, rows, positions, static_cast<T*>(out), shape, scale);
+        static_cast<T*>(values), tables, rows, positions, static_cast<T*>(out), shape, scale, cap);
   };
   if (is_bfloat16)
     run_as(bfloat16());

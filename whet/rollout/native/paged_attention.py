@@ -16,7 +16,7 @@ BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
 _operators = torch.library.Library("whet", "DEF")
 _operators.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables, "
-    "Tensor rows, Tensor positions, float scale, int window) -> Tensor"
+    "Tensor rows, Tensor positions, float scale, int window, float cap) -> Tensor"
 )
 
 
@@ -31,6 +31,7 @@ def paged_attention(
     positions: torch.Tensor,
     scale: float,
     window: int = 0,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Writes each token's key and value into its block, then attends it to positions 0..its own of its sequence.
 
@@ -38,10 +39,11 @@ def paged_attention(
     keys [blocks, KV, D, 16], values [blocks, KV, 16, D]: one layer of the cache, blocks of 16 tokens, written in place.
     tables [S, W] int32: the blocks of each sequence, in order.   rows [T] int32: each token's sequence, -1 on padding.
     positions [T] int64.   window: attend to the last so many positions only; 0 is all.
+    cap: scores s become cap tanh(s / cap); 0 leaves them.
     Returns [T, H, D], zero on padding.
     """
     out: torch.Tensor = torch.ops.whet.paged_attention(
-        query, key, value, keys, values, tables, rows, positions, scale, window
+        query, key, value, keys, values, tables, rows, positions, scale, window, cap
     )
     return out
 
@@ -57,6 +59,7 @@ def reference(
     positions: torch.Tensor,
     scale: float,
     window: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """`paged_attention` in torch: gathers every token's keys and masks what it may not see."""
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
@@ -79,7 +82,8 @@ def reference(
     gathered_keys = gathered_keys.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
     gathered_values = gathered_values.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).float()
-    scores = (grouped @ gathered_keys.float().mT * scale).masked_fill(hidden, float("-inf"))
+    scores = grouped @ gathered_keys.float().mT * scale
+    scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(hidden, float("-inf"))
     out = (scores.softmax(-1) @ gathered_values.float()).to(query.dtype).view(tokens, heads, dim)
     return out.masked_fill(~real[:, None, None], 0)
 
@@ -95,11 +99,12 @@ def _cpu(
     positions: torch.Tensor,
     scale: float,
     window: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     kernel = load_kernel()
     tokens, heads, dim = query.shape
     if kernel is None or query.dtype not in (torch.float32, torch.bfloat16) or dim % BLOCK_SIZE:
-        return reference(query, key, value, keys, values, tables, rows, positions, scale, window)
+        return reference(query, key, value, keys, values, tables, rows, positions, scale, window, cap)
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty(tokens, heads, dim)
     sizes = (ctypes.c_int64 * 12)(
@@ -111,6 +116,7 @@ def _cpu(
         *(x.data_ptr() for x in (query, key, value, keys, values, tables, rows, positions, out)),
         sizes,
         scale,
+        cap,
     )
     return out
 
@@ -132,5 +138,5 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
         return None
     function = compiled.whet_paged_attention
     function.restype = None
-    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, ctypes.POINTER(ctypes.c_int64), ctypes.c_float]
+    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, ctypes.POINTER(ctypes.c_int64), *[ctypes.c_float] * 2]
     return function

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from whet.cli.app import main
+
+
+@pytest.fixture
+def arguments(qwen25_folder: Path, tmp_path: Path) -> list[str]:
+    """The model, and a file whose second row is long."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "12" * 60, "answer": "x" * 400}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"model.path={qwen25_folder}", f"data.train_files={tmp_path}/a.jsonl"]
+
+
+def whet(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints, once it has succeeded."""
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    captured = capsys.readouterr()
+    assert not exit_.value.code, captured.err
+    return captured.out
+
+
+def test_a_pipe_reads_template_ids_and_facts(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    shown = whet(capsys, "data", *arguments, "data.max_prompt_length=100", "--rows", "1")
+    assert "a.jsonl: 2 rows\n" in shown and "1 of 2 are over data.max_prompt_length=100: dropped\n" in shown
+    assert "  over data.max_prompt_length\n" in shown and "data sources: unknown 2\n" in shown
+    _, row = shown.split("── row 0: ")
+    assert row.startswith("16 tokens, then the policy writes\n") or "tokens, then the policy writes\n" in row
+    assert "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n" in row
+    assert "\nids: " in row and row.endswith("ground truth: 2\ndata source: unknown\nanswer: 2\n")
+    assert "\x1b" not in shown
+
+
+def test_one_row_token_by_token(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    shown = whet(capsys, "data", *arguments, "--index", "1", "--tokens")
+    assert "── row 1: " in shown and "── row 0: " not in shown
+    tokens = [line.split(maxsplit=3) for line in shown.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    lines = [each for each in tokens if len(each) == 4 and each[3].startswith("'")]
+    assert lines[0][0] == "0" and lines[0][2:] == ["0", "'<|im_start|>'"]
+    assert [int(each[0]) for each in lines] == list(range(len(lines)))
+    assert f"ground truth: {'x' * 300} ...\n" in shown
+
+
+def test_what_is_learned_is_marked(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    words = [*arguments, "data.response_key=answer", "data.max_length=200"]  # keys of `whet sft` alone
+    shown = whet(capsys, "data", *words, "--rows", "1")
+    assert "<|im_start|>assistant\n⟦2<|im_end|>⟧\nids: " in shown
+    assert "2 of them learned" in shown
+    assert "  1  '2'\n" in whet(capsys, "data", "--for", "sft", *words, "--rows", "1", "--tokens")
+
+
+def test_on_a_terminal_tokens_have_stripes(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    shown = whet(capsys, "data", *arguments, "--rows", "1")
+    assert shown.count("\x1b[48;5;237m") >= 5 and shown.count("\x1b[48;5;240m") >= 5 and "ids:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.train_files=gone.jsonl"], "ConfigError: data.train_files: gone.jsonl does not exist"),
+        (["--index", "7"], "DataError: there is no row 7; expected 0 to 1"),
+        (["--val"], "ConfigError: data.val_files is empty"),
+        (["data.sampler=shufle"], "ConfigError: data.sampler: no sampler is called 'shufle'; did you mean 'shuffle'?"),
+        (["data.promt_key=a"], "ConfigError: unknown key data.promt_key (command line); did you mean data.prompt_key?"),
+        (["--for", "train", "data.max_length=9"], "ConfigError: unknown key data.max_length"),
+    ],
+)
+def test_mistakes_are_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["data", *arguments, *words])
+    assert exit_.value.code == 2 and capsys.readouterr().err.startswith(said)

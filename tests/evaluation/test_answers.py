@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of answers: what is read back, and what an evaluation that was cut off leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.errors import DataError
+from whet.evaluation.answers import Journal, Row, by_prompt, read_answers
+
+PROMPTS = {0: "1+1=", 1: "1+2=", 2: "1+3="}
+
+
+def answers(index: int, **changes: Any) -> list[Row]:
+    """Two to a prompt."""
+    return [
+        {
+            "index": index,
+            "data_source": "a",
+            "prompt": PROMPTS[index],
+            "ground_truth": "2",
+            "reward": 1.0,
+            "accuracy": 1.0,
+            "failure": None,
+            "response": f"é{sample}",
+            **changes,
+        }
+        for sample in range(2)
+    ]
+
+
+def test_a_journal_becomes_answers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True)
+    assert journal.rows == []
+    for index in PROMPTS:
+        journal.add(answers(index))
+    with pytest.raises(DataError, match=r"has no answers\.jsonl; its evaluation was cut off: run it again"):
+        read_answers(tmp_path)
+    journal.finish({"accuracy": 1.0})
+    assert read_answers(tmp_path) == read_answers(tmp_path / "answers.jsonl") == [*answers(0), *answers(1), *answers(2)]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"accuracy": 1.0}
+    assert (tmp_path / "config.yaml").read_text() == "n: 2\n"
+    assert Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True).rows == []  # it is over: another one starts afresh
+    assert len(by_prompt(read_answers(tmp_path))) == 3
+
+
+def test_whole_prompts_are_kept_and_what_is_torn_is_not(tmp_path: Path) -> None:
+    Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True).add([*answers(0), *answers(1), *answers(2)])
+    partial = tmp_path / "answers.partial.jsonl"
+    partial.write_text(partial.read_text()[:-9])  # killed while it wrote the last line
+    again = Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True)
+    assert again.rows == [*answers(0), *answers(1)]
+    assert len(partial.read_text().splitlines()) == 4
+    again.add(answers(2))
+    assert Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True).rows == [*answers(0), *answers(1), *answers(2)]
+
+
+@pytest.mark.parametrize("what", ["settings", "prompt", "resume", "n"])
+def test_answers_of_another_evaluation_are_not_taken(what: str, tmp_path: Path) -> None:
+    Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True).add(answers(1))
+    settings, n = ("n: 3\n" if what == "settings" else "n: 2\n"), (1 if what == "n" else 2)
+    prompts = {**PROMPTS, 1: "2+2="} if what == "prompt" else PROMPTS
+    assert Journal(tmp_path, settings, prompts, n, resume=what != "resume").rows == []
+    assert (tmp_path / "answers.partial.jsonl").read_text() == ""
+
+
+def test_what_is_no_file_of_answers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no answers\.jsonl; `whet eval` with output="):
+        read_answers(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("")
+    with pytest.raises(DataError, match="has no answers"):
+        read_answers(file)
+    file.write_text('{"index": 0, "prompt": "1+1=", "ground_truth": "2", "data_source": "a", "failure": null}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no accuracy, reward; expected answers as"):
+        read_answers(file)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from whet.errors import EngineError, RewardError, SandboxError
+from whet.rollout.failures import FailureWatch
+from whet.types import Failure, FailureSource, Group, Prompt, Trajectory
+
+PROMPT = Prompt("0:0", 0, (), (), "s", None)
+
+
+def group(*sources: FailureSource | None) -> list[Group]:
+    """One group, an answer for each: None did not fail."""
+    answers = [
+        Trajectory(f"0:0:{i}", PROMPT, (), i, failure=None if source is None else Failure(source, f"why {i}"))
+        for i, source in enumerate(sources)
+    ]
+    return [Group(PROMPT, tuple(answers))]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [("reward", RewardError), ("sandbox", SandboxError), ("environment", EngineError), ("tool", EngineError)],
+)
+def test_where_nothing_ever_worked_the_first_batch_ends_the_run(source: FailureSource, error: type[Exception]) -> None:
+    said = rf"all 2 answers failed.*: answer 0:0:0 in the {source}: why 0\. Mend the {source}, then start again"
+    with pytest.raises(error, match=said):
+        FailureWatch().see(group(source, "engine"))
+
+
+def test_what_worked_before_may_be_away_for_two_batches(caplog: pytest.LogCaptureFixture) -> None:
+    watch = FailureWatch()
+    watch.see(group(None, None))
+    for _ in range(3):
+        watch.see(group("reward", "reward"))
+        watch.see(group("reward", "reward"))
+        watch.see(group("reward", None))
+    assert caplog.text.count("The run ends after 2 more such batches") == 3
+    assert caplog.text.count("1 of 2 answers failed and are not trained on, the first in the reward: why 0") == 1
+    watch.see(group("reward"))
+    watch.see([])
+    watch.see(group("reward"))
+    with pytest.raises(RewardError, match="all 1 answers failed"):
+        watch.see(group("reward"))

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every line of docs/bad-input.md is provoked, and says what the page says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from whet.config.checks import check_context, problems
+from whet.config.schema import DataConfig, TrainConfig
+from whet.data.load import Loaded, load_prompts
+from whet.data.loader import PromptLoader
+from whet.data.samplers import make_loader
+from whet.errors import WhetError
+from whet.rewards.adapter import RewardItem
+from whet.rewards.pool import RewardPool
+from whet.rollout.failures import FailureWatch
+from whet.types import Failure, Group, Prompt, Trajectory
+
+PAGE = (Path(__file__).parents[1] / "docs" / "bad-input.md").read_text(encoding="utf-8")
+MESSAGES = {
+    cells[0].strip(): cells[1].strip().strip("`")
+    for cells in re.findall(r"^\| ([^|]+) \| (`[^|]+`) \|[^|]+\|$", PAGE, re.MULTILINE)
+}
+OWN = """
+def broken():
+    raise ValueError("no rows today")
+def number():
+    return 7
+def outside(prompts):
+    return [0, 99]
+"""
+
+
+def wrong(situation: str, found: str) -> None:
+    """Holds what was said against the page."""
+    pattern = ".*".join(re.escape(part) for part in MESSAGES[situation].split("..."))
+    assert re.search(pattern, found, re.DOTALL), found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(qwen25_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(qwen25_folder)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder without network, with a model's config and a file that is fine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "kept")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
+    Path("fine.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    Path("own.py").write_text(OWN)
+    return tmp_path
+
+
+def refused(**sections: dict[str, Any]) -> str:
+    """What the checks of a config say."""
+    values: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"train_files": ["fine.jsonl"]},
+        "reward": {"function": "gsm8k"},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    [found] = problems(TrainConfig.model_validate(values))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("situation", "sections"),
+    [
+        ("missing file", {"data": {"train_files": ["gone.jsonl"]}}),
+        ("missing folder, or a slip in a hub name", {"data": {"train_files": ["nothing"]}}),
+        ("weights for other sources", {"data": {"train_files": ["fine.jsonl"] * 2, "weights": [1.0]}}),
+        ("n = 1 with a group estimator", {"rollout": {"n": 1}}),
+        (
+            "n = 1 with a group filter",
+            {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "gae", "filter": {"name": "dapo"}}},
+        ),
+        ("greedy sampling with n > 1", {"rollout": {"temperature": 0}}),
+        ("batch sizes that do not divide", {"actor": {"mini_batch_size": 6}}),
+        ("micro-batch smaller than a row", {"actor": {"max_tokens_per_micro_batch": 100}}),
+        ("more processes than rows", {"actor": {"mini_batch_size": 8}, "cluster": {"processes": 99}}),
+    ],
+)
+def test_what_the_config_checks_refuse(situation: str, sections: dict[str, Any]) -> None:
+    wrong(situation, refused(**sections))
+
+
+def test_a_file_of_another_format() -> None:
+    Path("rows.csv").write_text("a,b\n")
+    wrong("file of an unknown format", refused(data={"train_files": ["rows.csv"]}))
+
+
+def test_lengths_over_the_models() -> None:
+    with pytest.raises(WhetError) as raised:
+        check_context(TrainConfig(), 600)
+    wrong("lengths over the model's", str(raised.value))
+
+
+P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2", "level": 4}
+
+
+@pytest.mark.parametrize(
+    ("situation", "rows", "keys"),
+    [
+        ("line that is no JSON", ["{}", "{"], {}),
+        (
+            "missing field",
+            [{"question": "a", "answer": "1"}, {"quesion": "b", "answer": "2"}],
+            {"prompt_key": "question"},
+        ),
+        (
+            "empty field",
+            [{"question": "a", "answer": "1"}, {"question": None, "answer": "2"}],
+            {"prompt_key": "question"},
+        ),
+        ("filter by an unknown field", [P, Q], {"filter": {"levle": 9}}),
+        ("filter that leaves nothing", [P, Q], {"filter": {"level": 9}}),
+        ("row without answer", [P, {"prompt": "b"}], {}),
+        (
+            "row without the answer that is asked for",
+            [{"prompt": "a", "solution": "1"}, {"prompt": "b"}],
+            {"answer_key": "solution"},
+        ),
+        ("no row has an answer", [{"prompt": "a"}, {"prompt": "b"}], {}),
+        ("prompt longer than the limit", [P, {**Q, "prompt": "1" * 40}], {"max_prompt_length": 8}),
+        (
+            "prompt longer than the limit, refused",
+            [P, {**Q, "prompt": "1" * 40}],
+            {"max_prompt_length": 8, "overlong_prompts": "error"},
+        ),
+        (
+            "all prompts longer than the limit",
+            [{**P, "prompt": "1" * 5}, {**Q, "prompt": "1" * 40}],
+            {"max_prompt_length": 1},
+        ),
+        ("model without chat template", [P], {"apply_chat_template": True}),
+    ],
+)
+def test_what_is_wrong_with_rows(
+    situation: str,
+    rows: list[Any],
+    keys: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Path("rows.jsonl").write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    base = copy.deepcopy(tokenizer)
+    base.chat_template = None
+    data = DataConfig.model_validate({"train_files": ["rows.jsonl"], "apply_chat_template": False, **keys})
+    try:
+        load_prompts(data, base, where=data.filter)
+        wrong(situation, caplog.text)
+    except WhetError as error:
+        wrong(situation, str(error))
+
+
+@pytest.mark.parametrize(
+    ("situation", "file"),
+    [
+        ("empty data set", "empty.jsonl"),
+        ("no network", "owner/name"),
+        ("unknown split", "set@dev"),
+        ("data set function that raises", "own.py:broken"),
+        ("data set function that gives no rows", "own.py:number"),
+    ],
+)
+def test_what_is_wrong_with_a_source(situation: str, file: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("empty.jsonl").write_text("\n")
+    Path("set").mkdir()
+    Path("set", "train.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(WhetError) as raised:
+        load_prompts(DataConfig(train_files=[file]), tokenizer)
+    wrong(situation, str(raised.value))
+
+
+def prompts(count: int) -> tuple[Prompt, ...]:
+    return tuple(Prompt(f"0:{i}", i, (), (i,), "s", None) for i in range(count))
+
+
+def test_what_is_wrong_with_an_order() -> None:
+    with pytest.raises(WhetError) as raised:
+        make_loader(DataConfig(sampler="own.py:outside"), Loaded(prompts(2), ()), seed=0, total_draws=2)
+    wrong("sampler that leaves the data", str(raised.value))
+    with pytest.raises(WhetError) as raised:
+        PromptLoader(prompts(1)).load_state({"epoch": 0, "index": 1})
+    wrong("data that changed before a resume", str(raised.value))
+
+
+def outcomes(function: Callable[..., Any], count: int = 4, **settings: Any) -> list[Any]:
+    settings = {"num_workers": 0, "timeout_seconds": 5.0, **settings}
+    with RewardPool(function, correct_threshold=1.0, **settings) as pool:
+        return pool.score([RewardItem("s", "text", "1", response_ids=(1, 2)) for _ in range(count)])
+
+
+def raising(solution_str: str) -> float:
+    raise ValueError("no number in it")
+
+
+@pytest.mark.parametrize(
+    ("situation", "function"),
+    [
+        ("reward that raises", raising),
+        ("reward that returns None", lambda solution_str: None),
+        ("reward that returns NaN", lambda solution_str: float("nan")),
+        ("reward that returns text", lambda solution_str: "1.0"),
+        ("dict without a reward", lambda solution_str: {"points": 1.0}),
+        ("wrong number of rewards", lambda solution_strs: [1.0, 0.0]),
+        ("one number for a batch", lambda solution_strs: 1.0),
+    ],
+)
+def test_what_a_reward_may_not_return_fails_the_answer(situation: str, function: Callable[..., Any]) -> None:
+    for outcome in outcomes(function):
+        assert isinstance(outcome, Failure) and outcome.source == "reward"
+        wrong(situation, outcome.message)
+
+
+def test_a_reward_that_hangs_fails_in_time() -> None:
+    start = time.monotonic()
+    [outcome] = outcomes(lambda solution_str: time.sleep(60), 1, num_workers=1, timeout_seconds=0.3)
+    assert isinstance(outcome, Failure) and time.monotonic() - start < 20
+    wrong("reward that hangs", outcome.message)
+
+
+def test_a_reward_of_no_known_form() -> None:
+    def odd(x):  # type: ignore[no-untyped-def]
+        return x
+
+    odd.__qualname__ = "odd"
+    with pytest.raises(WhetError) as raised:
+        outcomes(odd)
+    wrong("function whose form cannot be told", str(raised.value))
+
+
+def test_a_run_in_which_every_answer_fails() -> None:
+    prompt = prompts(1)[0]
+    answers = [Trajectory(f"0:0:{i}", prompt, (), i, failure=each) for i, each in enumerate(outcomes(raising))]
+    with pytest.raises(WhetError) as raised:
+        FailureWatch().see([Group(prompt, tuple(answers))])
+    wrong("every answer fails", str(raised.value))
+
+
+def test_every_line_of_the_page_is_provoked_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert len(MESSAGES) == len(re.findall(r"^\| .* \| `.*\|$", PAGE, re.MULTILINE)) > 30
+    assert not [situation for situation in MESSAGES if f'"{situation}"' not in here]

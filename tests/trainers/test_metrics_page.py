@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/metrics.md is what runs record: short runs together pass every line that records a metric."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import whet
+from tests.algorithms.conftest import _make_batch
+from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.config import SFTConfig, load_config
+from whet.metrics import Metrics
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
+from whet.trainers.sft import train_sft
+
+PACKAGE = Path(whet.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `(\S+)` \| (.+) \| (.+) \| (\w+) \|$", PAGE, re.MULTILINE)
+TABLE = {name: reduction for name, _, _, reduction in ROWS}
+KINDS = {"mean", "sum", "max", "min", "time"}
+Rows = list[dict[str, str]]
+
+
+def row_of(name: str) -> str | None:
+    """The row of the table that a metric has: its own before one with a placeholder."""
+    patterns = (row for row in TABLE if "<" in row and re.fullmatch(re.sub("<.+?>", ".+", row), name))
+    return name if name in TABLE else next(patterns, None)
+
+
+def test_rows_are_complete_and_there_is_one_of_each() -> None:
+    assert len(ROWS) == len(TABLE) > 80
+    assert {*TABLE.values()} == {"mean", "sum", "max", "min", "seconds", "ratio"}
+    assert PAGE.count("\n| `") == len(ROWS)  # none that the pattern misses
+
+
+def reported(registry: Registry, prefix: str) -> set[str]:
+    """The metrics that the functions of a registry report, under the names that a run logs."""
+    batch, names = _make_batch(1), set()
+    for name in registry.names():
+        entry = registry[name]
+        if registry is ADV_ESTIMATORS:
+            rewards = batch["token_level_rewards"].abs()  # max_rl wants them so
+            names |= estimate(entry, {**batch, "token_level_rewards": rewards}, {}).metrics.keys()
+        else:
+            loss = policy_loss(entry, settle(entry, batch, {}), {})
+            names |= loss.diagnostics.keys() | loss.metrics.keys()
+    return {name if "/" in name else prefix + name for name in names}
+
+
+REGISTRIES = [(POLICY_LOSSES, "actor/"), (VALUE_LOSSES, "critic/"), (ADV_ESTIMATORS, "critic/")]
+
+
+@pytest.mark.parametrize(("registry", "prefix"), REGISTRIES)
+def test_what_functions_report_is_in_the_table(registry: Registry, prefix: str) -> None:
+    names = reported(registry, prefix)
+    assert {name: TABLE.get(name) for name in names} == dict.fromkeys(names, "mean")
+
+
+class Recorded:
+    """What `Metrics` was told: each name's reduction, and the lines of whet that told it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reductions: dict[str, set[str]] = defaultdict(set)
+        self.lines: set[tuple[str, int]] = set()
+        record = Metrics._record
+
+        def recorded(metrics: Metrics, reduction: Any, name: str, *values: Any) -> None:
+            self.reductions[name].add(reduction)
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename.endswith(("whet/metrics.py", "contextlib.py")) and frame.f_back:
+                frame = frame.f_back
+            self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+            record(metrics, reduction, name, *values)
+
+        monkeypatch.setattr(Metrics, "_record", recorded)
+
+
+def recording_lines() -> Iterator[tuple[str, range]]:
+    """Every call in whet that records a metric: its file and lines."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and any(
+                isinstance(each, ast.Attribute)
+                and each.attr in KINDS
+                and isinstance(each.value, ast.Name)
+                and each.value.id == "metrics"
+                for each in ast.walk(node.func)
+            ):
+                yield str(file), range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+CALLS = itertools.count(1)
+
+
+def moody(solution_str: str) -> dict[str, float]:
+    """Fails now and then, has a part, and is right or wrong so that groups differ."""
+    if next(CALLS) % 7 == 0:
+        raise ValueError("not today")
+    right = float("7" in solution_str)
+    return {"reward": right, "accuracy": right, "sevens": solution_str.count("7")}
+
+
+FIRST_STEP = itertools.count(1)
+
+
+def broken(solution_str: str) -> float:
+    """Judges the answers of one step, and none after it."""
+    if next(FIRST_STEP) > 16:
+        raise ValueError("never again")
+    return 1.0
+
+
+def late(solution_str: str) -> float:
+    """Judges one answer of each process too late."""
+    if next(CALLS) == 5:
+        time.sleep(3)
+    return float("7" in solution_str)
+
+
+def summing(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, factor: float = 1.0) -> Any:
+    return -factor * advantages * log_probs, {"actor/ppo_kl": (old_log_probs - log_probs).detach().mean()}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "filtered, corrected, KL in the reward": {
+        "algorithm.policy_loss": "vanilla",
+        "algorithm.kl.where": "reward",
+        "algorithm.overlong.penalty": 0.5,
+        "algorithm.overlong.buffer_length": 2,
+        "algorithm.filter.name": "dapo",
+        "algorithm.filter.metric": "sevens",
+        "algorithm.correction.weight": "importance",
+        "algorithm.correction.rejection": "divergence",
+    },
+    "a critic, KL in the loss, validation": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.kl.where": "loss",
+        "algorithm.truncated": "zero",
+        "trainer.val_freq": 1,
+    },
+    "hints": {"algorithm.adv_estimator": "cpo", "teacher.hint": "reference", "teacher.hint_template": "{{ hint }}"},
+    "states, whole answers only": {"algorithm.adv_estimator": "gigpo", "algorithm.truncated": "drop"},
+    "greedy baselines, a loss that reports a sum": {
+        "algorithm.adv_estimator": "remax",
+        "algorithm.policy_loss": f"{__file__}:summing",
+    },
+    "process rewards": {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
+    "nothing but failures": {"trainer.total_steps": 2},
+    "short of memory": {"data.max_response_length": 60, "rollout.kv_cache_bytes": 9 * 16384},  # nine blocks
+    "a deadline": {"reward.num_workers": 1, "reward.timeout_seconds": 0.5},
+}
+
+REWARDS = {"nothing but failures": broken, "a deadline": late}
+
+
+def test_runs_record_what_the_table_says_and_all_of_it(
+    model_folder: Path, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, logged = Recorded(monkeypatch), set()
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**row, "data_source": "sums"}) + "\n" for row in additions[:2]))
+    common: dict[str, Any] = {
+        "model.path": str(model_folder),
+        "data.apply_chat_template": False,
+        "data.train_batch_size": 4,
+        "trainer.total_steps": 1,
+        "trainer.logger": ["jsonl"],
+        "trainer.log_rollouts": 0,
+    }
+    for number, (name, overrides) in enumerate(RUNS.items()):
+        small = {"data.max_prompt_length": 32, "data.max_response_length": 6, "rollout.n": 4, "reward.num_workers": 0}
+        where = {"trainer.run_dir": str(tmp_path / str(number)), "data.val_files": [str(held_out)]}
+        settings = {**common, **small, **where, "trainer.val_freq": -1, **overrides}
+        whet.train(reward=REWARDS.get(name, moody), data=additions, **settings)
+    examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
+    fine = {"data.max_length": 32, "data.val_files": [str(held_out)], "trainer.run_dir": str(tmp_path / "sft")}
+    train_sft(load_config(SFTConfig, None, common | fine, given={"data"}).config, data=examples)
+    for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
+        logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
+
+    assert [name for name in sorted(logged) if row_of(name) is None] == []
+    wrong = {name: found for name, found in recorded.reductions.items() if found != {TABLE.get(row_of(name) or "")}}
+    assert not wrong, "the table says another reduction, or nothing"
+    logged = logged.union(*(reported(registry, prefix) for registry, prefix in REGISTRIES))
+    assert TABLE.keys() - {row_of(name) for name in logged} == set(), "rows that no run records"
+    missed = [
+        f"{file}:{lines.start}"
+        for file, lines in recording_lines()
+        if not any((file, line) in recorded.lines for line in lines)
+    ]
+    assert missed == [], "lines that these runs do not pass: let one of them do so"

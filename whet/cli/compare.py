@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="a folder that whet eval wrote, or a file of answers", exists=True)
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="the same of the model to compare with A", exists=True)],
+    metric: Annotated[str, typer.Option(help="accuracy, reward, or a part of the reward")] = "accuracy",
+    other_prompts: Annotated[
+        bool, typer.Option("--other-prompts", help="the same problems may have been asked in other words")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of resampling")] = 0,
+) -> None:
+    """Say whether B is better than A, or whether that may be chance.
+
+    Validation files of a run (rollouts/validation_*.jsonl) are files of answers too."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from whet.evaluation.answers import read_answers
+    from whet.evaluation.compare import compare as run
+    from whet.evaluation.compare import shown, shown_p
+    from whet.tracking.console import shared_console
+
+    found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only")):
+        table.add_column(title, justify="right" if number else "left")
+    for source, each in [*list(found.items())[1:], ("all", found["all"])]:
+        low, high = shown(each.difference.low, metric), shown(each.difference.high, metric)
+        difference = Text.assemble(shown(each.difference.value, metric), (f"\n{low} to {high}", "dim"))
+        means = [shown(each.a.value, metric), shown(each.b.value, metric)]
+        counts = [str(each.a_better), str(each.b_better)]
+        table.add_row(
+            source, str(each.num_prompts), *means, difference, shown_p(each.p_value).removeprefix("= "), *counts
+        )
+    console, whole = shared_console(), found["all"]
+    console.print(table)
+    console.print(f"A: {a}, {whole.n[0]} a prompt\nB: {b}, {whole.n[1]} a prompt", soft_wrap=True)
+    console.print("A only, B only: prompts on which that one scored higher", style="dim", soft_wrap=True)
+    console.print(whole.verdict(), style="bold", soft_wrap=True)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet data`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.config import Command
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+    from whet.data.preview import Preview, Shown
+
+BAR = 40  # columns of the longest bar
+STRIPES = ("on grey23", "on grey35")  # tokens in turn
+LEARNED, READ = "bold green", "dim"
+OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there are no colours
+MAX_FACT_CHARACTERS = 300
+
+
+def data(
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    rows: Annotated[int, typer.Option(min=0, help="how many rows to show")] = 3,
+    index: Annotated[int | None, typer.Option(min=0, help="show the row of this number")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="show each token with its id, and whether it is learned")] = (
+        False
+    ),
+    val: Annotated[bool, typer.Option("--val", help="look at data.val_files")] = False,
+    drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
+    command: Annotated[
+        Command | None, typer.Option("--for", help="whose config it is; unset: train, or sft if only that fits")
+    ] = None,
+) -> None:
+    """Show rows as the model will see them: template, tokens, masks."""
+    config = _config(command, *split_recipe(words, config_name))
+
+    from rich.console import Console
+
+    from whet.config.checks import check_data
+    from whet.data.preview import preview
+    from whet.models.load import load_tokenizer
+
+    check_data(config, validation=val)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path or "")
+    found = preview(config, tokenizer, num_rows=rows, index=index, validation=val, drawn=drawn)
+    output = Console(highlight=False, soft_wrap=True, markup=False)
+    for line in _summary(found):
+        output.print(line)
+    for row in found.rows:
+        output.print()
+        (_print_tokens if tokens else _print_row)(output, tokenizer, row)
+
+
+def _config(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig | EvalConfig:
+    """The config, of `whet train` if nothing is said and it is one, else of `whet sft`."""
+    from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+
+    if command is Command.eval:
+        return load_config(EvalConfig, recipe, overrides, checked=False).config
+    if command is Command.sft:
+        return load_config(SFTConfig, recipe, overrides, checked=False).config
+    try:
+        return load_config(TrainConfig, recipe, overrides, checked=False).config
+    except ConfigError as error:
+        if command is not None:
+            raise
+        try:
+            return load_config(SFTConfig, recipe, overrides, checked=False).config
+        except ConfigError:
+            raise error from None
+
+
+def _summary(found: Preview) -> Iterator[str]:
+    from whet.data.preview import histogram, percentile
+
+    for part in found.parts:
+        filtered = f", {part.num_matching} after data.filter" if part.num_matching < part.num_rows else ""
+        weight = f", {part.weight:.1%} of what is drawn" if part.weight is not None else ""
+        yield f"{part.name}: {part.num_rows} rows{filtered}{weight}"
+    lengths = sorted(found.lengths)
+    shares = "  ".join(f"p{round(100 * share)} {percentile(lengths, share)}" for share in (0.5, 0.9, 0.99))
+    yield f"tokens: min {lengths[0]}  {shares}  max {lengths[-1]}; {found.limit_key}={found.limit}"
+    bins = histogram(lengths)
+    most, width = max(count for _, _, count in bins), len(str(lengths[-1]))
+    for low, high, count in bins:
+        over = f"  over {found.limit_key}" if low > found.limit else ""
+        yield f"  {low:>{width}} to {high:>{width}}  {'█' * -(-BAR * count // most):<{BAR}}  {count}{over}"
+    if found.num_over:
+        yield f"{found.num_over} of {len(lengths)} are over {found.limit_key}={found.limit}: {found.over_limit}"
+    if found.data_sources:
+        listed = ", ".join(f"{name} {count}" for name, count in found.data_sources.most_common(10))
+        yield f"data sources: {listed}"
+    if found.num_unanswered:
+        yield f"{found.num_unanswered} rows have no ground truth"
+
+
+def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown) -> None:
+    from rich.text import Text
+
+    from whet.data.preview import pieces, spans
+
+    texts = pieces(tokenizer, row.token_ids)
+    output.print(_title(row))
+    if output.is_terminal:
+        mask = row.mask or (0,) * len(texts)
+        shown = Text()
+        for place, (text, learned) in enumerate(zip(texts, mask, strict=True)):
+            style = f"{LEARNED if learned else READ if row.mask else ''} {STRIPES[place % 2]}".strip()
+            shown.append(text.replace("\n", "⏎\n"), style)
+        output.print(shown)
+    elif row.mask is None:
+        output.print(Text("".join(texts)))
+    else:
+        marked = [f"{OPEN}{text}{CLOSE}" if learned else text for learned, text in spans(texts, row.mask)]
+        output.print(Text("".join(marked)))
+    if not output.is_terminal:
+        output.print(f"ids: {' '.join(map(str, row.token_ids))}")
+    _print_facts(output, row.facts)
+
+
+def _print_tokens(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown) -> None:
+    from whet.data.preview import pieces
+
+    output.print(_title(row))
+    mask = row.mask or (0,) * len(row.token_ids)
+    output.print(f"{'place':>5}  {'id':>7}  {'mask':>4}  token")
+    for place, each in enumerate(zip(row.token_ids, mask, pieces(tokenizer, row.token_ids), strict=True)):
+        token_id, learned, text = each
+        output.print(f"{place:>5}  {token_id:>7}  {learned:>4}  {text!r}", style=LEARNED if learned else None)
+    _print_facts(output, row.facts)
+
+
+def _print_facts(output: Console, facts: Mapping[str, Any]) -> None:
+    from rich.text import Text
+
+    for name, value in facts.items():
+        text = value if isinstance(value, str) else repr(value)
+        cut = f"{text[:MAX_FACT_CHARACTERS]} ..." if len(text) > MAX_FACT_CHARACTERS else text
+        output.print(Text.assemble((f"{name}: ", "bold"), cut))
+
+
+def _title(row: Shown) -> Text:
+    from rich.text import Text
+
+    learned = f", {sum(row.mask)} of them learned" if row.mask is not None else ", then the policy writes"
+    return Text(f"── {row.title}: {len(row.token_ids)} tokens{learned}", style="bold cyan")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of a config is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class Section(BaseModel):
+    """A frozen part of the config, read like an object (`c.actor.epochs`) or like a dict (`c["actor"]["epochs"]`)."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
+    )
+    command: ClassVar[str] = ""  # whose whole config it is
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """One string where a list is expected is a list of one; true and false are no numbers."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, str) and get_origin(annotation) is list:
+            return [value]
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("true and false are no numbers")
+        return value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.__dict__[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.__dict__
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # keys, as a dict gives them; pydantic gives pairs
+        return iter(self.__dict__)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where there is no such key."""
+        return self.__dict__.get(key, default)
+
+    def keys(self) -> list[str]:
+        """The names in this section, in the order in which they are declared."""
+        return list(self.__dict__)
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Pairs of name and value, in the order in which they are declared."""
+        return list(self.__dict__.items())

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an entry of `data.train_files` or `data.val_files` names: a file, a folder, a set on the hub, or a function."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config.schema import DataConfig, SupervisedDataConfig
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+ENTRY_KEYS = ("path", "weight", "config", "split", "filter", "options")
+# Keys of the data section that an entry may say for itself, where the section has them.
+OWN_KEYS = (
+    *("prompt_key", "answer_key", "response_key", "messages_key"),
+    *("data_source", "system_prompt", "format_prompt"),
+)
+_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry, read. `fields` are keys of the data section that hold for its rows alone."""
+
+    kind: Literal["file", "folder", "hub", "function"]
+    path: str
+    config: str | None = None  # which configuration (subset) of a set on the hub
+    split: str | None = None
+    weight: float | None = None
+    where: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of a function
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The entry as a person writes it."""
+        return f"{self.path}{f':{self.config}' if self.config else ''}{f'@{self.split}' if self.split else ''}"
+
+
+def read_sources(
+    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig
+) -> list[Source]:
+    """The entries of `key`, none of them opened yet.  Raises: ConfigError for what cannot be any source."""
+    return [_read_source(key, {"path": entry} if isinstance(entry, str) else entry, data) for entry in entries]
+
+
+def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> list[float] | None:
+    """The share that each source of train_files has of what is drawn; None where rows are drawn alike.
+
+    Raises: ConfigError where some sources have a weight and others none."""
+    own = [source for source in sources if source.weight is not None]
+    if weights is None and not own:
+        return None
+    if weights is not None and own:
+        raise ConfigError(f"data.weights is set, and the entry {own[0].name} has a weight of its own; give one of them")
+    if weights is None and len(own) < len(sources):
+        missing = next(source.name for source in sources if source.weight is None)
+        raise ConfigError(f"data.train_files: {own[0].name} has a weight and {missing} has none; give one to each")
+    given = [source.weight or 0.0 for source in sources] if weights is None else list(weights)
+    if len(given) != len(sources):
+        raise ConfigError(f"data.weights has {len(given)} and data.train_files {len(sources)}; give one for each entry")
+    return [weight / sum(given) for weight in given]
+
+
+def check_files(
+    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig, *, required: bool
+) -> None:
+    """Refuses entries that name nothing that is there, as far as that can be told without a network."""
+    if required and not entries:
+        raise ConfigError(
+            f"{key} is empty; name at least one file ({', '.join(FILE_SUFFIXES[:3])}), folder, set on the hub "
+            "(owner/name) or function (path/file.py:function)"
+        )
+    for source in read_sources(key, entries, data):
+        if source.kind == "file" and not files_of(source.path):
+            raise ConfigError(f"{key}: {source.path} does not exist (seen from {Path.cwd()})")
+        if key == "data.val_files" and source.weight is not None:
+            raise ConfigError(f"{key}: {source.name} has a weight, but all of it is validated on; take the weight out")
+    if key == "data.train_files":
+        read_weights(read_sources(key, entries, data), data.weights)
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that a path means, sorted where it holds `*`; empty where there are none."""
+    expanded = Path(path).expanduser()
+    if "*" not in path:
+        return [expanded] if expanded.is_file() else []
+    return sorted(found for found in Path(expanded.anchor).glob(str(expanded.relative_to(expanded.anchor))))
+
+
+def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | SupervisedDataConfig) -> Source:
+    own_keys = [name for name in OWN_KEYS if name in data]
+    for name in entry:
+        if name not in (*ENTRY_KEYS, *own_keys):
+            near = difflib.get_close_matches(str(name), (*ENTRY_KEYS, *own_keys), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join((*ENTRY_KEYS, *own_keys))}"
+            raise ConfigError(f"{key}: an entry has no {name!r}; {hint}")
+    path, weight = entry.get("path"), entry.get("weight")
+    if not isinstance(path, str):
+        raise ConfigError(f"{key}: the entry {dict(entry)} has no path; expected path: FILE, FOLDER, HUB or FUNCTION")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
+        raise ConfigError(f"{key}: the weight of {path} is {weight!r}; expected a number > 0")
+    for name in ("filter", "options"):
+        if not isinstance(entry.get(name, {}), Mapping):
+            raise ConfigError(f"{key}: {name} of {path} is {entry[name]!r}; expected a mapping")
+    kind, name, config, split = _kind(key, path)
+    source = Source(
+        kind=kind,
+        path=name,
+        config=entry.get("config", config),
+        split=entry.get("split", split),
+        weight=weight,
+        where=entry.get("filter", {}),
+        options=entry.get("options", {}),
+        fields={name: entry[name] for name in own_keys if name in entry},
+    )
+    if kind in ("file", "function") and (source.config or source.split):
+        raise ConfigError(f"{key}: {path} is a {kind}, which has no config and no split; take them out")
+    if kind != "function" and source.options:
+        raise ConfigError(f"{key}: options are for a function, and {path} is a {kind}; take them out")
+    return source
+
+
+def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "function"], str, str | None, str | None]:
+    """What a path names, the path itself, and config and split where it says them."""
+    on_hub = path.startswith("hub:")
+    parts = _NAME.fullmatch(path.removeprefix("hub:"))
+    if on_hub and parts:
+        return "hub", parts["path"], parts["config"], parts["split"]
+    if path.endswith(FILE_SUFFIXES):
+        return "file", path, None, None
+    location, _, function = path.rpartition(":")
+    if location.endswith(".py") and not Path(location).expanduser().is_file():
+        raise ConfigError(f"{key}: {location} does not exist (seen from {Path.cwd()})")
+    if location.endswith(".py") or (location and "/" not in path and function.isidentifier()):
+        return "function", path, None, None
+    if parts and Path(parts["path"]).expanduser().is_dir():
+        return "folder", parts["path"], parts["config"], parts["split"]
+    file = Path(path).expanduser()
+    if file.is_file():
+        raise ConfigError(f"{key}: {path} ends in {file.suffix or 'nothing'}; expected {', '.join(FILE_SUFFIXES[:3])}")
+    if parts and _HUB.fullmatch(parts["path"]) and not path.startswith((".", "~")) and not file.parent.is_dir():
+        return "hub", parts["path"], parts["config"], parts["split"]
+    raise ConfigError(
+        f"{key}: {path} does not exist (seen from {Path.cwd()}); expected a file ({', '.join(FILE_SUFFIXES[:3])}), a "
+        "folder, owner/name or hub:owner/name of a set on the hub, with :config and @split, or path/file.py:function"
+    )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the `data` section to prompts or examples: each source is opened, filtered, and read by its own keys."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from whet.config.schema import DataConfig, SupervisedDataConfig
+from whet.config.sources import Source, files_of, read_sources, read_weights
+from whet.data.difficulty import within_window
+from whet.data.hub import read_hub
+from whet.data.prompts import PromptFormat, PromptSet, build_prompts, fit_prompts
+from whet.data.row_filter import matching
+from whet.data.sources import Row, read_rows
+from whet.data.supervised import SupervisedExample, build_examples
+from whet.errors import DataError
+from whet.registry import entry_of, load_target
+from whet.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+TRAIN, VAL = "data.train_files", "data.val_files"
+MAX_ITEMS = 20_000_000  # of a function that never ends
+T = TypeVar("T", Prompt, SupervisedExample)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one source gave: rows read, rows that the filter left, items in the end, and its share of what is drawn."""
+
+    name: str
+    num_rows: int
+    num_matching: int
+    num_items: int
+    num_dropped: int  # too long
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """The items of all sources, one source after the other."""
+
+    items: tuple[T, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The rows of one source that are used, with their numbers in it; or prompts that a function made."""
+
+    source: Source | None  # None: rows that Python handed over
+    rows: list[Row]
+    numbers: list[int]
+    num_rows: int
+    prompts: tuple[Prompt, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.source.name if self.source is not None else "data"
+
+
+def load_prompts(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str = TRAIN,
+    *,
+    rows: Iterable[Any] | None = None,
+    where: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    with_answers: bool = True,
+) -> Loaded[Prompt]:
+    """The prompts of `data.train_files` or `data.val_files`, or of `rows` in their stead; `where` is the filter.
+    Without answers nobody looks for a ground truth.
+
+    Raises: DataError naming source and row, ConfigError."""
+    sources, weights = _sources(data, key, rows)
+    items: list[Prompt] = []
+    parts: list[Part] = []
+    first = 0  # row number of this source's first row, over all sources
+    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
+        with _named(read.source):
+            built = _prompts(data, read, tokenizer, with_answers)
+            prompts = built.prompts
+            if key == TRAIN and data.difficulty_key is not None:
+                prompts = within_window(prompts, data.difficulty_key, *data.difficulty_window)
+        moved = [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
+        items += moved
+        matched = len(read.rows) or len(read.prompts)
+        parts.append(Part(read.name, read.num_rows, matched, len(prompts), built.num_dropped, weight))
+        first += read.num_rows
+    return Loaded(tuple(items), tuple(parts))
+
+
+def load_examples(
+    data: SupervisedDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str = TRAIN,
+    *,
+    rows: Iterable[Any] | None = None,
+    where: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Loaded[SupervisedExample]:
+    """The same for `whet sft`: examples with their loss masks."""
+    sources, weights = _sources(data, key, rows)
+    items: list[SupervisedExample] = []
+    parts: list[Part] = []
+    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
+        own = _own(data, read.source)
+        with _named(read.source):
+            if read.prompts:
+                raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
+            built = build_examples(
+                read.rows,
+                PromptFormat(tokenizer, apply_chat_template=own.apply_chat_template),
+                messages_key=own.messages_key,
+                prompt_key=own.prompt_key,
+                response_key=own.response_key,
+                max_length=own.max_length,
+                overlong=own.overlong,
+                numbers=read.numbers,
+            )
+        items += built.examples
+        parts.append(Part(read.name, read.num_rows, len(read.rows), len(built.examples), built.num_dropped, weight))
+    return Loaded(tuple(items), tuple(parts))
+
+
+def _sources(
+    data: DataConfig | SupervisedDataConfig, key: str, rows: Iterable[Any] | None
+) -> tuple[list[Source | None], list[float | None]]:
+    """What is read, None for rows handed over, and the weight of each."""
+    if rows is not None:
+        return [None], [None]
+    sources = read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
+    weights = read_weights(sources, data.weights) if key == TRAIN else None
+    return [*sources], [None] * len(sources) if weights is None else [*weights]
+
+
+def _read_all(
+    data: DataConfig | SupervisedDataConfig,
+    sources: Sequence[Source | None],
+    key: str,
+    rows: Iterable[Any] | None,
+    where: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> Iterator[_Read]:
+    supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
+    for source in sources:
+        with _named(source):
+            given = listed(rows) if source is None else _open(source, data, supplied)
+            if not given:
+                raise DataError("the data set is empty: it has no rows; expected at least one")
+            conditions = {**where, **(source.where if source is not None else {})}
+            if any(isinstance(item, Prompt) for item in given):
+                yield _of_prompts(source, given, conditions)
+                continue
+            read = given if source is not None and source.kind != "function" else read_rows(given)
+            numbers = matching(read, conditions)
+            if conditions:
+                name = "data" if source is None else source.name
+                log.info("%s: data.filter leaves %d of %d rows", name, len(numbers), len(read))
+        yield _Read(source, [read[number] for number in numbers], numbers, len(read))
+
+
+def _of_prompts(source: Source | None, given: list[Any], conditions: Mapping[str, Any]) -> _Read:
+    for number, item in enumerate(given):
+        if not isinstance(item, Prompt):
+            raise DataError(f"item {number} is a {type(item).__name__} among prompts; give prompts, or rows, not both")
+    if conditions:
+        raise DataError(f"gives prompts, which data.filter ({', '.join(conditions)}) cannot look into; give rows")
+    prompts = tuple(replace(prompt, index=number, uid=f"0:{number}") for number, prompt in enumerate(given))
+    return _Read(source, [], [], len(given), prompts)
+
+
+def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Mapping[str, Any]) -> list[Any]:
+    if source.kind == "file":
+        files = files_of(source.path)
+        return [*read_rows(files if "*" in source.path else source.path)]
+    if source.kind == "function":
+        return listed(_call(source, supplied))
+    default = "train" if supplied["split"] == "train" else None
+    seconds = data.hub_deadline_seconds
+    return [*read_hub(source.path, source.config, source.split, default_split=default, deadline_seconds=seconds)]
+
+
+def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
+    """What a function or class of the user's gives: parameters named as in `supplied` are given, others are options."""
+    function = load_target(source.path)
+    if not callable(function):
+        return function
+    entry = entry_of(function, "data set", source.path, {})
+    names = set(inspect.signature(function).parameters) & supplied.keys()
+    options = {**entry.options, **source.options}
+    if unknown := [name for name in entry.parameters if name not in names and name not in source.options]:
+        raise DataError(
+            f"its parameter {unknown[0]!r} has no value; there is {', '.join(supplied)}, and an option may be set as "
+            f"{{path: {source.path}, options: {{{unknown[0]}: ...}}}}"
+        )
+    if not entry.accepts_any_option:
+        for name in source.options:
+            if name not in entry.options and name not in entry.parameters:
+                known = ", ".join([*entry.parameters, *entry.options]) or "none"
+                raise DataError(f"it has no option {name!r}; it has {known}")
+    try:
+        return function(**{**options, **{name: supplied[name] for name in names if name not in source.options}})
+    except Exception as error:  # other people's code
+        raise DataError(f"it raised {type(error).__name__}: {error}") from error
+
+
+def listed(items: Any) -> list[Any]:
+    """Everything that an iterable, or a data set with `__len__` and `__getitem__`, holds.  Raises: DataError."""
+    try:
+        if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+            return [items[index] for index in range(len(items))]
+        if isinstance(items, str | bytes | Mapping) or not hasattr(items, "__iter__"):
+            raise DataError(f"expected a sequence or an iterable of rows or prompts, found {type(items).__name__}")
+        found = list(islice(items, MAX_ITEMS + 1))
+    except DataError:
+        raise
+    except Exception as error:  # other people's code
+        raise DataError(f"it raised {type(error).__name__}: {error}") from error
+    if len(found) > MAX_ITEMS:
+        raise DataError(f"it gives more than {MAX_ITEMS:,} rows; a data set has to end")
+    return found
+
+
+def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> PromptSet:
+    own = _own(data, read.source)
+    prompt_format = PromptFormat(
+        tokenizer,
+        apply_chat_template=own.apply_chat_template,
+        chat_template_kwargs=own.chat_template_kwargs,
+        system_prompt=own.system_prompt,
+        format_prompt=own.format_prompt,
+    )
+    if read.prompts:
+        return fit_prompts(read.prompts, prompt_format, own.max_prompt_length, own.overlong_prompts)
+    return build_prompts(
+        read.rows,
+        prompt_format,
+        prompt_key=own.prompt_key,
+        answer_key=own.answer_key,
+        data_source=own.data_source,
+        data_source_key=own.data_source_key,
+        max_prompt_length=own.max_prompt_length,
+        overlong_prompts=own.overlong_prompts,
+        numbers=read.numbers,
+        with_answers=with_answers,
+    )
+
+
+def _own(data: Any, source: Source | None) -> Any:
+    """The data section as it holds for one source."""
+    return data if source is None or not source.fields else data.model_copy(update=dict(source.fields))
+
+
+@contextmanager
+def _named(source: Source | None) -> Iterator[None]:
+    """Puts the source before what is wrong with it."""
+    try:
+        yield
+    except DataError as error:
+        if source is None or str(error).startswith(source.path):
+            raise
+        raise DataError(f"{source.name}: {error}") from error

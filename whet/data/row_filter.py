@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows are used, by the value of a field: a value, a list of values, `{min: , max: }` or `{not: }`."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from whet.errors import ConfigError, DataError
+
+Test = Callable[[Any, int], bool]  # of a field's value and its row's number
+BOUNDS = ("min", "max")
+
+
+def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[int]:
+    """The numbers of the rows that meet every condition. A field may lie deeper: `extra_info.level`.
+
+    A field that a row does not have is null: equal to null alone, and between no bounds.
+    Raises: ConfigError for a condition that is none; DataError for a field that no row has, and where no row is left.
+    """
+    left = list(range(len(rows)))
+    for field, condition in where.items():
+        test = _test(field, condition)
+        if rows and all(_value(row, field) is None and not _has(row, field) for row in rows):
+            names = sorted({name for row in rows for name in _names(row)})
+            near = difflib.get_close_matches(field, names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"rows have {', '.join(names)}"
+            raise DataError(f"data.filter: no row has a field {field!r}; {hint}")
+        met = [number for number in left if test(_value(rows[number], field), number)]
+        if left and not met:
+            found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
+            raise DataError(
+                f"data.filter: none of {len(left)} rows has {field} {_show(condition)}; "
+                f"most often it is {', '.join(value for value, _ in found)}"
+            )
+        left = met
+    return left
+
+
+def _test(field: str, condition: object) -> Test:
+    if isinstance(condition, Mapping):
+        if set(condition) == {"not"}:
+            denied = _test(field, condition["not"])
+            return lambda value, number: not denied(value, number)
+        if condition and set(condition) <= set(BOUNDS) and all(_is_number(bound) for bound in condition.values()):
+            low, high = condition.get("min", float("-inf")), condition.get("max", float("inf"))
+            return lambda value, number: value is not None and low <= _number(field, value, number) <= high
+        raise ConfigError(
+            f"data.filter.{field}={dict(condition)}; expected a value, a list of values, {{min: number, max: number}} "
+            "(either may be left out) or {not: ...}"
+        )
+    if isinstance(condition, Sequence) and not isinstance(condition, str):
+        tests = [_test(field, each) for each in condition]
+        return lambda value, number: any(test(value, number) for test in tests)
+    return lambda value, number: bool(value == condition and isinstance(value, bool) == isinstance(condition, bool))
+
+
+def _has(row: Mapping[str, Any], field: str) -> bool:
+    outer, _, inner = field.partition(".")
+    return field in row or (isinstance(row.get(outer), Mapping) and _has(row[outer], inner))
+
+
+def _value(row: Mapping[str, Any], field: str) -> Any:
+    outer, dot, inner = field.partition(".")
+    if field in row or not dot:
+        return row.get(field)
+    return _value(row[outer], inner) if isinstance(row.get(outer), Mapping) else None
+
+
+def _names(row: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for outer, value in row.items()
+        for name in (outer, *(f"{outer}.{inner}" for inner in (value if isinstance(value, Mapping) else ())))
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(field: str, value: Any, number: int) -> float:
+    if not _is_number(value):
+        raise DataError(f"row {number}: data.filter.{field} has bounds, and the field is {value!r}; expected a number")
+    return float(value)
+
+
+def _show(condition: object) -> str:
+    return f"= {condition!r}" if not isinstance(condition, Mapping) else f"within {dict(condition)}"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""answers.jsonl: one JSON object an answer, as `whet eval` and validation write them (`trainers.run.readable`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.data.sources import read_rows
+from whet.errors import DataError
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+NAME, PARTIAL, CONFIG = "answers.jsonl", "answers.partial.jsonl", "config.yaml"
+FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy", "failure"}
+
+
+def read_answers(path: Path) -> list[Row]:
+    """The answers in a file, or in the folder that an evaluation wrote.  Raises: DataError."""
+    if path.is_dir():
+        if not (path / NAME).exists():
+            unfinished = (path / PARTIAL).exists()
+            hint = (
+                "its evaluation was cut off: run it again" if unfinished else f"`whet eval` with output={path} makes it"
+            )
+            raise DataError(f"{path} has no {NAME}; {hint}")
+        path = path / NAME
+    rows = read_rows(path)
+    if not rows:
+        raise DataError(f"{path} has no answers")
+    for number, row in enumerate(rows, start=1):
+        if missing := FIELDS - row.keys():
+            raise DataError(
+                f"{path}:{number}: no {', '.join(sorted(missing))}; expected answers as `whet eval` or the "
+                "validation of a run writes them"
+            )
+    return rows
+
+
+def by_prompt(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    """The answers to each prompt, by the prompt's row number in the data."""
+    prompts: dict[int, list[Row]] = {}
+    for row in rows:
+        prompts.setdefault(row["index"], []).append(row)
+    return prompts
+
+
+class Journal:
+    """The answers of an evaluation that runs, on disk after every chunk: one that was cut off goes on where it was.
+
+    With `resume`, `rows` are those that an earlier evaluation with the same `settings` (config.yaml) gave to the same
+    prompts. An answers.jsonl from before stays until `finish`.
+    """
+
+    def __init__(self, folder: Path, settings: str, prompts: Mapping[int, str], n: int, *, resume: bool) -> None:
+        self.folder = folder
+        self.rows = self._earlier(settings, prompts, n) if resume else []
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(settings, encoding="utf-8")
+        (folder / PARTIAL).write_text(_lines(self.rows), encoding="utf-8")
+        if self.rows:
+            log.info("%s has %d of %d prompts from before; going on", folder, len(self.rows) // n, len(prompts))
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Appends the answers to whole prompts."""
+        with (self.folder / PARTIAL).open("a", encoding="utf-8") as file:
+            file.write(_lines(rows))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Makes the file answers.jsonl, and writes summary.json."""
+        (self.folder / PARTIAL).replace(self.folder / NAME)
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+    def _earlier(self, settings: str, prompts: Mapping[int, str], n: int) -> list[Row]:
+        config, partial = self.folder / CONFIG, self.folder / PARTIAL
+        if not partial.exists() or not config.exists() or config.read_text(encoding="utf-8") != settings:
+            return []
+        lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last end of a line one may be torn
+        answered = by_prompt(json.loads(line) for line in lines)
+        whole = [rows for index, rows in answered.items() if len(rows) == n and rows[0]["prompt"] == prompts.get(index)]
+        return [row for rows in whole for row in rows]
+
+
+def _lines(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

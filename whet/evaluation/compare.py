@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is this gain real? Two models' answers to the same prompts, compared prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from whet.errors import DataError
+from whet.evaluation.answers import Row, by_prompt
+from whet.evaluation.estimators import LEVEL, Estimate, estimate, prompts_needed, sign_flip_p
+
+SHOWN = 60  # characters of a prompt in an error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B against A. `difference` is the mean over prompts of B's mean score less A's, resampled by prompts; `p_value`
+    says how often swapping the two at random, prompt by prompt, gives as much."""
+
+    metric: str
+    num_prompts: int
+    n: tuple[int, int]  # answers a prompt, of A and of B
+    a: Estimate
+    b: Estimate
+    difference: Estimate
+    p_value: float
+    a_better: int  # prompts; with one answer a prompt McNemar's counts: only A right, only B right
+    b_better: int
+    prompts_needed: int | None  # to see such a difference four times in five; None where there is none
+
+    @property
+    def is_real(self) -> bool:
+        """Whether chance is an unlikely explanation: p < 0.05, and the interval does not hold 0."""
+        return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
+
+    def verdict(self) -> str:
+        """One plain sentence."""
+        value = self.difference.value
+        if value == 0:
+            return f"A and B are equally good on these {self.num_prompts} prompts"
+        unit = "points" if self.metric == "accuracy" else self.metric
+        size = f"{shown(abs(value), self.metric)} {unit} {'better' if value > 0 else 'worse'}"
+        low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))
+        found = f"B is {size} (95 % interval {low} to {high}, p {shown_p(self.p_value)})"
+        if self.is_real:
+            return f"{found}: the {'gain' if value > 0 else 'loss'} is real"
+        unclear = f"{found}: that cannot be told from chance with {self.num_prompts} prompts"
+        if self.prompts_needed is None:
+            return unclear
+        needed = round(self.prompts_needed, 2 - len(str(self.prompts_needed)))  # two digits of it mean something
+        return f"{unclear}; about {needed:,} would be needed to see such a difference"
+
+
+def shown(value: float, metric: str) -> str:
+    """An accuracy in percent, any other score as it is."""
+    return f"{100 * value:.1f}" if metric == "accuracy" else f"{value:.3g}"
+
+
+def shown_p(p_value: float) -> str:
+    """A p-value as a reader needs it: sampled swaps cannot tell small ones apart."""
+    return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
+
+
+def compare(
+    a: Sequence[Row], b: Sequence[Row], *, metric: str = "accuracy", other_prompts: bool = False, seed: int = 0
+) -> dict[str, Comparison]:
+    """The comparison over all prompts as `all`, and where they have several data sources that of each.
+
+    `metric` is accuracy, reward, or the name of a part of the reward; an answer that failed scores 0. With
+    `other_prompts` the same problems may have been asked in other words.  Raises: DataError that names what differs.
+    """
+    one, other = by_prompt(a), by_prompt(b)
+    _check_same_prompts(one, other, other_prompts)
+    sources = {index: rows[0]["data_source"] for index, rows in one.items()}
+    parts = {"all": list(sources)}
+    if len(set(sources.values())) > 1:
+        parts |= {name: [i for i in sources if sources[i] == name] for name in sorted(set(sources.values()))}
+    return {
+        name: _compare([one[i] for i in indices], [other[i] for i in indices], metric, seed)
+        for name, indices in parts.items()
+    }
+
+
+def _compare(a: Sequence[Sequence[Row]], b: Sequence[Sequence[Row]], metric: str, seed: int) -> Comparison:
+    mean_a, mean_b = (np.array([fmean(_score(row, metric) for row in rows) for rows in each]) for each in (a, b))
+    differences = mean_b - mean_a
+    bounded = metric == "accuracy"
+    return Comparison(
+        metric=metric,
+        num_prompts=len(differences),
+        n=(len(a[0]), len(b[0])),
+        a=estimate(mean_a, bounds=(0.0, 1.0) if bounded else None, seed=seed),
+        b=estimate(mean_b, bounds=(0.0, 1.0) if bounded else None, seed=seed),
+        difference=estimate(differences, bounds=(-1.0, 1.0) if bounded else None, seed=seed),
+        p_value=sign_flip_p(differences, seed=seed),
+        a_better=int((differences < 0).sum()),
+        b_better=int((differences > 0).sum()),
+        prompts_needed=prompts_needed(differences),
+    )
+
+
+def _score(row: Row, metric: str) -> float:
+    if row["failure"] is not None:
+        return 0.0
+    numbers = {**row.get("parts", {}), "accuracy": row["accuracy"], "reward": row["reward"]}
+    if numbers.get(metric) is None:
+        raise DataError(
+            f"no {metric!r} is known of answer {row.get('uid')}; its numbers are {', '.join(sorted(numbers))}"
+        )
+    return float(numbers[metric])
+
+
+def _check_same_prompts(a: Mapping[int, Sequence[Row]], b: Mapping[int, Sequence[Row]], other_prompts: bool) -> None:
+    for name, missing in (("A", sorted(b.keys() - a.keys())), ("B", sorted(a.keys() - b.keys()))):
+        if missing:
+            rows = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            raise DataError(
+                f"A has {len(a)} prompts and B {len(b)}; {name} lacks {len(missing)} of the other's (rows {rows} of "
+                "the data); evaluate both with the same data.val_files and data.val_max_prompts"
+            )
+    for index in a:
+        one, other = a[index][0], b[index][0]
+        for field in ("data_source", "ground_truth"):
+            if one[field] != other[field]:
+                raise DataError(
+                    f"row {index} of the data has {field} {one[field]!r} in A and {other[field]!r} in B; "
+                    "evaluate both on the same data"
+                )
+        if one["prompt"] != other["prompt"] and not other_prompts:
+            raise DataError(
+                f"row {index} of the data was asked as {_around(one['prompt'], other['prompt'])} in A and as "
+                f"{_around(other['prompt'], one['prompt'])} in B; evaluate both with the same data.format_prompt, "
+                "data.system_prompt and chat template, or compare them all the same with --other-prompts"
+            )
+
+
+def _around(text: str, other: str) -> str:
+    """The part of `text` from shortly before the first character that is not the other's."""
+    first = next((i for i, (x, y) in enumerate(zip(text, other, strict=False)) if x != y), min(len(text), len(other)))
+    start = max(0, first - SHOWN // 3)
+    part = text[start : start + SHOWN]
+    return repr(("..." if start else "") + part + ("..." if start + SHOWN < len(text) else ""))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet generate`: prompts in, answers out, one JSON object a line, in the order of the prompts.
+
+A run that was killed goes on behind the last whole line. What is answered together is always the same chunk of prompts,
+so the file ends with the bytes that it would have had. Beside it lies FILE.run.json, which says what it is made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.config.checks import check_context
+from whet.config.compose import flatten
+from whet.config.schema import GenerateConfig
+from whet.data.load import load_prompts
+from whet.errors import ConfigError, DataError
+from whet.evaluation.evaluate import launch_rollout
+from whet.keyed import key
+from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.rollout.protocol import Completion, Request
+from whet.tracking.console import progress
+from whet.trainers.build import sampling_params
+from whet.trainers.checkpoint import MANIFEST
+from whet.trainers.export import find_model, model_folder
+from whet.types import Prompt
+
+DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")  # beside model and prompts
+FREE = ("rollout.deadline_seconds", "rollout.kv_cache_bytes")  # time and memory say nothing about the answers
+MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a run of `whet generate` did."""
+
+    output: Path
+    num_found: int  # lines that were there when it began
+    num_written: int  # lines
+    num_tokens: int  # sampled by this run
+    seconds: float
+
+
+def generate(config: GenerateConfig) -> Generated:
+    """Answers every prompt `rollout.n` times, or those that an earlier run left.
+
+    Raises: ConfigError where the file was made from something else; every other WhetError that a user can mend.
+    """
+    assert config.model.path is not None and config.output is not None
+    started, output, n = time.monotonic(), Path(config.output), config.rollout.n
+    with ExitStack() as stack:
+        model_path = stack.enter_context(model_folder(config.model.path))
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+        check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
+        data = config.data.model_copy(update={"val_files": config.sources})
+        where, source = config.data.filter, config.source_key
+        prompts = load_prompts(data, tokenizer, source, where=where, seed=config.seed, with_answers=False).items
+        answers = stack.enter_context(Answers(config, tokenizer, model_path))
+        _claim(output, _origin(config, prompts))
+        file = stack.enter_context(output.open("r+b"))
+        num_found = num_lines = _cut_back(file, output)
+        advance = stack.enter_context(progress(output.name, total=len(prompts)))
+        advance(num_found // n)
+        first = num_found // (config.chunk_size * n) * config.chunk_size
+        for start in range(first, len(prompts), config.chunk_size):
+            chunk = prompts[start : start + config.chunk_size]
+            missing = (start + len(chunk)) * n - num_lines
+            if missing > 0:  # all are sampled if one is missing: an engine may round otherwise in other company
+                file.write("".join(answers.to(chunk)[-missing:]).encode())
+                file.flush()
+                num_lines += missing
+                advance(-(-missing // n), f"{answers.num_tokens / answers.seconds:,.0f} tokens/s")
+    return Generated(output, num_found, num_lines - num_found, answers.num_tokens, time.monotonic() - started)
+
+
+class Answers(ExitStack):
+    """Answers as lines. The model is loaded when the first is to be sampled, and let go at the end of the block."""
+
+    def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
+        super().__init__()
+        self._config, self._tokenizer, self._model_path = config, tokenizer, model_path
+        stop_ids = stop_token_ids(model_path, tokenizer)
+        self._params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
+        self._engine: Any = None
+        self.num_tokens = 0  # sampled
+        self.seconds = 0.0  # that it took
+
+    def to(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The lines of all answers to these prompts."""
+        config = self._config
+        asked = [(prompt, sample) for prompt in prompts for sample in range(config.rollout.n)]
+        requests = [
+            Request(prompt.token_ids, self._params, key(config.seed, "generate", prompt.index, sample))
+            for prompt, sample in asked
+        ]
+        if self._engine is None:
+            self._engine = launch_rollout(config.rollout, config.model, self._model_path)
+            self.callback(self._engine.close)
+        started = time.monotonic()
+        completions = self._engine.generate(requests, block=config.rollout.n)
+        self.seconds += time.monotonic() - started
+        self.num_tokens += sum(len(completion.token_ids) for completion in completions)
+        return [self._line(*each, completion) for each, completion in zip(asked, completions, strict=True)]
+
+    def _line(self, prompt: Prompt, sample: int, completion: Completion) -> str:
+        answer = {
+            "index": prompt.index,
+            "uid": f"{prompt.uid}:{sample}",
+            "prompt": self._tokenizer.decode(list(prompt.token_ids)),
+            "response": self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
+            "tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "stop": completion.stop,
+            "log_prob": math.fsum(completion.log_probs),
+        }
+        return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What decides about the answers."""
+    values = dict(flatten(config.model_dump(mode="json")))
+    deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
+    asked = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        asked.update(f"{prompt.index}:{prompt.token_ids}".encode())
+    models = [path for path in (config.model.path, config.model.tokenizer_path) if path is not None]
+    return {
+        "model": [_model_digest(path) for path in models],
+        "prompts": asked.hexdigest(),
+        "config": {name: values[name] for name in values if name in deciding},
+    }
+
+
+def _model_digest(path: str) -> str:
+    """Of the contents of a folder or checkpoint; the commit of a model on the hub."""
+    folder = Path(find_model(path)).expanduser()
+    if not folder.is_dir():
+        return f"{path}@{load_config(path)._commit_hash}"
+    checkpoint = folder / MANIFEST  # has the checksums of the others
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_SUFFIXES]
+    whole = hashlib.blake2b(digest_size=16)
+    for each in [checkpoint] if checkpoint.exists() else files:
+        with each.open("rb") as file:
+            whole.update(each.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    return whole.hexdigest()
+
+
+def _claim(output: Path, origin: dict[str, Any]) -> None:
+    """Makes the file and its FILE.run.json.  Raises: ConfigError where there is a file that was made otherwise."""
+    note = output.with_name(f"{output.name}.run.json")
+    if output.exists() and output.stat().st_size:
+        if not note.exists():
+            raise ConfigError(f"{output} is there, and {note.name}, which `whet generate` writes, is not; move it away")
+        if differences := list(_differences(json.loads(note.read_text(encoding="utf-8")), origin)):
+            raise ConfigError(
+                f"{output} was written otherwise: {'; '.join(differences)}. Go back to that, name another output, or "
+                "delete the file to start anew"
+            )
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = note.with_name(f"{note.name}.new")
+    beside.write_text(json.dumps(origin, indent=1, ensure_ascii=False), encoding="utf-8")
+    beside.replace(note)
+    output.touch()
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if before["model"] != now["model"]:
+        yield "by another model (or tokenizer)"
+    if before["prompts"] != now["prompts"]:
+        yield "from other prompts (or another template)"
+    for name in sorted(before["config"].keys() | now["config"].keys()):
+        old, new = (origin["config"].get(name) for origin in (before, now))
+        if old != new:
+            yield f"{name} was {json.dumps(old)} and is {json.dumps(new)}"
+
+
+def _cut_back(file: IO[bytes], output: Path) -> int:
+    """Cuts a torn last line off, stands behind what is whole, and returns the number of its lines."""
+    count = end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        if not line.startswith(b'{"index": '):
+            raise DataError(f"{output}:{count + 1} is no answer that `whet generate` wrote; move the file away")
+        count, end = count + 1, end + len(line)
+    file.seek(end)
+    file.truncate()
+    return count

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-eval (EleutherAI's Language Model Evaluation Harness) on whet's engines: the model "whet".
+
+    whet lm-eval --model_args path=DIR --tasks gsm8k
+    lm_eval.simple_evaluate(model=WhetLM(path="DIR"), tasks=["gsm8k"])
+
+Texts are sampled by the native rollout engine, log-likelihoods computed as in training. One process, no batch size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from whet.config.schema import RolloutConfig
+from whet.errors import ConfigError
+from whet.keyed import key
+from whet.models.load import load_policy, load_tokenizer, stop_token_ids
+from whet.models.log_probs import vocab_log_probs
+from whet.models.outputs import hidden_states
+from whet.models.packing import layout
+from whet.rollout.protocol import Request, SamplingParams
+from whet.trainers.export import model_folder
+from whet.trainers.workers import rollout_engine, torch_dtype
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ConfigError(f"lm-eval cannot be imported ({error}); install it with pip install 'whet[lm-eval]'") from error
+
+MAX_NEW_TOKENS = 256  # lm-eval's default where a task does not say
+BATCH_TOKENS = 4096  # read together for log-likelihoods
+CHUNK_TOKENS = 512  # whose logits exist at once
+Scored = tuple[Any, list[int], list[int]]  # the request as text, context, continuation
+
+
+@register_model("whet")
+class WhetLM(TemplateLM):
+    """lm-eval's LM interface. `path` is what `whet eval` takes as model.path."""
+
+    def __init__(
+        self, path: str, *, dtype: str = "float32", max_batch_size: int = 256, seed: int = 0, **harness: Any
+    ) -> None:
+        """`harness` is what lm-eval gives every model: batch_size, max_batch_size, device."""
+        super().__init__()
+        if unknown := harness.keys() - {"batch_size", "device"}:
+            raise ConfigError(
+                f"model_args {', '.join(sorted(unknown))} are unknown; expected path, dtype, max_batch_size, seed"
+            )
+        self.seed = seed
+        with model_folder(path) as folder:
+            self.tokenizer = load_tokenizer(folder)
+            self.policy = load_policy(folder).to(torch_dtype(dtype))  # type: ignore[arg-type]
+            self.stop_ids = stop_token_ids(folder, self.tokenizer)
+        rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
+        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer)
+        self.engine.attach(self.policy, version=0)
+        self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)
+
+    @property
+    def eot_token_id(self) -> int:
+        """What stands before a text without context, where the tokenizer has no beginning."""
+        assert isinstance(self.tokenizer.eos_token_id, int)
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        begin = self.tokenizer.bos_token_id
+        return begin if isinstance(begin, int) else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm-eval's caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as one text."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids, with the tokenizer's special tokens unless the text begins with them."""
+        begin = self.tokenizer.bos_token
+        special = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer.encode(string, add_special_tokens=special))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text of each answer before the first of its stop strings. Sampling without one temperature is greedy."""
+        asked = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
+        completions = self.engine.generate([request for request, _ in asked])
+        texts = []
+        for instance, (_, until), completion in zip(requests, asked, completions, strict=True):
+            text = self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+            text = postprocess_generated_text(text, until, None)
+            self.cache_hook.add_partial("generate_until", instance.args, text)
+            texts.append(text)
+        return texts
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in windows of the model's length where it is longer."""
+        windows: list[Scored] = []
+        owners: list[int] = []
+        for number, instance in enumerate(requests):
+            ids = self.tok_encode(instance.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += log_prob
+        for instance, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)
+        return totals
+
+    def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding would give it."""
+        results: dict[int, tuple[float, bool]] = {}
+        for batch in self._batches(requests):
+            results |= zip(batch, self._score([requests[number] for number in batch]), strict=True)
+        for number, (text, _, _) in enumerate(requests):
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, results[number])
+        return [results[number] for number in range(len(requests))]
+
+    def _batches(self, requests: Sequence[Scored]) -> Iterator[list[int]]:
+        """Requests of similar length together, as many as BATCH_TOKENS allow."""
+        batch: list[int] = []
+        for number in sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])):
+            longest = sum(map(len, requests[(batch or [number])[0]][1:]))
+            if batch and (len(batch) + 1) * longest > BATCH_TOKENS:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    @torch.no_grad()
+    def _score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
+        # Left-truncated, as lm-eval's own models do. Nothing is asked of the last token: its position is free.
+        rows = [(context + said)[-(self.max_length + 1) :] for _, context, said in requests]
+        sizes = [min(len(said), len(row) - 1) for (_, _, said), row in zip(requests, rows, strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        scored = torch.tensor([[0] * (width - 1 - size) + [1] * size for size in sizes])
+        positions = (real.cumsum(1) - 1).clamp(0, self.max_length - 1)
+        batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
+        where = layout(batch)
+        hidden = hidden_states(self.policy, where, packing=True)[where.states]
+        head = self.policy.get_output_embeddings()
+        chosen = []
+        for part, target in zip(hidden.split(CHUNK_TOKENS), where.targets.split(CHUNK_TOKENS), strict=True):
+            log_probs = vocab_log_probs(part, head.weight, head.bias)
+            chosen.append(torch.stack([log_probs.gather(1, target[:, None])[:, 0], log_probs.argmax(1) == target], 1))
+        columns = where.to_columns(torch.cat(chosen))  # [B, R, 2]
+        return [
+            (float(row[:, 0].sum()), int(row[:, 1].sum()) == size) for row, size in zip(columns, sizes, strict=True)
+        ]
+
+    def _request(self, number: int, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
+        """The engine's request, and the strings before which its text ends."""
+        asked = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
+        new = asked["max_gen_toks"]
+        if new >= self.max_length:
+            raise ConfigError(
+                f"max_gen_toks={new} leaves no room for a prompt in the model's {self.max_length} positions; "
+                "lower it with --gen_kwargs max_gen_toks=N"
+            )
+        until = [text for text in asked.get("until", []) if text]
+        params = SamplingParams(
+            max_new_tokens=new,
+            temperature=float(asked.get("temperature", 1.0)) if asked["do_sample"] else 0.0,
+            top_p=float(asked.get("top_p", 1.0)),
+            top_k=int(asked.get("top_k", 0)),
+            stop_token_ids=self.stop_ids,
+            stop=tuple(until),
+        )
+        ids = tuple(self.tok_encode(context)[-(self.max_length - new) :])
+        return Request(ids, params, key(self.seed, "lm-eval", number)), until
+
+
+def main(arguments: Sequence[str]) -> None:
+    """lm-eval's command line with the model "whet"."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["whet lm-eval", "run", "--model", "whet", *arguments]
+    cli_evaluate()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a model folder, looked at before it is loaded: adapters over a base, and the weight files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors
+
+from whet.errors import ModelError
+
+log = logging.getLogger(__name__)
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def split_adapters(path: str | Path) -> tuple[str, list[str]]:
+    """The whole model under `path`, and the adapter folders on top of it, the lowest first.
+
+    An adapter folder names its base, which may be an adapter folder too.  Raises: ModelError.
+    """
+    base, adapters = str(path), list[str]()
+    while (config := Path(base, ADAPTER_CONFIG)).is_file():
+        if (Path(base) / "config.json").is_file():
+            raise ModelError(
+                f"{base} holds a whole model and an adapter ({ADAPTER_CONFIG}); move the adapter to a folder of its "
+                "own and name that as model.lora.path"
+            )
+        if base in adapters:
+            raise ModelError(f"the adapter in {base} names itself as its base; correct base_model_name_or_path")
+        adapters.insert(0, base)
+        try:
+            base = json.loads(config.read_text())["base_model_name_or_path"] or ""
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{config} is damaged or names no base_model_name_or_path: {error!r}") from error
+        if not base:
+            raise ModelError(
+                f"{config} names no base model; name that as model.path and this folder as model.lora.path"
+            )
+    return base, adapters
+
+
+def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool = False) -> None:
+    """Raises: ModelError for weights that are missing, cut short or pickled. What is no folder here is on the hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    index = folder / f"{name}.safetensors.index.json"
+    if index.is_file():
+        files = _indexed(index)
+    elif (folder / f"{name}.safetensors").is_file():
+        files = [f"{name}.safetensors"]
+    else:
+        _check_pickles(folder, name, allow_pickle)
+        return
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise ModelError(
+            f"{folder} is incomplete: {index.name} names {len(files)} files, and {len(missing)} of them are missing "
+            f"({_few(missing)}); finish the download, or fetch the folder again"
+        )
+    for file in files:
+        try:
+            with safetensors.safe_open(folder / file, framework="pt"):  # reads the header, and compares it to the size
+                pass
+        except (safetensors.SafetensorError, OSError) as error:
+            size = (folder / file).stat().st_size
+            raise ModelError(
+                f"{folder / file} is damaged or was cut short at {size:,} bytes ({error}); fetch it again"
+            ) from error
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is damaged: {error!r}; fetch it again") from error
+
+
+def _check_pickles(folder: Path, name: str, allow_pickle: bool) -> None:
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if not pickles:
+        found = _few(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise ModelError(f"{folder} has no weights: expected {name}.safetensors, found {found}")
+    if not allow_pickle:
+        raise ModelError(
+            f"{folder} has its weights as pickles only ({_few(pickles)}), and a pickle can run code when it is loaded; "
+            "ask its author for safetensors, or set model.allow_pickle=true if you trust it"
+        )
+    log.warning("%s: weights come from pickles (%s), as model.allow_pickle=true asks", folder, _few(pickles))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join([*names[:4], *([f"{len(names) - 4} more"] if len(names) > 4 else [])])

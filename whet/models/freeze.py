@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are not trained, chosen by their names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from whet.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switches off the gradient of every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell).
+
+    A tied weight has two names, and either freezes it.  Raises: ModelError for a pattern without a match, and where
+    nothing would be left to train.
+    """
+    if not patterns:
+        return
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = [name for name in named if fnmatchcase(name, pattern)]
+        if not matched:
+            near = get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
+            raise ModelError(
+                f"model.freeze: no weight of {type(model).__name__} matches {pattern!r}; near it are {', '.join(near)} "
+                "(* stands for any text, [0-3] for one character)"
+            )
+        for name in matched:
+            named[name].requires_grad_(False)
+            if others := [other for other, weight in named.items() if weight is named[name] and other not in matched]:
+                log.info("model.freeze: %s is tied to %s, which is frozen with it", name, ", ".join(others))
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ModelError(f"model.freeze={list(patterns)} freezes every weight: nothing would be trained")
+    counts = {parameter: parameter.numel() for parameter in model.parameters()}
+    kept = sum(count for parameter, count in counts.items() if parameter.requires_grad)
+    log.info("model.freeze: %.1f of %.1f M weights are trained", kept / 1e6, sum(counts.values()) / 1e6)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop strings: an answer ends with the token after which its text contains one of them.
+
+The text is what environments and rewards read: all tokens decoded, special ones left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from whet.errors import EngineError
+from whet.rollout.protocol import Request
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
+
+
+class StopStrings:
+    """Some stop strings and the tokenizer that tells where they end.
+
+    Only the last tokens are decoded, and only where the newest one can end a string. Every token that is heard stands
+    for a byte or more, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers
+    leave out the space before the first. Bytes that begin in the middle of a character are broken there alone.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.strings, self._tokenizer = strings, tokenizer
+        self._window = max(len(string.encode()) for string in strings) + 1
+        self._last_letters = {string[-1] for string in strings}
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._silent, self._size = special, len(tokenizer)
+        self._can_end: dict[int, bool] = {}
+
+    def found(self, newest: int, answer: torch.Tensor) -> str | None:
+        """The string that the token `newest`, the last of `answer` [T], completes: of several the first in the text."""
+        if newest not in self._can_end:
+            # Twice, because many tokenizers leave out the space before the first word.
+            text = self._decode([newest, newest])
+            self._can_end[newest] = BROKEN in text or not self._last_letters.isdisjoint(text)
+        if not self._can_end[newest]:
+            return None
+        width = self._window
+        ids = answer[-width:].tolist()
+        while len(ids) == width and sum(map(self._is_heard, ids)) < self._window:
+            width *= 2
+            ids = answer[-width:].tolist()
+        text = self._decode(ids)
+        places = [(text.find(string), string) for string in self.strings if string in text]
+        return min(places, key=lambda place: place[0])[1] if places else None
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _is_heard(self, token: int) -> bool:
+        return token < self._size and token not in self._silent
+
+
+def stop_strings_of(
+    requests: Sequence[Request], load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None
+) -> list[StopStrings | None]:
+    """The stop strings of each request.  Raises: EngineError where there are some and no tokenizer."""
+    different = {request.params.stop for request in requests} - {()}
+    if not different:
+        return [None] * len(requests)
+    if load_tokenizer is None:
+        raise EngineError(f"stop strings {sorted(different)[0]} need a tokenizer, and this rollout engine has none")
+    tokenizer = load_tokenizer()
+    made = {strings: StopStrings(strings, tokenizer) for strings in different}
+    return [made.get(request.params.stop) for request in requests]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers that have a library, and most of them a server, of their own.
+
+Each is a class in the file of its name. It works on a thread of its own: training neither waits for a service nor ends
+with it. What a service calls the run is kept in `trackers.json` of the run's folder: a run that resumes goes on in the
+same curves, one that starts afresh is a new run there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+from whet.errors import ConfigError, WhetError
+from whet.registry import load_target
+from whet.tracking.jsonl import METRIC_FILES, read_records
+from whet.tracking.tracker import NO_TABLES, Tables, Tracker
+
+log = logging.getLogger(__name__)
+START_SECONDS = 120.0
+CLOSE_SECONDS = 60.0
+RUN_IDS = "trackers.json"
+SERVICES = {
+    "tensorboard": "whet.tracking.tensorboard:TensorboardTracker",
+    "wandb": "whet.tracking.wandb:WandbTracker",
+    "mlflow": "whet.tracking.mlflow:MlflowTracker",
+    "swanlab": "whet.tracking.swanlab:SwanlabTracker",
+    "trackio": "whet.tracking.trackio:TrackioTracker",
+}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a service is told of a run."""
+
+    folder: Path
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    steps_done: int = -1  # what comes next is the step after it; -1: a fresh start, whose step 0 is a validation
+    run_id: str | None = None  # what the service called the run before it was interrupted
+
+
+class Service(Tracker, Protocol):
+    """A tracker as `open_services` makes it, from a `TrackedRun`."""
+
+    run_id: str
+    last_step: int  # the service has everything up to here, and is not given it again
+
+
+def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """The services of these names, running, and told what they have missed of a run that goes on.
+
+    Raises: ConfigError where one does not start."""
+    path = run.folder / RUN_IDS
+    run_ids: dict[str, str] = json.loads(path.read_text()) if run.steps_done >= 0 and path.exists() else {}
+    with ExitStack() as on_error:
+        services: list[Tracker] = []
+        for name in names:
+            told = replace(run, run_id=run_ids.get(name))
+            service = BackgroundTracker(name, partial(_make, SERVICES[name], told))
+            on_error.callback(service.close, failed=True)
+            for step, metrics in _logged(run) if service.last_step < run.steps_done else ():
+                service.log(step, metrics)
+            services.append(service)
+            run_ids[name] = service.run_id
+            partial_path = path.with_name(f".{RUN_IDS}.partial")
+            partial_path.write_text(json.dumps(run_ids, indent=1))
+            partial_path.replace(path)
+        on_error.pop_all()
+    return services
+
+
+class BackgroundTracker:
+    """A service on a thread of its own.
+
+    Where it cannot start, the run does not start either; what fails later is counted, the first time with a warning.
+    Produces: what is logged, in order, for the thread.  Waits: for the start and for the close, within deadlines."""
+
+    def __init__(self, name: str, make: Callable[[], Service], close_seconds: float = CLOSE_SECONDS) -> None:
+        self._name, self._close_seconds = name, close_seconds
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_calls, self._num_failures = 0, 0
+        started: Future[Service] = Future()
+        self._thread = Thread(target=self._work, args=(make, started), name=f"tracker {name}", daemon=True)
+        self._thread.start()
+        try:
+            self._service = started.result(START_SECONDS)
+        except WhetError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}" if started.done() else f"no answer in {START_SECONDS:.0f} s"
+            raise ConfigError(
+                f"trainer.logger={name} does not start ({found}); mend its settings, or take it out of trainer.logger"
+            ) from error
+        self.run_id, self.last_step = self._service.run_id, self._service.last_step
+
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Leaves a step to the thread, unless the service has it."""
+        if step > self.last_step:
+            self._calls.put(partial(self._service.log, step, metrics, tables))
+
+    def close(self, failed: bool = False) -> None:
+        """Waits until everything is written, but no longer than the deadline. Says what went wrong, if anything."""
+        self._calls.put(partial(self._service.close, failed))
+        self._calls.put(None)
+        self._thread.join(self._close_seconds)
+        if self._thread.is_alive():
+            log.warning("%s has not taken everything within %.0f s; it is left behind", self._name, self._close_seconds)
+        if self._num_failures:
+            log.warning("%s failed in %d of %d calls", self._name, self._num_failures, self._num_calls)
+
+    def _work(self, make: Callable[[], Service], started: Future[Service]) -> None:
+        try:
+            started.set_result(make())
+        except BaseException as error:  # libraries exit, too
+            started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            return
+        while (call := self._calls.get()) is not None:
+            self._num_calls += 1
+            try:
+                call()
+            except Exception as error:
+                if not self._num_failures:
+                    log.warning("%s: %s: %s; training goes on without it", self._name, type(error).__name__, error)
+                self._num_failures += 1
+
+
+def _make(target: str, run: TrackedRun) -> Service:
+    service: Service = load_target(target)(run)
+    return service
+
+
+def _logged(run: TrackedRun) -> list[tuple[int, dict[str, float]]]:
+    """What the run has logged up to now, from its own files: for a service that lacks some of it."""
+    steps: dict[int, dict[str, float]] = {}
+    for path in (run.folder / name for name in METRIC_FILES):
+        for record in read_records(path) if path.exists() else ():
+            numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+            steps.setdefault(record["step"], {}).update(numbers)
+    return sorted(steps.items())

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwanLab. Its own settings hold: `SWANLAB_MODE=offline` writes to `swanlab/` of the run's folder for `swanlab sync`,
+`SWANLAB_API_KEY` and the others are read by the library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import swanlab
+
+from whet.errors import ConfigError
+from whet.tracking.service import TrackedRun
+from whet.tracking.tracker import NO_TABLES, Tables
+
+
+class SwanlabTracker:
+    """Scalars and tables by step. SwanLab itself leaves out, of every curve, steps that it has; offline it loses the
+    last of them where a process is killed. So it is told everything from the start of the run whenever one goes on."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        settings = swanlab.Settings()
+        # A prompt for a key would wait for ever where nobody sits.
+        if settings.mode == "online" and settings.api_key is None:
+            raise ConfigError(
+                "trainer.logger=swanlab finds no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the "
+                "run's folder with SWANLAB_MODE=offline"
+            )
+        self._run = swanlab.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow" if run.run_id is not None else None,
+            config=dict(run.config),
+            log_dir=str(run.folder / "swanlab"),
+            reinit=True,
+        )
+        self.run_id, self.last_step = self._run.id, -1
+
+    def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
+        """Hands over a step."""
+        shown = {}
+        for name, rows in tables.items():
+            shown[name] = swanlab.echarts.Table()
+            shown[name].add(list(rows[0]), [list(row.values()) for row in rows])
+        self._run.log({**metrics, **shown}, step=step)
+
+    def close(self, failed: bool = False) -> None:
+        """Uploads the rest."""
+        self._run.finish(*(("crashed", "training failed") if failed else ()))
