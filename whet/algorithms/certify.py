@@ -23,9 +23,10 @@ from whet.algorithms.adapters import estimate, policy_loss, settle
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
-from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, OverlongConfig, TrainConfig
+from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, OverlongConfig
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import shipped_recipes
+from whet.config.load import load_config
 from whet.config.schema import TrainConfig
 from whet.masks import zero_outside
 from whet.registry import (
