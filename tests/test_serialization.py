@@ -166,3 +166,32 @@ def test_one_element_with_a_stride_of_its_own_travels(tensor: torch.Tensor) -> N
     buffers: list[pickle.PickleBuffer] = []
     payload = pickle.dumps(serialization.out_of_band(tensor), protocol=5, buffer_callback=buffers.append)
     assert torch.equal(pickle.loads(payload, buffers=buffers), tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.uint16, torch.complex64]
+)
+def test_what_is_written_safetensors_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = torch.arange(12).view(3, 4).to(dtype)
+    state = {"odd": torch.ones(3, dtype=torch.uint8), "column": whole[:, 1], "whole": whole, "none": whole[:0]}
+    serialization.save(tmp_path / "file", state)
+    read = safetensors.torch.load_file(tmp_path / "file")
+    assert {name.partition(":")[2] for name in read} == {*state, ""}  # the last is "json"
+    for name, tensor in read.items():
+        if name != "json":
+            expected = state[name.partition(":")[2]]
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+
+
+def test_saving_copies_no_tensor(tmp_path: Path) -> None:
+    """Twice what is allocated in between would be seen by torch's allocator as a peak."""
+    state = {"weights": torch.ones(2**20)}
+    with torch.profiler.profile(profile_memory=True) as profile:
+        serialization.save(tmp_path / "file", state)
+    assert max((event.cpu_memory_usage for event in profile.events()), default=0) < 2**16
+
+
+def test_a_dtype_that_files_do_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a is a tensor of torch\.complex128, which"):
+        serialization.save(tmp_path / "file", {"a": torch.zeros(1, dtype=torch.complex128)})
+    assert not list(tmp_path.iterdir())

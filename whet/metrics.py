@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,11 +57,14 @@ class Metrics:
 
         Blocks under one name add up, those of merged collectors too: what ran at the same time counts twice.
         """
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._record("seconds", name, time.perf_counter() - start)
+        with ExitStack() as watched:
+            for watch in _watches.get(threading.get_ident(), ()):
+                watched.enter_context(watch(name))
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._record("seconds", name, time.perf_counter() - start)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
         """Adds all that `other` has recorded, under its names with `prefix` before them; `other` stays as it is."""
@@ -101,6 +105,22 @@ class Metrics:
         numbers = _on_host(chosen)
         results = {name: _reduce(name, chosen[name].reduction, numbers[name]) for name in sorted(chosen)}
         return {name: result for name, result in results.items() if result is not None}
+
+
+Watch = Callable[[str], AbstractContextManager[None]]
+_watches: dict[int, list[Watch]] = {}  # by thread
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Opens `watch(name)` around every block that `Metrics.time` times in this thread, for as long as this one lasts:
+    whoever wants to know which phase a run is in needs no line in the loop."""
+    watches = _watches.setdefault(threading.get_ident(), [])
+    watches.append(watch)
+    try:
+        yield
+    finally:
+        watches.remove(watch)
 
 
 @dataclass

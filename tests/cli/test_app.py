@@ -17,6 +17,8 @@ COMMANDS = [
         "sft",
         "eval",
         "init-model",
+        "plan",
+        "doctor",
         "config",
         "data",
         "algorithms",

@@ -14,11 +14,13 @@ from whet.cli.algorithms import algorithms
 from whet.cli.compare import compare
 from whet.cli.config import config
 from whet.cli.data import data
+from whet.cli.doctor import doctor
 from whet.cli.eval import evaluate
 from whet.cli.export import export
 from whet.cli.generate import generate
 from whet.cli.init_model import init_model
 from whet.cli.lm_eval import lm_eval
+from whet.cli.plan import plan
 from whet.cli.quickstart import quickstart
 from whet.cli.sft import sft
 from whet.cli.train import train
@@ -46,6 +48,8 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(lm_eval)
 app.command("export", rich_help_panel=AFTER)(export)
+app.command("doctor", rich_help_panel=LOOK)(doctor)
+app.command("plan", rich_help_panel=LOOK)(plan)
 app.command("config", rich_help_panel=LOOK)(config)
 app.command("data", rich_help_panel=LOOK)(data)
 app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)

@@ -26,6 +26,10 @@ LEARNED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there are no colours
 MAX_FACT_CHARACTERS = 300
 
+For = Annotated[
+    Command | None, typer.Option("--for", help="whose config it is; unset: train, or sft if only that fits")
+]
+
 
 def data(
     words: RecipeAndOverrides = None,
@@ -37,12 +41,10 @@ def data(
     ),
     val: Annotated[bool, typer.Option("--val", help="look at data.val_files")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
-    command: Annotated[
-        Command | None, typer.Option("--for", help="whose config it is; unset: train, or sft if only that fits")
-    ] = None,
+    command: For = None,
 ) -> None:
     """Show rows as the model will see them: template, tokens, masks."""
-    config = _config(command, *split_recipe(words, config_name))
+    config = config_of(command, *split_recipe(words, config_name))
 
     from rich.console import Console
 
@@ -61,7 +63,9 @@ def data(
         (_print_tokens if tokens else _print_row)(output, tokenizer, row)
 
 
-def _config(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig | EvalConfig:
+def config_of(
+    command: Command | None, recipe: str | None, overrides: list[str]
+) -> TrainConfig | SFTConfig | EvalConfig:
     """The config, of `whet train` if nothing is said and it is one, else of `whet sft`."""
     from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 
@@ -78,6 +82,16 @@ def _config(command: Command | None, recipe: str | None, overrides: list[str]) -
             return load_config(SFTConfig, recipe, overrides, checked=False).config
         except ConfigError:
             raise error from None
+
+
+def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig:
+    """The same for what only runs have."""
+    from whet.config import EvalConfig
+
+    config = config_of(command, recipe, overrides)
+    if isinstance(config, EvalConfig):
+        raise ConfigError("--for eval: only runs of `whet train` and `whet sft` are planned; take train or sft")
+    return config
 
 
 def _summary(found: Preview) -> Iterator[str]:

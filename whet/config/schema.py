@@ -253,6 +253,9 @@ class TrainerConfig(Section):
     log_rollouts: int = Field(1, ge=0, description="write rollouts/ every so many steps; 0 never")
     table_rows: NonNegativeInt = Field(8, description="answers that trackers show of what rollouts/ holds; 0 none")
     log_tokens: NonNegativeInt = Field(0, description="write every number of every token every so many steps; 0 never")
+    profile: list[PositiveInt] = Field(
+        [], description="steps to trace: operators by phase, and memory over time, into profile/"
+    )
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "whet"
@@ -27,7 +28,10 @@ def experts(
         return plain
     chosen, k = top_k_index.flatten(), top_k_index.shape[1]
     order = chosen.argsort(stable=True)  # (token, place) pairs, the first expert's first
-    counts = chosen.bincount(minlength=module.num_experts).tolist()
+    if isinstance(chosen, FakeTensor):  # without numbers: to all experts alike
+        counts = [len(part) for part in torch.empty(len(chosen), device="meta").tensor_split(module.num_experts)]
+    else:
+        counts = chosen.bincount(minlength=module.num_experts).tolist()
     outs = []
     # Unbound at once, so that the gradient is one tensor and not a sum over experts.
     for pairs, gate_up, down in zip(

@@ -31,13 +31,14 @@ class GatedMLP(nn.Module):
         return out
 
 
-def fuse(model: nn.Module) -> int:
-    """Replaces what can be replaced in `model`; how many modules were."""
+def fuse(model: nn.Module, *, shown: bool = True) -> int:
+    """Replaces what can be replaced in `model`; how many modules were. A model without numbers cannot be `shown` to
+    compute the same: there names decide."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             other = _counterpart(module)
-            if other is not None and _same(module, other):
+            if other is not None and (not shown or _same(module, other)):
                 setattr(parent, name, other.train(module.training))
                 replaced += 1
     return replaced

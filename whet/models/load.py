@@ -42,9 +42,7 @@ def load_policy(path: str | Path, *, adapter_path: str | None = None, allow_pick
     model = _load_whole(base, allow_pickle)
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    _drop_nothing(model)
     fuse(model)
     return model
 
@@ -74,7 +72,40 @@ def _load_whole(path: str, allow_pickle: bool) -> PreTrainedModel:
 
 def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False) -> ValueModel:
     """A value model whose body is the language model at `path`.  Raises: ModelError."""
-    body = load_policy(path, adapter_path=adapter_path, allow_pickle=allow_pickle).base_model
+    return _value_model(load_policy(path, adapter_path=adapter_path, allow_pickle=allow_pickle))
+
+
+def outline(path: str | Path, *, is_value_model: bool = False) -> PreTrainedModel | ValueModel:
+    """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
+    `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
+    config = load_config(path)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention.NAME, experts_implementation=experts.NAME
+        )
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{path} is not the config of a causal language model: {error}") from error
+    _drop_nothing(model)
+    fuse(model, shown=False)
+    return _value_model(model) if is_value_model else model
+
+
+def recompute_activations(model: torch.nn.Module) -> None:
+    """Keeps no activations of a layer for the backward pass but its input."""
+    body = model.body if isinstance(model, ValueModel) else model
+    # transformers renames the method between 5.17 and 6
+    name = "activation_checkpointing_enable"
+    getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
+
+
+def _drop_nothing(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def _value_model(model: PreTrainedModel) -> ValueModel:
+    body = model.base_model
     assert isinstance(body, PreTrainedModel)
     return ValueModel(body)
 

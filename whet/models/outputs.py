@@ -48,7 +48,13 @@ def model_outputs(
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
         raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
-    where = layout(batch, settings.packing and settings.share_prompts)
+    return outputs_of(model, layout(batch, settings.packing and settings.share_prompts), needs, settings, temperature)
+
+
+def outputs_of(
+    model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """`model_outputs` of a batch that is laid out already."""
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     device_type = where.input_ids.device.type

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from whet.compiled import library
 
@@ -94,8 +95,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """torch.compile makes a kernel of its own from the formula."""
+    """torch.compile makes a kernel of its own from the formula; tensors without numbers have none to give."""
     suited = all(each.device.type == "cpu" and each.dtype in KERNEL_DTYPES for each in tensors)
+    suited = suited and not any(isinstance(each, FakeTensor) for each in tensors)
     return suited and not torch.compiler.is_compiling() and library(_SOURCE) is not None
 
 

@@ -25,6 +25,8 @@ from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.planning.fit import check_fits
+from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
     FILTERS,
@@ -43,6 +45,7 @@ from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
+from whet.tracking.profile import observed
 from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
@@ -89,7 +92,8 @@ def train(
         if dry_run:
             _show_batch(run)
         else:
-            with _settled_objects(), run.signals, disk_errors(run.run_dir):
+            watched = observed(run.run_dir, config.trainer.profile, lambda: run.step + 1)
+            with _settled_objects(), run.signals, disk_errors(run.run_dir), watched:
                 loop(run)
     except Stopped as stopped:
         raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
@@ -127,6 +131,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
+    lengths = [len(prompt.token_ids) for prompt in loaded.items]
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
     with ExitStack() as undo:
         opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
@@ -200,6 +206,19 @@ def plan(config: TrainConfig) -> ColumnPlan:
     if algorithm.kl.where == "loss":
         readers["algorithm.kl.where=loss"] = [c for c in kl_columns(algorithm.kl.form) if c.startswith("ref_")]
     return plan_columns(readers, config.reward.columns)
+
+
+def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
+    """What the plan of a run is made from; without lengths every prompt is taken to be as long as it may be."""
+    columns = plan(config)
+    roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
+    return Setup(
+        config,
+        roles,
+        {"actor": _policy_objective(config), **({"critic": _value_objective(config)} if "critic" in roles else {})},
+        Lengths(tuple(prompt_lengths) or (config.data.max_prompt_length,), config.data.max_response_length),
+        tuple(role for provider in columns.providers for role in provider.marks.get("roles", ())),
+    )
 
 
 def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:

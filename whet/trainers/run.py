@@ -132,16 +132,17 @@ class Run:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        return checkpoint.save(
-            self.run_dir,
-            self.step,
-            roles=self.roles,
-            state=self._whole_step or self.state(),
-            score=self.score,
-            tokenizer=self.tokenizer,
-            model_path=str(self.config.model.path),
-            save_limit=self.config.trainer.save_limit,
-        )
+        with Metrics().time("time/save"):
+            return checkpoint.save(
+                self.run_dir,
+                self.step,
+                roles=self.roles,
+                state=self._whole_step or self.state(),
+                score=self.score,
+                tokenizer=self.tokenizer,
+                model_path=str(self.config.model.path),
+                save_limit=self.config.trainer.save_limit,
+            )
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""

@@ -27,9 +27,12 @@ from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer
+from whet.planning.fit import check_fits
+from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column, ConsoleTracker
+from whet.tracking.profile import observed
 from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.health import check_skipped
@@ -83,7 +86,9 @@ class SFTRun:
             metrics = Metrics()
             with metrics.time("time/step"):
                 chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                metrics.merge(self.roles["actor"].update(to_batch(chosen, self._pad_token_id), ImitationObjective()))
+                batch = to_batch(chosen, self._pad_token_id)
+                with metrics.time("time/update"):
+                    metrics.merge(self.roles["actor"].update(batch, ImitationObjective()))
             self.step += 1
             if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
@@ -107,9 +112,9 @@ class SFTRun:
     def validate(self) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
         batch = to_batch(self.val_examples, self._pad_token_id)
-        log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-        tokens = batch["response_mask"].sum()
-        metrics = Metrics()
+        tokens, metrics = batch["response_mask"].sum(), Metrics()
+        with metrics.time("time/validation"):
+            log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
         metrics.mean("val/loss", -log_probs.sum() / tokens, tokens)
         return metrics
 
@@ -126,16 +131,17 @@ class SFTRun:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        return checkpoint.save(
-            self.run_dir,
-            self.step,
-            roles=self.roles,
-            state={"loader": self.loader.state()},
-            score=self.score,
-            tokenizer=self.tokenizer,
-            model_path=str(self.config.model.path),
-            save_limit=self.config.trainer.save_limit,
-        )
+        with Metrics().time("time/save"):
+            return checkpoint.save(
+                self.run_dir,
+                self.step,
+                roles=self.roles,
+                state={"loader": self.loader.state()},
+                score=self.score,
+                tokenizer=self.tokenizer,
+                model_path=str(self.config.model.path),
+                save_limit=self.config.trainer.save_limit,
+            )
 
     def restore(self, folder: Path) -> None:
         """Goes on where the checkpoint in `folder` was written."""
@@ -184,6 +190,8 @@ def train_sft(
     epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
+    lengths = [len(example.input_ids) for example in examples]
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
         start_step = None if opened.found is None else checkpoint.step_of(opened.found)
@@ -219,13 +227,20 @@ def _finished(run: SFTRun, found: Path | None) -> SFTRun:
     try:
         if found is not None:
             run.restore(found)
-        with run.signals, disk_errors(run.run_dir):
+        watched = observed(run.run_dir, run.config.trainer.profile, lambda: run.step + 1)
+        with run.signals, disk_errors(run.run_dir), watched:
             run.fit()
     except Stopped as stopped:
         raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
     finally:
         run.close()
     return run
+
+
+def setup(config: SFTConfig, lengths: Sequence[int] = ()) -> Setup:
+    """What the plan of a run is made from; without lengths every example is taken to be as long as it may be."""
+    lengths = tuple(lengths) or (config.data.max_length,)
+    return Setup(config, {"actor": _settings(config, 1)}, {"actor": ImitationObjective()}, Lengths(lengths, 0))
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:

@@ -22,7 +22,7 @@ from whet.engines.single import SingleEngine
 from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
 from whet.models.freeze import freeze
-from whet.models.load import load_policy, load_tokenizer, load_value_model
+from whet.models.load import load_policy, load_tokenizer, load_value_model, recompute_activations
 from whet.models.lora import adapted_layers, adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
@@ -55,6 +55,23 @@ class RoleSettings:
     freeze: tuple[str, ...] = ()
     seed: int = 0  # of a new adapter
 
+    @property
+    def forward(self) -> ForwardSettings:
+        """How its forward passes are computed."""
+        packing = self.engine.packing
+        return ForwardSettings(
+            packing=PACKING_BY_DEVICE["cpu"] if packing is None else packing,
+            share_prompts=self.engine.share_prompts,
+            chunk_tokens=self.engine.logits_chunk_tokens,
+            dtype=torch_dtype(self.dtype),
+        )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a forward pass."""
+        tokens = self.max_tokens_per_micro_batch
+        return MICRO_BATCH_TOKENS["cpu"] if tokens is None else tokens
+
 
 class TrainWorker(Worker):
     """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
@@ -70,20 +87,12 @@ class TrainWorker(Worker):
             self.start = start_of(settings, settings.lora) | {"fingerprint": fingerprint(body)}
             add_adapter(body, settings.lora, settings.seed, torch_dtype(settings.dtype))
         if settings.gradient_checkpointing:
-            # transformers renames the method between 5.17 and 6
-            name = "activation_checkpointing_enable"
-            getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
-        packing, max_tokens = settings.engine.packing, settings.max_tokens_per_micro_batch
+            recompute_activations(self.model)
         self.engine = SingleEngine(
             self.model,
             settings.optim,
-            forward=ForwardSettings(
-                packing=PACKING_BY_DEVICE["cpu"] if packing is None else packing,
-                share_prompts=settings.engine.share_prompts,
-                chunk_tokens=settings.engine.logits_chunk_tokens,
-                dtype=torch_dtype(settings.dtype),
-            ),
-            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS["cpu"] if max_tokens is None else max_tokens,
+            forward=settings.forward,
+            max_tokens_per_micro_batch=settings.micro_batch_tokens,
             grad_clip=settings.grad_clip,
             total_steps=settings.total_steps,
             process_group=self.process_group,

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.cli.app import main
+
+# The shape of Qwen2.5-7B, of two layers; without weights.
+SEVEN_BILLION = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "tie_word_embeddings": False,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "num_hidden_layers": 2,
+}
+LAYER = 3584 * 3584 * 2 + 3584 * 512 * 2 + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584
+SMALL = ["data.max_prompt_length=32", "data.max_response_length=32", "data.train_batch_size=2", "rollout.n=2"]
+
+
+def whet(*arguments: str) -> int:
+    """Runs the command and returns its exit status."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    return int(exit_.value.code or 0)
+
+
+def write_config(folder: Path, layers: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**SEVEN_BILLION, "num_hidden_layers": layers}))
+    return folder
+
+
+def test_a_model_that_is_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path / "model", layers=2)
+    run = f"trainer.run_dir={tmp_path / 'run'}"
+    assert whet("plan", "quickstart", f"model.path={folder}", run, *SMALL, "actor.optim.name=adamw", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    weights = 2 * LAYER + 2 * 152064 * 3584 + 3584
+    assert made["parameters"] == {"actor": weights}
+    assert made["memory"]["actor: weights"]["rollout"] == 4 * weights
+    assert made["memory"]["rollout: weights"]["rollout"] == 2 * weights  # the recipe samples in bfloat16
+    assert made["checkpoint_bytes"] == pytest.approx(12 * weights, rel=1e-6)
+    assert made["tokens_per_step"] == {"prompt": 64, "response": 128}
+    assert set(made["seconds_per_step"]) == {"rollout", "actor update"}
+    assert any("no data is named" in note for note in made["notes"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_tables_and_what_train_would_refuse(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "10+10=", "answer": "20"}\n')
+    given = [f"model.path={model_folder}", f"data.train_files={rows}", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert whet("plan", "quickstart", *given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("actor: 402 k parameters")
+    assert any(line.startswith("actor: weights ") and line.count("1.5 MiB") == 2 for line in lines)
+    assert any(line.startswith("memory: about ") and line.endswith("it fits") for line in lines)
+    assert "2 prompts of 5 tokens, the longest has 6" in lines
+    assert "`whet train` would refuse this:" in lines and any("data.val_files is empty" in line for line in lines)
+
+
+def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "timings.jsonl").write_text('{"step": 1, "time/step": 3.0}\n{"step": 2, "time/step": 2.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "response_length/mean": 3.0}\n')
+    given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path}", *SMALL]
+    assert whet("plan", "quickstart", *given, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["measured_seconds_per_step"] == {"time/step": 2.5}
+    assert made["tokens_per_step"] == {"prompt": 64, "response": 12}
+
+
+def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert whet("plan", "quickstart_sft", *given, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert list(made["phases"]) == ["actor update"] and made["tokens_per_step"] == {"all": 128 * 16}
+
+
+def test_doctor_ends_with_1_where_a_run_has_a_problem(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}", "trainer.val_freq=-1"]
+    missing = f"data.train_files={tmp_path / 'no.jsonl'}"
+    assert whet("doctor", "quickstart", *run, missing) == 1
+    out = capsys.readouterr().out
+    assert "  problem  config " in out and "no.jsonl does not exist" in out
+    (line,) = (line for line in out.splitlines() if " rollout.name=native " in line)
+    assert line.startswith(("  ok ", "  note "))
+    assert whet("doctor", "quickstart", *run, f"data.train_files={rows}") == 0
+    this_run = capsys.readouterr().out.partition("this run\n")[2].splitlines()
+    assert [line.split()[:2] for line in this_run] == [["ok", "memory"], ["ok", "disk"], ["ok", "time"]]
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_do_not_fit_and_what_to_do_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "model", layers=28)
+    assert whet("plan", "gsm8k", f"model.path={folder}", f"trainer.run_dir={tmp_path / 'run'}", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["parameters"]["actor"] == 7_615_616_512  # as published
+    assert made["fits"] is (made["resident_bytes"] <= made["free_memory"]["bytes"])
+    if not made["fits"]:
+        saved = [change["saved_bytes"] for change in made["changes"]]
+        assert saved[:-1] == sorted(saved[:-1], reverse=True) and saved[-1] == max(saved)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from whet.planning import doctor
+from whet.planning.doctor import Finding, examine
+
+
+def by_name(found: list[Finding]) -> dict[str, Finding]:
+    return {finding.what: finding for finding in found}
+
+
+def test_every_section_and_what_is_installed_by_version(tmp_path: Path) -> None:
+    import torch
+
+    sections = examine(tmp_path / "run")
+    assert list(sections) == ["python", "packages", "extras", "engines", "machine", "places"]
+    assert by_name(sections["packages"])["torch"].found == torch.__version__
+    engines = by_name(sections["engines"])
+    assert engines["rollout.name=hf"].status == engines["engine.name=single"].status == "ok"
+    assert str(tmp_path / "run") in by_name(sections["places"])["runs"].found
+    assert {"processors", "memory", "GPU", "instructions"} <= by_name(sections["machine"]).keys()
+
+
+def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extra_a_note() -> None:
+    absent, old = Requirement("no-such-package>=1"), Requirement("torch>=999")
+    assert doctor._package(absent) == Finding(
+        "problem", "no-such-package", "not installed", "pip install 'no-such-package>=1'"
+    )
+    wrong = doctor._package(old)
+    assert (wrong.status, wrong.advice) == ("problem", "whet needs torch>=999: install that")
+    extra = doctor._extra("vllm", [absent])
+    assert (extra.status, extra.advice) == ("note", "pip install 'whet[vllm]' if you want it")
+    assert doctor._extra("x", [old]).status == "note"
+
+
+def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_name(list(doctor._engines({"hf": [Requirement("no-such-package>=1")]})))
+    assert found["rollout.name=hf"].found == "cannot run: no-such-package>=1 is not installed"
+    monkeypatch.setattr(doctor, "_compiler", lambda: None)
+    native = by_name(list(doctor._engines({})))["rollout.name=native"]
+    assert native.status == "note" and "no C++ compiler" in native.found
+
+
+def test_a_place_that_cannot_be_written_to_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_writable", lambda folder: folder != tmp_path)
+    runs = by_name(list(doctor._places(tmp_path / "run")))["runs"]
+    assert runs == Finding(
+        "problem", "runs", f"{tmp_path / 'run'} cannot be written to", "choose another place with trainer.run_dir"
+    )
+
+
+def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "free_disk", lambda path: 10 * 2**20)
+    runs = by_name(list(doctor._places(tmp_path)))["runs"]
+    assert (runs.status, runs.found) == ("problem", f"{tmp_path}, 10.0 MiB free")

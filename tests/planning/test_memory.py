@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config.schema import RolloutConfig
+from whet.models.load import load_config as load_model_config
+from whet.planning.memory import (
+    BLOCK_TOKENS,
+    PREFILL_TOKENS,
+    Lengths,
+    Memory,
+    bytes_per_logit,
+    kv_cache,
+    mini_batch,
+    plan_memory,
+)
+from whet.planning.tensor_bytes import TensorBytes
+from whet.rollout.native import engine
+from whet.rollout.native.paged_attention import BLOCK_SIZE
+from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.sampling import SamplingState, sample
+from whet.trainers import build, sft
+
+MakeConfig = Callable[..., TrainConfig]
+# Two layers, two heads of 32 for keys and two for values, 4 bytes a number.
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+
+
+def planned(config: TrainConfig, prompts: tuple[int, ...] = (16,)) -> Memory:
+    return plan_memory(build.setup(config, prompts))
+
+
+def item(memory: Memory, name: str, phase: str) -> int:
+    return next((each.by_phase.get(phase, 0) for each in memory.items if each.name == name), 0)
+
+
+def test_the_plan_knows_the_native_engines_sizes() -> None:
+    assert (BLOCK_TOKENS, PREFILL_TOKENS) == (BLOCK_SIZE, engine.PREFILL_TOKENS)
+
+
+def test_a_spread_has_the_longest_first_and_the_rest_as_they_come() -> None:
+    assert Lengths((1, 9, 5, 3), 0).spread(2) == [9, 3]
+    assert Lengths((4,), 0).spread(3) == [4, 4, 4]
+
+
+def test_a_mini_batch_is_whole_prompts_of_one_process(train_config: MakeConfig) -> None:
+    config = train_config({"actor.mini_batch_size": 2, "cluster.processes": 2})  # 4 answers to each of 2 prompts
+    rows = mini_batch(config, "actor", Lengths((16, 10), 6))
+    assert [(row.prompt, row.prompt_tokens, row.response_tokens) for row in rows] == [(1, 16, 6)] * 4
+
+
+def test_blocks_of_the_cache_by_hand(train_config: MakeConfig, model_folder: Path) -> None:
+    """A prompt of 20 and an answer of 6 fill two blocks: the first is shared by 4 answers, the second is each one's
+    own, and the prompt has its own copy of it. For 4 prompts 4 x (2 + 4) blocks."""
+    model = load_model_config(model_folder)
+    config = train_config({"data.max_prompt_length": 20, "rollout.kv_cache_bytes": 10**6})
+    reserved, used = kv_cache(config, model, Lengths((20,), 6))
+    assert reserved == 10**6 // (16 * TOKEN_BYTES) * 16 * TOKEN_BYTES
+    assert used == 24 * 16 * TOKEN_BYTES
+    small = train_config({"rollout.kv_cache_bytes": 5 * 16 * TOKEN_BYTES})
+    assert kv_cache(small, model, Lengths((20,), 6)) == (5 * 16 * TOKEN_BYTES, 5 * 16 * TOKEN_BYTES)
+    together = train_config({"rollout.max_batch_size": 4, "rollout.dtype": "bfloat16"})
+    assert kv_cache(together, model, Lengths((20,), 6))[1] == 6 * 16 * TOKEN_BYTES / 2
+    # hf: 16 rows of 26 tokens, and once more for the layer that grows
+    assert kv_cache(train_config({"rollout.name": "hf"}), model, Lengths((20,), 6))[1] == 16 * 26 * TOKEN_BYTES * 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 5, "temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5, "top_p": 0.9},
+    ],
+)
+def test_bytes_of_a_logit_while_it_is_sampled_from(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    rows, vocabulary = 32, 5000
+    request = Request(token_ids=(1,), params=SamplingParams(max_new_tokens=1, **options), key=0)
+    state = SamplingState.of([request] * rows, vocabulary, torch.device("cpu"))
+    with TensorBytes() as counted:
+        logits = torch.zeros(rows, vocabulary, dtype=dtype)
+        sample(logits, state, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 1, dtype=torch.int64))
+    planned_bytes = bytes_per_logit(RolloutConfig(**options), dtype.itemsize) * rows * vocabulary
+    assert counted.peak.total() == pytest.approx(planned_bytes, rel=0.05)
+
+
+def test_what_each_phase_holds(train_config: MakeConfig) -> None:
+    memory = planned(train_config({"algorithm.kl.where": "loss", "rollout.kv_cache_bytes": 2**20}))
+    weights = memory.weights["actor"] * 4
+    assert memory.phases == ("rollout", "actor update")
+    for phase in memory.phases:
+        assert item(memory, "actor: weights", phase) == item(memory, "ref: weights", phase) == weights
+        assert item(memory, "actor: optimizer", phase) == pytest.approx(2 * weights, rel=0.001)
+    assert item(memory, "actor: gradients", "rollout") == weights  # of the step before
+    assert item(memory, "actor: logits", "rollout") == item(memory, "rollout: logits", "actor update") == 0
+    assert memory.untouched_bytes == item(memory, "rollout: KV cache", "rollout") - 4 * 5 * 16 * TOKEN_BYTES
+    assert memory.tensor_bytes == max(sum(each.by_phase.get(p, 0) for each in memory.items) for p in memory.phases)
+    assert memory.checkpoint_bytes == pytest.approx(3 * weights, rel=0.001)
+
+
+def test_a_critic_and_a_second_module_come_on_top(train_config: MakeConfig) -> None:
+    memory = planned(train_config({"algorithm.adv_estimator": "gae", "rollout.dtype": "bfloat16"}))
+    assert memory.phases == ("rollout", "actor update", "critic update")
+    assert item(memory, "rollout: weights", "rollout") == memory.weights["actor"] * 2
+    critic = memory.weights["critic"] * 4
+    assert item(memory, "critic: gradients", "actor update") == item(memory, "critic: weights", "rollout") == critic
+
+
+def test_an_adapter_is_all_that_has_gradients_and_is_saved(train_config: MakeConfig) -> None:
+    """Rank 4 in all seven matrices of two layers: 4 (rows + columns) each."""
+    adapted = planned(train_config({"model.lora.rank": 4, "algorithm.kl.where": "loss"}))
+    sides = [(128, 128), (128, 64), (128, 64), (128, 128), *[(128, 384)] * 3]
+    count = 2 * 4 * sum(rows + columns for rows, columns in sides)
+    assert item(adapted, "actor: gradients", "rollout") == 4 * count
+    assert adapted.checkpoint_bytes == pytest.approx(3 * 4 * count, rel=0.01)
+    assert item(adapted, "rollout: weights", "rollout") == 4 * adapted.weights["actor"]  # without the adapter
+    assert "ref" not in adapted.weights  # the actor's own module, with the adapter off
+
+
+def total(memory: Memory) -> int:
+    return memory.total("actor update") - item(memory, "rollout: KV cache", "actor update")
+
+
+LARGE = {"data.train_batch_size": 16, "data.max_response_length": 64, "actor.max_tokens_per_micro_batch": 2048}
+
+
+def test_smaller_micro_batches_and_recomputed_activations_save(train_config: MakeConfig) -> None:
+    before = total(planned(train_config(LARGE)))
+    for change in ({"actor.max_tokens_per_micro_batch": 512}, {"model.gradient_checkpointing": True}):
+        assert total(planned(train_config(LARGE | change))) < 0.7 * before, change
+
+
+def test_supervised_runs_have_one_phase(model_folder: Path, tmp_path: Path) -> None:
+    overrides = {"model.path": str(model_folder), "data.train_batch_size": 8, "trainer.run_dir": str(tmp_path)}
+    config = load_config(SFTConfig, None, overrides, given={"data"}).config
+    memory = plan_memory(sft.setup(config, [30] * 8))
+    assert memory.phases == ("actor update",) and memory.micro_batch_tokens == {"actor": 240}
+    assert memory.untouched_bytes == 0

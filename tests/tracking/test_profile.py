@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.metrics import Metrics
+from whet.tracking.profile import observed
+
+MEBIBYTE = 2**20
+
+
+def test_chosen_steps_leave_a_trace_by_phase_and_a_memory_timeline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps_done = 0
+    with caplog.at_level(logging.INFO, "whet"), observed(tmp_path, [2], lambda: steps_done + 1):
+        for _ in range(3):
+            metrics = Metrics()
+            with metrics.time("time/step"), metrics.time("time/update"):
+                kept = torch.zeros(MEBIBYTE)  # 4 MiB
+                made = kept + 1
+                del made
+            steps_done += 1
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "step_000002.memory.json",
+        "step_000002.memory.png",
+        "step_000002.trace.json.gz",
+    ]
+    with gzip.open(tmp_path / "profile" / "step_000002.trace.json.gz", "rt") as file:
+        events = {event.get("name"): event for event in json.load(file)["traceEvents"]}
+    add, update, step = events["aten::add"], events["update"], events["step"]
+    for outer, inner in ((step, update), (update, add)):
+        assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+    memory = json.loads((tmp_path / "profile" / "step_000002.memory.json").read_text())
+    sizes = memory["tensors"]["bytes"]
+    assert 8 * MEBIBYTE <= max(sizes) < 8 * MEBIBYTE + 4096  # and a few numbers
+    seconds = memory["samples"]["seconds"]
+    assert len(seconds) == len(memory["samples"]["resident_bytes"]) >= 2 and seconds == sorted(seconds)
+    (phase,) = (each for each in memory["phases"] if each["name"] == "update")
+    assert seconds[0] <= phase["from"] < phase["to"]
+    in_phase = [at for at, size in zip(memory["tensors"]["seconds"], sizes, strict=True) if size >= 8 * MEBIBYTE]
+    assert all(phase["from"] - 0.01 <= at <= phase["to"] + 0.01 for at in in_phase)  # one clock
+    table = next(record.message for record in caplog.records if record.message.startswith("where the time went"))
+    assert {line.split("  ")[0] for line in table.splitlines()[1:]} >= {"update", "rest of the steps", "profile", "all"}
+
+
+def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
+    with observed(tmp_path, [], lambda: 1), Metrics().time("time/step"):
+        pass
+    assert not list(tmp_path.iterdir())

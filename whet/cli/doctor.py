@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.data import For, run_config_of
+
+if TYPE_CHECKING:
+    from whet.config.schema import SFTConfig, TrainConfig
+    from whet.planning.doctor import Finding
+
+MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
+
+
+def doctor(
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    command: For = None,
+) -> None:
+    """Look at installation and machine, and at what a config needs."""
+    recipe, overrides = split_recipe(words, config_name)
+    config = run_config_of(command, recipe, overrides)
+
+    from whet.planning.doctor import examine
+    from whet.trainers.run import run_folder
+
+    sections = examine(run_folder(config.trainer))
+    if recipe is not None or overrides:
+        sections["this run"] = list(_of_run(config))
+    _print(sections)
+    if any(finding.status == "problem" for found in sections.values() for finding in found):
+        raise typer.Exit(1)
+
+
+def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
+    from whet.config import problems
+    from whet.errors import WhetError
+    from whet.planning.doctor import Finding
+    from whet.planning.fit import size
+    from whet.trainers.forecast import forecast
+
+    for problem in problems(config):
+        yield Finding("problem", "config", problem)
+    if config.model.path is None:
+        return
+    try:
+        made = forecast(config)
+    except WhetError as error:
+        yield Finding("problem", "config", str(error))
+        return
+    needed, disk = size(made.needed_bytes), size(made.disk_bytes)
+    if made.free is not None:
+        found = f"about {needed} needed, {size(made.free.bytes)} free"
+        advice = "`whet plan` says what to change" if not made.fits else ""
+        yield Finding("ok" if made.fits else "problem", "memory", found, advice)
+    fits = made.disk_bytes <= made.free_disk_bytes
+    found = f"about {disk} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
+    yield Finding("ok" if fits else "problem", "disk", found, "" if fits else "lower trainer.save_limit, or make room")
+    yield Finding("ok", "time", f"about {sum(made.speed.seconds.values()):.2g} s a step, estimated")
+
+
+def _print(sections: dict[str, list[Finding]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.what) for found in sections.values() for finding in found)
+    for section, found in sections.items():
+        console.print(Text(section, style="bold"))
+        for finding in found:
+            mark, style = MARKS[finding.status]
+            line = Text.assemble(("  " + mark.ljust(9), style), finding.what.ljust(width + 2), finding.found)
+            if finding.advice:
+                line.append(f"; {finding.advice}", style=style)
+            console.print(line)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `whet plan` shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from whet.planning.fit import advice, size
+from whet.planning.memory import Memory
+from whet.planning.speed import EFFICIENCY
+
+if TYPE_CHECKING:
+    from whet.trainers.forecast import Forecast
+
+NOTE = (
+    "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are good to a "
+    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards and validation not in them."
+)
+
+
+def numbers(made: Forecast) -> str:
+    """Everything as one JSON object, in bytes and seconds."""
+    memory = made.memory
+    return json.dumps(
+        {
+            "parameters": memory.weights,
+            "memory": {item.name: item.by_phase for item in memory.items},
+            "phases": {phase: memory.total(phase) for phase in memory.phases},
+            "tensor_bytes": memory.tensor_bytes,
+            "resident_bytes": memory.resident_bytes,
+            "processes": made.setup.config.cluster.processes,
+            "free_memory": None if made.free is None else asdict(made.free),
+            "fits": made.fits,
+            "changes": [asdict(change) for change in made.changes],
+            "checkpoint_bytes": memory.checkpoint_bytes,
+            "checkpoints_bytes": made.disk_bytes,
+            "free_disk_bytes": made.free_disk_bytes,
+            "tokens_per_step": made.speed.tokens,
+            "seconds_per_step": made.speed.seconds,
+            "measured_seconds_per_step": made.measured,
+            "notes": made.notes,
+        },
+        indent=1,
+    )
+
+
+def show(made: Forecast, refused: Sequence[str]) -> None:
+    """Tables on the console; plain lines in a file."""
+    console = Console(highlight=False, soft_wrap=True)
+    for role, count in made.memory.weights.items():
+        tokens = made.memory.micro_batch_tokens.get(role)
+        extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
+        console.print(f"{role}: {_count(count)} parameters ({made.setup.roles[role].model_path}{extra})")
+    console.print(_memory_table(made.memory))
+    _show_fit(console, made)
+    _show_speed(console, made)
+    for note in (*made.notes, NOTE):
+        console.print(Text(note, style="dim"))
+    if refused:
+        console.print(Text(f"\n`whet {made.setup.config.command}` would refuse this:", style="yellow"))
+        for each in refused:
+            console.print(Text(f"- {each}"))
+
+
+def _memory_table(memory: Memory) -> Table:
+    table = Table(title="memory of one process", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for phase in memory.phases:
+        table.add_column(phase, justify="right")
+    for item in memory.items:
+        table.add_row(item.name, *(size(item.by_phase[p]) if p in item.by_phase else "" for p in memory.phases))
+    table.add_row("all tensors", *(size(memory.total(phase)) for phase in memory.phases), style="bold")
+    if memory.untouched_bytes:
+        untouched = size(memory.untouched_bytes)
+        table.add_row("of them never written to", *(untouched for _ in memory.phases), style="dim")
+    return table
+
+
+def _show_fit(console: Console, made: Forecast) -> None:
+    processes = made.setup.config.cluster.processes
+    each = "" if processes == 1 else f" in {processes} processes"
+    needed = f"memory: about {size(made.needed_bytes)}{each} beside the imports"
+    if made.free is None:
+        console.print(f"{needed}; how much is free this system does not say")
+    else:
+        fits = "it fits" if made.fits else "it does not fit"
+        text = f"{needed}, and {made.free.bound} has {size(made.free.bytes)} free: {fits}"
+        console.print(Text(text, style="green" if made.fits else "red"))
+    if not made.fits and made.free is not None:
+        console.print("what to change, in the order of what it saves:")
+        for line in advice(list(made.changes), made.free.bytes // processes):
+            console.print(line)
+    limit = made.setup.config.trainer.save_limit
+    fits = "" if made.disk_bytes <= made.free_disk_bytes else ": lower trainer.save_limit or choose another place"
+    kept = "each is kept" if limit is None else f"{limit} and the next one {size(made.disk_bytes)}"
+    console.print(
+        Text(
+            f"disk: a checkpoint {size(made.memory.checkpoint_bytes)}, {kept}; {made.run_dir} has "
+            f"{size(made.free_disk_bytes)} free{fits}",
+            style="red" if fits else "green",
+        )
+    )
+
+
+def _show_speed(console: Console, made: Forecast) -> None:
+    tokens, seconds = made.speed.tokens, made.speed.seconds
+    parts = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
+    console.print(f"tokens a step: {sum(tokens.values()):,} ({parts})")
+    phases = ", ".join(f"{name} {_time(each)}" for name, each in seconds.items())
+    console.print(f"time a step, estimated: {_time(sum(seconds.values()))} ({phases})")
+    if "time/step" in made.measured:
+        measured = {name.removeprefix("time/"): each for name, each in made.measured.items()}
+        step = measured.pop("step")
+        phases = ", ".join(f"{name} {_time(each)}" for name, each in measured.items())
+        console.print(f"time a step in {made.run_dir}, measured: {_time(step)} ({phases})")
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has left: memory within the limits of its control groups, and disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.tracking.resident import status_bytes
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Bytes that this process may still take, and what bounds them."""
+
+    bytes: int
+    bound: str
+
+
+def free_memory() -> FreeMemory | None:
+    """The machine's, or less where a control group or `ulimit -v` allows less; None where nothing says."""
+    found = [*_machine(), *_control_groups(), *_address_space()]
+    return min(found, key=lambda free: free.bytes, default=None)
+
+
+def total_memory() -> int | None:
+    """Of the machine, without looking at limits."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that may be written below `path`, which need not exist yet."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder of `path` that exists."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.is_dir())
+
+
+def _machine() -> Iterator[FreeMemory]:
+    available, total = _kilobytes(PROC / "meminfo", "MemAvailable"), total_memory()
+    if available is not None:
+        yield FreeMemory(available, "the machine's memory")
+    elif total is not None:
+        yield FreeMemory(total, "the machine's memory, other programs not counted")
+
+
+def _control_groups() -> Iterator[FreeMemory]:
+    """Of both versions, this process's own group and those above it; file pages are given back when asked for."""
+    for line in _lines(PROC / "self" / "cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS if controllers == "" else CGROUPS / "memory"
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if controllers == ""
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        folder = root / group.strip("/")
+        for each in (folder, *folder.parents):
+            if root not in (each, *each.parents):
+                break
+            limit, used = (_number(each / name) for name in names[:2])
+            if limit is not None and used is not None:
+                pages = re.search(rf"^{names[2]} (\d+)", "\n".join(_lines(each / "memory.stat")), re.MULTILINE)
+                yield FreeMemory(limit - used + (int(pages[1]) if pages else 0), f"the control group {each}")
+
+
+def _address_space() -> Iterator[FreeMemory]:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        yield FreeMemory(limit - status_bytes("VmSize"), "the limit on address space (ulimit -v)")
+
+
+def _number(path: Path) -> int | None:
+    """None for a file that is not there or says `max`."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB", "\n".join(_lines(path)), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

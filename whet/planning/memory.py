@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run keeps in memory, by what it is and by phase, from its config and its models' configs alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from whet.config.schema import RolloutConfig, SFTConfig, TrainConfig
+from whet.engines.micro_batches import micro_batches
+from whet.engines.protocol import Objective
+from whet.planning.outline import FLOAT32, Outline, Role, Row
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+BLOCK_TOKENS = 16  # of the native engine's cache
+PREFILL_TOKENS = 4096  # prompts that the native engine computes together
+# Fitted to measured runs: tokenizer, rows, libraries' own memory; and what the heap takes for each byte of tensors,
+# more where sampling between updates leaves holes in it.
+PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 160 * 2**20, 1.05, 1.25
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one kind by phase; a phase without it is not named."""
+
+    name: str
+    by_phase: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
+    answer; in supervised runs whole examples."""
+
+    prompts: tuple[int, ...]
+    response: int
+
+    def spread(self, count: int) -> list[int]:
+        """So many prompts as they come, the longest among them and first."""
+        ordered = sorted(self.prompts, reverse=True)
+        return [ordered[index * len(ordered) // count] for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The plan: items by phase, and what of them is only reserved."""
+
+    items: tuple[Item, ...]
+    phases: tuple[str, ...]
+    untouched_bytes: int  # reserved in every phase, but no memory before it is written to
+    weights: Mapping[str, int]  # parameters by role
+    micro_batch_tokens: Mapping[str, int]  # by trained role
+    checkpoint_bytes: int  # on disk
+
+    def total(self, phase: str) -> int:
+        """All tensors of a phase."""
+        return sum(item.by_phase.get(phase, 0) for item in self.items)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The most that tensors take."""
+        return max(self.total(phase) for phase in self.phases)
+
+    @property
+    def touched_bytes(self) -> int:
+        """The same without what is reserved and never written to."""
+        return self.tensor_bytes - self.untouched_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the operating system counts beyond the imports."""
+        return PROCESS_BYTES + round((HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP) * self.touched_bytes)
+
+    @property
+    def largest_phase(self) -> str:
+        """Where that is."""
+        return max(self.phases, key=self.total)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config and what follows from it."""
+
+    config: TrainConfig | SFTConfig
+    roles: Mapping[str, Role]  # those with a model, the actor among them
+    objectives: Mapping[str, Objective]  # the losses of those that are trained
+    lengths: Lengths
+    passes: tuple[str, ...] = ()  # roles that read a step's rows before the update, once for each time
+
+    @cached_property
+    def outlines(self) -> dict[str, Outline]:
+        """The roles' models in shapes only.  Raises: ModelError."""
+        return {name: Outline(role) for name, role in self.roles.items()}
+
+
+def plan_memory(setup: Setup) -> Memory:
+    """What one training process takes. Every answer is taken to be as long as it may be.  Raises: ModelError."""
+    config, roles, outlines, lengths = setup.config, setup.roles, setup.outlines, setup.lengths
+    objectives = setup.objectives
+    updates = tuple(f"{name} update" for name in objectives)
+    phases = (*(("rollout",) if isinstance(config, TrainConfig) else ()), *updates)
+    kept: dict[str, Counter[str]] = {}
+
+    def keep(name: str, size: int, during: Sequence[str] = phases) -> None:
+        if size:
+            kept.setdefault(name, Counter()).update(dict.fromkeys(during, size))
+
+    for name, model in outlines.items():
+        keep(f"{name}: weights", model.weight_bytes)
+        keep(f"{name}: optimizer", model.moment_bytes)
+        if name in objectives:  # they stay until the role's next update begins
+            keep(f"{name}: gradients", model.gradient_bytes, [each for each in phases if each != f"{name} update"])
+    sizes: dict[str, int] = {}
+    for name, objective in objectives.items():
+        split = _micro_batches(config, name, roles[name], lengths)
+        sizes[name] = max(_tokens(rows, roles[name]) for rows in split)
+        taken = _update_bytes(outlines[name], split, objective.needs)
+        for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
+            keep(f"{name}: {kind}", taken[kind], (f"{name} update",))
+    untouched = 0
+    if isinstance(config, TrainConfig):
+        actor, dtype = outlines["actor"], config.rollout.dtype or config.model.dtype
+        if actor.is_adapted or (dtype, config.model.dtype) != ("float32", "float32"):
+            keep("rollout: weights", actor.num_weights * ITEM_BYTES[dtype])
+        is_native = config.rollout.name == "native"
+        reserved, used = kv_cache(config, actor.config, lengths)
+        untouched = reserved - used
+        keep("rollout: KV cache", reserved, phases if is_native else ("rollout",))
+        keep("rollout: logits", sampling_bytes(config, actor.config, lengths), ("rollout",))
+        keep("batch columns", column_bytes(config, lengths, outlines), updates)
+    items = tuple(Item(name, dict(by_phase)) for name, by_phase in kept.items())
+    checkpoint = sum(outlines[name].checkpoint_bytes for name in objectives)
+    weights = {name: each.num_weights for name, each in outlines.items()}
+    return Memory(items, phases, untouched, weights, sizes, checkpoint)
+
+
+def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[str]) -> Counter[str]:
+    """At the height of an update: in its first micro-batch, or in the largest of those that find gradients there."""
+    first, *later = split
+    if not later:
+        return model.update_bytes(first, needs, accumulates=False)
+    largest = max(later, key=lambda rows: _tokens(rows, model.role))
+    taken = model.update_bytes(largest, needs, accumulates=True)
+    if _tokens(largest, model.role) < 0.9 * _tokens(first, model.role):
+        taken = max(taken, model.update_bytes(first, needs, accumulates=False), key=Counter.total)
+    return taken
+
+
+def _micro_batches(config: TrainConfig | SFTConfig, name: str, role: Role, lengths: Lengths) -> list[list[Row]]:
+    """Of one mini-batch, as the engine splits it."""
+    rows = mini_batch(config, name, lengths)
+    shares = role.forward.packing and role.forward.share_prompts
+    split = micro_batches(
+        [row.tokens for row in rows],
+        role.micro_batch_tokens,
+        packing=role.forward.packing,
+        prompts=[(row.prompt, row.prompt_tokens) for row in rows] if shares else None,
+    )
+    return [[rows[index] for index in chosen] for chosen in split]
+
+
+def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> list[Row]:
+    """The rows of an optimizer step in one process."""
+    if isinstance(config, SFTConfig):
+        count = -(-config.data.train_batch_size // config.cluster.processes)
+        return [Row(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
+    role = config.critic if name == "critic" else config.actor
+    prompts = lengths.spread(role.mini_batch_size or config.data.train_batch_size)
+    every = [Row(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
+    count = -(-len(prompts) * config.rollout.n // config.cluster.processes)
+    return [row for row in every for _ in range(config.rollout.n)][:count]
+
+
+def _tokens(rows: Sequence[Row], role: Role) -> int:
+    """What the model reads of a micro-batch."""
+    if not role.forward.packing:
+        return len(rows) * max(row.tokens for row in rows)
+    if not role.forward.share_prompts:
+        return sum(row.tokens for row in rows)
+    return sum(row.response_tokens for row in rows) + sum({row.prompt: row.prompt_tokens for row in rows}.values())
+
+
+def kv_cache(config: TrainConfig, model: Any, lengths: Lengths) -> tuple[int, int]:
+    """Bytes of keys and values that are reserved, and how many of them are written to at the most."""
+    per_token = token_bytes(model, config.rollout.dtype or config.model.dtype)
+    rows, n = decoded_together(config), config.rollout.n
+    if config.rollout.name == "hf":  # one tensor a layer, which grows by being copied
+        used = rows * (max(lengths.prompts) + lengths.response) * per_token
+        used += used // int(model.num_hidden_layers)
+        return used, used
+    per_block = per_token * BLOCK_TOKENS
+    reserved = config.rollout.kv_cache_bytes // per_block * per_block
+    blocks = 0
+    for prompt in lengths.spread(-(-rows // n)):
+        shared = prompt // BLOCK_TOKENS
+        own = -(-(prompt + lengths.response) // BLOCK_TOKENS) - shared
+        blocks += -(-prompt // BLOCK_TOKENS) + min(n, rows) * own
+    return reserved, min(reserved, blocks * per_block)
+
+
+def token_bytes(model: Any, dtype: str) -> int:
+    """Keys and values of one token in all layers."""
+    return int(2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * ITEM_BYTES[dtype])
+
+
+def head_size(model: Any) -> int:
+    """Numbers of one head."""
+    return int(model.to_dict().get("head_dim") or model.hidden_size // model.num_attention_heads)
+
+
+def decoded_together(config: TrainConfig) -> int:
+    """Sequences that one process decodes side by side."""
+    requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes)
+    return min(config.rollout.max_batch_size, requests)
+
+
+def sampling_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> int:
+    """What a decode or prefill step holds beside the cache: logits, their softmax and sums, or a layer's states."""
+    rollout, rows = config.rollout, decoded_together(config)
+    item = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    prompts = rows if rollout.name == "hf" else -(-rows // rollout.n)
+    logits = rows * bytes_per_logit(rollout, item) + prompts * item  # the latter after the prompts
+    tokens = sum(lengths.spread(prompts))
+    if rollout.name == "native":
+        tokens = min(tokens, max(PREFILL_TOKENS, *lengths.prompts))
+    states = tokens * 3 * (model.intermediate_size + model.hidden_size) * item
+    return int(max(logits * model.vocab_size, states))
+
+
+def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
+    """What sampling holds for each entry of the logits: as they come, in float32, log-softmax, probabilities, sums."""
+    penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
+    is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it
+    beside = max(20 * is_constrained, 17 * is_cut, 4 * (rollout.min_p > 0))
+    return item + (FLOAT32 if item < FLOAT32 else 0) + 3 * FLOAT32 + beside
+
+
+def column_bytes(config: TrainConfig, lengths: Lengths, roles: Mapping[str, object]) -> int:
+    """The step's batch and the mini-batch taken from it."""
+    prompts, response = config.data.train_batch_size, lengths.response
+    numbers = 7 + 3 * ("critic" in roles) + ("ref" in roles)  # scores, rewards, advantages, log-probs, ...
+    step = prompts * config.rollout.n * (8 * (4 * max(lengths.prompts) + 6 * response) + 4 * numbers * response)
+    mini_batch_size = config.actor.mini_batch_size or prompts
+    return step if mini_batch_size == prompts else step + step * mini_batch_size // prompts

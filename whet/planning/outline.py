@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models without numbers: what a role's weights take and what one update of them does, from a config alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from whet.engines.optim import OptimSettings, optimizer_for
+from whet.models.freeze import freeze
+from whet.models.load import outline, recompute_activations
+from whet.models.lora import LoraSettings, add_adapter
+from whet.models.outputs import ForwardSettings, outputs_of
+from whet.models.packing import Layout, layout
+from whet.planning.tensor_bytes import TensorBytes
+
+FLOAT32 = 4  # bytes of a master weight, of its gradient, and of each moment
+_PASSES: dict[Hashable, Counter[str]] = {}
+
+
+class Role(Protocol):
+    """What is asked of a role's settings."""
+
+    @property
+    def model_path(self) -> str: ...
+    @property
+    def optim(self) -> OptimSettings | None: ...
+    @property
+    def is_value_model(self) -> bool: ...
+    @property
+    def gradient_checkpointing(self) -> bool: ...
+    @property
+    def lora(self) -> LoraSettings | None: ...
+    @property
+    def freeze(self) -> Sequence[str]: ...
+    @property
+    def forward(self) -> ForwardSettings: ...
+    @property
+    def micro_batch_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch in tokens; rows of one `prompt` have the same."""
+
+    prompt: int
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """All of it."""
+        return self.prompt_tokens + self.response_tokens
+
+
+class Outline:
+    """A role's model in shapes only."""
+
+    def __init__(self, role: Role) -> None:
+        self.role, self._mode = role, FakeTensorMode()
+        with torch.device("meta"):
+            self.model: nn.Module = outline(role.model_path, is_value_model=role.is_value_model)
+        self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
+        body: Any = self.model.body if role.is_value_model else self.model
+        self.config = body.config.get_text_config()
+        self.num_weights = sum(weight.numel() for weight in self.model.parameters())  # without an adapter's
+        freeze(self.model, role.freeze)
+        if role.lora is not None:
+            with torch.device("meta"):
+                add_adapter(body, role.lora, 0, role.forward.dtype)
+        _as_if_on_cpu(self.model, self._mode)
+        if role.gradient_checkpointing:
+            recompute_activations(self.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        """As they are trained from, tied ones once, an adapter's among them."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether only an adapter is trained."""
+        return self.role.lora is not None
+
+    @property
+    def head_weights(self) -> int:
+        """Those that a token is multiplied with to get its logits; a value model's are none to speak of."""
+        return 0 if self.role.is_value_model else int(self.config.vocab_size * self.config.hidden_size)
+
+    @property
+    def layer_weights(self) -> int:
+        """Those of matrices that every token is multiplied with: of linear layers, but not of the output."""
+        head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
+        linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
+        return sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of what is trained."""
+        return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad) * FLOAT32
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """What the optimizer keeps: a step of it is taken, on weights without numbers."""
+        if self.role.optim is None:
+            return 0
+        with self._mode:
+            optimizer = optimizer_for(self.model, self.role.optim)
+            self._give_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [each.state for each in getattr(optimizer, "optimizers", [optimizer])]
+        return sum(value.nbytes for value in tree_leaves(states) if isinstance(value, torch.Tensor))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """On disk: weights, of an adapter its own alone, and what the optimizer keeps."""
+        return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
+
+    def update_bytes(self, rows: Sequence[Row], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
+        """What forward and backward of one micro-batch take at their height beside weights and optimizer, by kind.
+
+        The pass itself is run, on tensors without numbers. With `accumulates` an earlier micro-batch left gradients.
+        """
+        role = self.role
+        adapter = None if role.lora is None else repr(role.lora)
+        model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
+        key = (model, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
+        if key not in _PASSES:  # plans of one config and its changes ask again for what they share
+            _PASSES[key] = self._run(rows, needs, accumulates)
+        return Counter(_PASSES[key])
+
+    def _run(self, rows: Sequence[Row], needs: frozenset[str], accumulates: bool) -> Counter[str]:
+        where = layout(columns(rows), self.role.forward.packing and self.role.forward.share_prompts)
+        shapes = {weight.shape for weight in self.model.parameters()}
+        vocabulary = self.config.vocab_size
+
+        def kind(tensor: torch.Tensor) -> str:
+            if tensor.dim() == 2 and tensor.shape in shapes:
+                return "gradients" if tensor.dtype == torch.float32 else "weights in bfloat16"
+            return "logits" if tensor.dim() == 2 and tensor.shape[1] == vocabulary else "activations"
+
+        counted, shape_only = TensorBytes(kind), self._without_numbers(where)
+        with self._mode:
+            self.model.zero_grad()
+            if accumulates:
+                self._give_gradients()
+            with counted:
+                outputs = outputs_of(self.model, shape_only, needs, self.role.forward)
+                total = torch.stack([value.sum() for value in outputs.values()]).sum()
+                total.backward()  # type: ignore[no-untyped-call]
+        if accumulates:
+            counted.peak["gradients"] += self.gradient_bytes
+        return counted.peak + Counter(activations=_bytes(where))
+
+    def _give_gradients(self) -> None:
+        for weight in self.model.parameters():
+            if weight.requires_grad:
+                weight.grad = torch.empty_like(weight)
+
+    def _without_numbers(self, where: Layout) -> Layout:
+        def shapes_of(grid: Any) -> Any:
+            tensors = {each.name: getattr(grid, each.name) for each in fields(grid)}
+            return replace(
+                grid, **{k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+            )
+
+        bunches = []
+        for bunch in where.bunches:
+            bunches.append(shapes_of(bunch))
+            # It asks for numbers, so it cannot be computed from shapes.
+            vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
+        laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
+        return laid_out
+
+
+def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Tensors of the meta device become ones that say that they are on the CPU, so that passes go as they do there."""
+    made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """A batch of these rows, each prompt with a token of its own."""
+    prompt_width, width = max(row.prompt_tokens for row in rows), max(row.response_tokens for row in rows)
+    prompts = torch.tensor([row.prompt_tokens for row in rows])[:, None]
+    responses = torch.tensor([row.response_tokens for row in rows])[:, None]
+    padding = prompt_width - prompts
+    real = torch.cat([torch.arange(prompt_width) >= padding, torch.arange(width) < responses], dim=1).long()
+    return {
+        "input_ids": torch.tensor([row.prompt for row in rows])[:, None] * real,
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+        "response_mask": real[:, prompt_width:],
+    }
+
+
+def _bytes(where: Layout) -> int:
+    """Of all indices and masks of a layout."""
+    values = [value for part in (where, *where.bunches) for value in vars(part).values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

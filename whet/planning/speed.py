@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens and seconds of a step: arithmetic and memory traffic over what this machine was just measured to do.
+
+An estimate, good to a factor of two. A model's products are taken to reach `EFFICIENCY` of the rate of a bare one;
+rewards, validation and what an environment does are not in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whet.config.schema import SFTConfig, TrainConfig
+from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, mini_batch, token_bytes
+from whet.planning.outline import FLOAT32, Outline, Row
+
+EFFICIENCY = 0.7  # of the products of a whole model, against one product again and again
+CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # of a forward pass, in calls of a smallest operator
+STATES, LOGITS = 16, 10  # numbers read and written for each hidden one of a layer, and for each logit, outside products
+MEASURE_SECONDS = 0.15  # for each rate
+LARGEST_MATRIX = 4096  # rows and columns that are measured at the most
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does a second."""
+
+    decode_flops: float  # in products with as many rows as are decoded together
+    train_flops: float  # in products with as many rows as a micro-batch has
+    bytes: float  # read, from memory
+    logits: float  # turned into probabilities and summed up
+    calls: float  # of operators on next to nothing
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One step."""
+
+    tokens: Mapping[str, int]  # prompt, response
+    seconds: Mapping[str, float]  # by phase
+
+
+def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates | None = None) -> Speed:
+    """One step with answers of `response_length` tokens, by default the longest that are allowed."""
+    config, outlines = setup.config, setup.outlines
+    response = setup.lengths.response if response_length is None else response_length
+    processes = config.cluster.processes
+    if rates is None:
+        rates = measure(setup)
+    if isinstance(config, SFTConfig):
+        rows = mini_batch(config, "actor", setup.lengths)
+        seconds = {"update": _update(outlines["actor"], rows, rates)}
+        return Speed({"all": sum(row.tokens for row in rows) * processes}, seconds)
+    prompts = setup.lengths.spread(config.data.train_batch_size)
+    answered = [Row(number, tokens, round(response)) for number, tokens in enumerate(prompts)]
+    rows = [row for row in answered for _ in range(config.rollout.n)]
+    share = rows[: -(-len(rows) // processes)]
+    seconds = {"rollout": _rollout(config, outlines["actor"], share, rates)}
+    for role in setup.passes:
+        model = outlines.get(role, outlines["actor"])  # the reference of an adapter is the actor without it
+        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share, rates)
+    for role in setup.objectives:
+        epochs = config.critic.epochs if role == "critic" else config.actor.epochs
+        seconds[f"{role} update"] = epochs * _update(outlines[role], share, rates)
+    return Speed({"prompt": sum(prompts), "response": round(response) * len(rows)}, seconds)
+
+
+def _update(model: Outline, rows: list[Row], rates: Rates) -> float:
+    """Backward is twice the forward; logits are computed once more in it, layers where activations are not kept. The
+    optimizer reads weight, gradient and two moments and writes three of them."""
+    once, head = _forward(model, rows, rates), 2 * model.head_weights * sum(row.response_tokens for row in rows)
+    again = once if model.role.gradient_checkpointing else head / rates.train_flops / EFFICIENCY
+    return 3 * once + again + 7 * model.gradient_bytes / rates.bytes
+
+
+def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
+    """Seconds of one pass over the rows: products, what reads and writes states between them, calls."""
+    shape, tokens = model.config, sum(row.tokens for row in rows)
+    sampled = sum(row.response_tokens for row in rows)
+    if model.role.forward.packing and model.role.forward.share_prompts:
+        tokens = sampled + sum({row.prompt: row.prompt_tokens for row in rows}.values())
+    numbers = tokens * shape.num_hidden_layers * STATES * (shape.hidden_size + shape.intermediate_size // 3)
+    numbers += sampled * LOGITS * (shape.vocab_size if model.head_weights else 0)
+    passes = -(-tokens // model.role.micro_batch_tokens)
+    calls = passes * (shape.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE)
+    products = _forward_flops(model, rows) / rates.train_flops / EFFICIENCY
+    return products + FLOAT32 * numbers / rates.bytes + calls / rates.calls
+
+
+def _forward_flops(model: Outline, rows: list[Row]) -> float:
+    """A product with each weight is two operations; each pair of tokens costs two products of a head's size."""
+    shares = model.role.forward.packing and model.role.forward.share_prompts
+    prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]
+    responses = sum(row.response_tokens for row in rows)
+    pairs = sum(row.response_tokens * (row.prompt_tokens + row.response_tokens / 2) for row in rows)
+    pairs += sum(prompt**2 / 2 for prompt in prompts)
+    width = model.config.num_hidden_layers * model.config.num_attention_heads * head_size(model.config)
+    products = model.layer_weights * (sum(prompts) + responses) + model.head_weights * responses
+    return float(2 * products + 4 * width * pairs)
+
+
+def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates) -> float:
+    """Prompts at once, answers token by token: each decode step takes the longest of arithmetic, of reading weights and
+    cache, and of calling the operators, then samples."""
+    dtype, together = config.rollout.dtype or config.model.dtype, min(decoded_together(config), len(rows))
+    prompts = {row.prompt: row.prompt_tokens for row in rows}
+    response = rows[0].response_tokens
+    prefill = 2 * model.layer_weights * sum(prompts.values()) / rates.train_flops / EFFICIENCY
+    weights = model.layer_weights + model.head_weights
+    context = sum(prompts.values()) / len(prompts) + response / 2
+    arithmetic = 2 * weights * together / rates.decode_flops / EFFICIENCY
+    traffic = (weights * ITEM_BYTES[dtype] + together * context * token_bytes(model.config, dtype)) / rates.bytes
+    calls = (model.config.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE) / rates.calls
+    sampling = together * model.config.vocab_size / rates.logits
+    rounds = -(-len(rows) // together)
+    return prefill + rounds * response * (max(arithmetic, traffic) + calls + sampling)
+
+
+def measure(setup: Setup) -> Rates:
+    """About a second of measurements, with this model's sizes and dtypes."""
+    config, model = setup.config, setup.outlines["actor"].config
+    train = getattr(torch, config.model.dtype)
+    decode, together = train, 64
+    if isinstance(config, TrainConfig):
+        decode, together = getattr(torch, config.rollout.dtype or config.model.dtype), decoded_together(config)
+    size = min(model.hidden_size, LARGEST_MATRIX), min(model.intermediate_size, LARGEST_MATRIX)
+    tokens = min(setup.roles["actor"].micro_batch_tokens, 2048)
+    small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)
+    return Rates(
+        decode_flops=_product(together, *size, decode),
+        train_flops=_product(tokens, *size, train),
+        bytes=2 * large.nbytes / _seconds(large.clone),
+        logits=logits.numel() / _seconds(lambda: logits.log_softmax(-1).exp().cumsum(-1)),
+        calls=1 / _seconds(lambda: small.add(1)),
+    )
+
+
+def _product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+    """Operations a second."""
+    left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
+    return 2 * rows * inner * columns / _seconds(lambda: torch.nn.functional.linear(left, right))
+
+
+@torch.no_grad()
+def _seconds(run: Callable[[], Any]) -> float:
+    """Of one call, the mean over `MEASURE_SECONDS` after a first one."""
+    run()
+    start, calls = time.perf_counter(), 0
+    while calls == 0 or time.perf_counter() - start < MEASURE_SECONDS:
+        run()
+        calls += 1
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensors take while a block runs: every storage that an operator makes, until nobody holds it any more."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of storages made inside the block, now and at the most, by what `kind` calls them.
+
+    Works on real tensors and on those of a FakeTensorMode, which it stands inside of. It does not see what a single
+    operator allocates for itself and frees before it returns.
+    """
+
+    def __init__(self, kind: Callable[[torch.Tensor], str] = lambda tensor: "tensors") -> None:
+        super().__init__()
+        self._kind = kind
+        self._alive: dict[int, tuple[str, int]] = {}
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()  # of each kind at the moment when all together took most
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operator and counts what it made."""
+        made = function(*args, **(kwargs or {}))
+        new = {each.untyped_storage()._cdata: each for each in _tensors(made)}
+        new = {key: each for key, each in new.items() if key not in self._alive}
+        if new:  # or a view of what was there before the block
+            for each in _tensors((args, kwargs)):
+                new.pop(each.untyped_storage()._cdata, None)
+            for key, each in new.items():
+                self._count(key, each)
+        return made
+
+    def _count(self, key: int, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        kind, size = self._kind(tensor), storage.nbytes()
+        self._alive[key] = kind, size
+        self.now[kind] += size
+        weakref.finalize(storage, self._forget, key)
+        if self.now.total() > self.peak.total():
+            self.peak = self.now.copy()
+
+    def _forget(self, key: int) -> None:
+        kind, size = self._alive.pop(key)
+        self.now[kind] -= size
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen steps under torch's profiler, and what memory did meanwhile.
+
+    profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
+    profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; when which phase ran
+    profile/step_000002.memory.png       the same as a picture
+
+On a GPU phases are NVTX ranges too. What worker processes do is not seen.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from whet.metrics import Metrics, watching
+from whet.tracking.phases import PhaseClock
+from whet.tracking.resident import resident_bytes
+
+log = logging.getLogger(__name__)
+STEP = "time/step"
+SAMPLE_SECONDS = 0.01
+
+
+@contextmanager
+def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]) -> Iterator[None]:
+    """Profiles the chosen steps of the loop that runs inside the block, and says at its end where the time went."""
+    clock = PhaseClock()
+    try:
+        with watching(StepProfile(run_dir / "profile", steps, next_step).phase), watching(clock.phase):
+            yield
+    finally:
+        log.info(clock.table())
+
+
+class StepProfile:
+    """`metrics.watching(StepProfile(...).phase)` profiles the steps in `steps`; `next_step` says which one starts."""
+
+    def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int]) -> None:
+        self._folder, self._steps, self._next_step = folder, set(steps), next_step
+        self._timeline: Timeline | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A range of the trace, and the whole trace around a chosen step."""
+        step = self._next_step()
+        with ExitStack() as stack:
+            if name == STEP and step in self._steps:
+                stack.enter_context(self._traced(step))
+            if self._timeline is not None:
+                stack.enter_context(self._timeline.phase(name.removeprefix("time/")))
+                stack.enter_context(record_function(name.removeprefix("time/")))
+                if torch.cuda.is_available():
+                    stack.enter_context(torch.cuda.nvtx.range(name.removeprefix("time/")))
+            yield
+
+    @contextmanager
+    def _traced(self, step: int) -> Iterator[None]:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        base = self._folder / f"step_{step:06}"
+        self._timeline = Timeline()
+        try:
+            with profile(activities=activities, profile_memory=True) as profiled, self._timeline.sampled():
+                yield
+            with Metrics().time("time/profile"):  # so that the table says whose seconds these are
+                self._write(profiled, base, step)
+        finally:
+            self._timeline = None
+
+    def _write(self, profiled: profile, base: Path, step: int) -> None:
+        assert self._timeline is not None
+        trace = base.with_suffix(".trace.json.gz")
+        profiled.export_chrome_trace(str(trace))
+        self._timeline.add_tensors(trace)
+        base.with_suffix(".memory.json").write_text(json.dumps(self._timeline.as_dict()), encoding="utf-8")
+        self._timeline.draw(base.with_suffix(".memory.png"), step)
+        log.info("step %d is in %s (chrome://tracing or ui.perfetto.dev shows it), memory beside it", step, trace)
+
+
+@dataclass
+class Timeline:
+    """Memory over the seconds of one step."""
+
+    samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, resident bytes, bytes on the GPU
+    tensors: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes of tensors made in this step
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, from, to
+    started: int = field(default_factory=time.time_ns)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Remembers when a phase ran."""
+        start = self._seconds(time.time_ns())
+        try:
+            yield
+        finally:
+            self.phases.append((name, start, self._seconds(time.time_ns())))
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Takes samples in a thread of its own for as long as the block lasts."""
+        over = threading.Event()
+
+        def take() -> None:
+            on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            self.samples.append((self._seconds(time.time_ns()), resident_bytes(), on_gpu))
+
+        def sample() -> None:
+            take()
+            while not over.wait(SAMPLE_SECONDS):
+                take()
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            take()
+
+    def add_tensors(self, trace: Path) -> None:
+        """Reads from the trace what was allocated and freed on the host; what existed before the step is 0."""
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            content: dict[str, Any] = json.load(file)
+        base = content.get("baseTimeNanoseconds", 0)
+        now = 0
+        events = [event for event in content["traceEvents"] if event.get("name") == "[memory]"]
+        for event in sorted(events, key=lambda event: float(event["ts"])):
+            if event["args"].get("Device Type") == 0:
+                now += event["args"]["Bytes"]
+                self.tensors.append((self._seconds(base + float(event["ts"]) * 1000), now))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is written: lists of numbers under the names of their columns."""
+        seconds, resident, on_gpu = (list(column) for column in zip(*self.samples, strict=True))
+        return {
+            "samples": {"seconds": seconds, "resident_bytes": resident, "gpu_bytes": on_gpu},
+            "tensors": {"seconds": [at for at, _ in self.tensors], "bytes": [size for _, size in self.tensors]},
+            "phases": [{"name": name, "from": start, "to": end} for name, start, end in self.phases],
+        }
+
+    def draw(self, path: Path, step: int) -> None:
+        """Curves over the step, with its phases as bands."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        curves = {"resident": ([at for at, _, _ in self.samples], [size for _, size, _ in self.samples])}
+        if any(on_gpu for _, _, on_gpu in self.samples):
+            curves["GPU"] = (curves["resident"][0], [size for _, _, size in self.samples])
+        if self.tensors:
+            curves["tensors made in this step"] = ([at for at, _ in self.tensors], [size for _, size in self.tensors])
+        figure = Figure(figsize=(10, 3 * len(curves)), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0]
+        for axes, (label, (seconds, sizes)) in zip(panels, curves.items(), strict=True):
+            axes.step(seconds, [size / 2**20 for size in sizes], where="post", color="#3366cc")
+            axes.set(ylabel=f"{label}, MiB")
+            inner = sorted((each for each in self.phases if each[0] != "step"), key=lambda each: each[1])
+            for number, (name, start, end) in enumerate(inner):
+                axes.axvspan(start, end, color="#000000", alpha=0.04 + 0.05 * (number % 2), linewidth=0)
+                where = axes.get_xaxis_transform()
+                axes.text(start, 1.0, f" {name}", transform=where, va="top", rotation=90, fontsize=7)
+        panels[0].set(title=f"memory in step {step}")
+        panels[-1].set(xlabel="seconds")
+        figure.savefig(path)
+
+    def _seconds(self, nanoseconds: float) -> float:
+        return round((nanoseconds - self.started) / 1e9, 6)

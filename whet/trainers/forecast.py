@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to what its run will need, for `whet plan` and `whet doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from whet.config.checks import check_context
+from whet.config.schema import SFTConfig, TrainConfig
+from whet.data.load import load_examples, load_prompts
+from whet.errors import ConfigError, WhetError
+from whet.models.load import load_config, load_tokenizer
+from whet.planning.fit import Change, changes
+from whet.planning.machine import FreeMemory, free_disk, free_memory
+from whet.planning.memory import Memory, Setup, plan_memory
+from whet.planning.speed import Speed, plan_speed
+from whet.trainers import build, sft
+from whet.trainers.run import run_folder
+
+RECENT = 20  # steps of an earlier run
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will need, and where each number comes from."""
+
+    setup: Setup
+    memory: Memory
+    free: FreeMemory | None
+    changes: tuple[Change, ...]  # where it does not fit
+    run_dir: Path
+    free_disk_bytes: int
+    speed: Speed
+    measured: Mapping[str, float]  # seconds by phase of the run in run_dir, if there is one
+    notes: tuple[str, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory, of all processes."""
+        return self.memory.resident_bytes * self.setup.config.cluster.processes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Checkpoints at the most: one is written before the oldest is deleted."""
+        return self.memory.checkpoint_bytes * ((self.setup.config.trainer.save_limit or 1) + 1)
+
+    @property
+    def fits(self) -> bool:
+        """In memory, as far as it is known."""
+        return self.free is None or self.needed_bytes <= self.free.bytes
+
+
+def forecast(config: TrainConfig | SFTConfig) -> Forecast:
+    """The plan of a config.  Raises: ConfigError, ModelError."""
+    if config.model.path is None:
+        raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
+    check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
+    setup, note = setup_of(config)
+    notes = [note]
+    memory, free, run_dir = plan_memory(setup), free_memory(), run_folder(config.trainer)
+    found: list[Change] = []
+    if free is not None and memory.resident_bytes * config.cluster.processes > free.bytes:
+        found = changes(setup, memory, lambda other: _with(other, setup.lengths.prompts))
+    measured, response = _earlier_run(run_dir)
+    if response is not None:
+        notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
+    elif isinstance(config, TrainConfig):
+        longest = config.data.max_response_length
+        notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
+    return Forecast(
+        setup=setup,
+        memory=memory,
+        free=free,
+        changes=tuple(found),
+        run_dir=run_dir,
+        free_disk_bytes=free_disk(run_dir),
+        speed=plan_speed(setup, response),
+        measured=measured,
+        notes=tuple(notes),
+    )
+
+
+def setup_of(config: TrainConfig | SFTConfig) -> tuple[Setup, str]:
+    """What the plan is made from, and a word about the lengths in it."""
+    lengths, note = _lengths(config)
+    return _with(config, lengths), note
+
+
+def _with(config: TrainConfig | SFTConfig, lengths: Sequence[int]) -> Setup:
+    return sft.setup(config, lengths) if isinstance(config, SFTConfig) else build.setup(config, lengths)
+
+
+def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
+    """Of some of the data's prompts or examples, where it can be read, and a word about it."""
+    limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
+    if not config.data.train_files:
+        return (), f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
+    seed, where, lengths = config.trainer.seed, config.data.filter, []
+    try:
+        tokenizer = load_tokenizer(config.model.tokenizer_path or str(config.model.path))
+        if isinstance(config, SFTConfig):
+            examples = load_examples(config.data, tokenizer, where=where, seed=seed).items
+            lengths = [len(example.input_ids) for example in examples]
+        else:
+            prompts = load_prompts(config.data, tokenizer, where=where, seed=seed).items
+            lengths = [len(prompt.token_ids) for prompt in prompts]
+    except (WhetError, OSError) as error:
+        return (), f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
+    what = "examples" if isinstance(config, SFTConfig) else "prompts"
+    return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens, the longest has {max(lengths)}"
+
+
+def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
+    """Median seconds by phase, and mean length of answers, of the last steps of the run in `run_dir`."""
+    timings, metrics = (_last_lines(run_dir / name) for name in ("timings.jsonl", "metrics.jsonl"))
+    names = {name for line in timings for name in line if name.startswith("time/")}
+    seconds = {name: median(line[name] for line in timings if name in line) for name in sorted(names)}
+    responses = [line["response_length/mean"] for line in metrics if "response_length/mean" in line]
+    return seconds, fmean(responses) if responses else None
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[-RECENT:]]
