@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
 
-.PHONY: quickstart test test-all peers quality style bench
+.PHONY: quickstart test test-all peers quality style bench docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -34,6 +34,9 @@ style: $(READY) ## mends what can be mended
 
 bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+docs: $(READY) ## builds the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whet needs Python 3.11 or newer; name one: make PYTHON=python3.11")'

@@ -14,11 +14,13 @@ from click import Context
 from typer.main import get_command
 
 import whet
+from tests.docs.pages import blocks
 from whet import registry
 from whet.algorithms.adapters import estimate
 from whet.cli.app import app
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+FILE = Path(__file__).parents[1] / "README.md"
+README = FILE.read_text()
 SMALL: dict[str, Any] = {
     "data.train_batch_size": 2,
     "data.max_prompt_length": 128,
@@ -32,8 +34,8 @@ SMALL: dict[str, Any] = {
 
 def snippet(containing: str) -> str:
     """The Python block of README.md with these words."""
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if containing in code]
-    return str(found)
+    (found,) = [block.code for block in blocks(FILE) if block.language == "python" and containing in block.code]
+    return found
 
 
 def test_training_from_python(qwen25_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

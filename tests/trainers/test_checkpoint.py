@@ -89,6 +89,7 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
     assert state == {
         "step": 2,
         "score": None,
+        "is_good": True,
         "rollouts": {"epoch": 0, "index": 8},
         "shaper": SHAPER,
         "entropy": {},

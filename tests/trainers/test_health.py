@@ -71,7 +71,7 @@ def test_three_in_a_row_stop_the_run_and_name_the_last_good_checkpoint(
     message = (
         r"actor: 3 updates in a row had a loss or gradient .* lower actor\.optim\.lr; the last good checkpoint is .*"
     )
-    with pytest.raises(EngineError, match=message + "global_step_4: trainer.resume="):
+    with pytest.raises(EngineError, match=message + "global_step_2: trainer.resume="):
         train(config, reward=sevens, data=additions)
     newest = checkpoint.newest(tmp_path / "run")
     assert newest is not None and newest.name == "global_step_4"

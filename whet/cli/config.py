@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+
+if TYPE_CHECKING:
+    from whet.config.section import Section
 
 NOTES_START_BY = 60  # columns; a longer value pushes its own note to the right, not everybody's
 
@@ -22,6 +27,15 @@ class Command(StrEnum):
     generate = "generate"
 
 
+def write_page(path: Path | None) -> None:
+    """Writes the tables of docs/config.md, instead of all else."""
+    if path is not None:
+        from whet.cli.config_page import page
+
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+        raise typer.Exit
+
+
 def config(
     command: Annotated[Command, typer.Argument(help="whose config")],
     words: RecipeAndOverrides = None,
@@ -29,15 +43,13 @@ def config(
     meanings: Annotated[
         bool, typer.Option("--meanings", help="note what each key means instead of its source")
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print the JSON Schema of recipe files instead, for editors")
+    ] = False,
+    page: Annotated[Path | None, typer.Option(callback=write_page, is_eager=True, hidden=True)] = None,
 ) -> None:
     """Print a config, and where each of its values comes from."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, keyed_lines, load_config, problems
-    from whet.config.keys import meaning
-    from whet.config.load import DEFAULT
-    from whet.config.schema import Section
+    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 
     schemas: dict[Command, type[Section]] = {
         Command.train: TrainConfig,
@@ -45,8 +57,24 @@ def config(
         Command.eval: EvalConfig,
         Command.generate: GenerateConfig,
     }
-    schema = schemas[command]
-    loaded = load_config(schema, *split_recipe(words, config_name), checked=False)
+    if schema:
+        from whet.config.json_schema import json_schema
+
+        typer.echo(json.dumps(json_schema(schemas[command]), indent=1))
+    else:
+        _print(schemas[command], *split_recipe(words, config_name), meanings=meanings)
+
+
+def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
+    """The config line by line, each with its note, and what the command would refuse about it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from whet.config import keyed_lines, load_config, problems
+    from whet.config.keys import meaning
+    from whet.config.load import DEFAULT
+
+    loaded = load_config(schema, recipe, overrides, checked=False)
     lines = keyed_lines(loaded.config)
     width = max(len(line) for line, _ in lines if len(line) < NOTES_START_BY)
     output = Console(soft_wrap=True, highlight=False)
@@ -60,6 +88,6 @@ def config(
         output.print(Text.assemble((line.ljust(width), line_style), (f"  # {note}", note_style)))
     if found := problems(loaded.config):
         errors = Console(stderr=True, soft_wrap=True, highlight=False)
-        errors.print(Text(f"\n`whet {command.value}` would refuse this:", style="yellow"))
+        errors.print(Text(f"\n`whet {schema.command}` would refuse this:", style="yellow"))
         for each in found:
             errors.print(Text(f"- {each}"))

@@ -30,10 +30,10 @@ def _lines(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{indent}{name}:", ""
             yield from _lines(value, f"{key}.")
         else:
-            yield f"{indent}{name}: {_inline(value)}", key
+            yield f"{indent}{name}: {inline(value)}", key
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     """A value on one line: YAML as a user would write it, text with line breaks as a quoted string."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)

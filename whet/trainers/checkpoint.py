@@ -46,9 +46,10 @@ def save(
     model_path: str,
     save_limit: int | None,
     score: float | None = None,
+    is_good: bool = True,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`, but never the one with the highest
-    `score`.  Returns its folder.
+    `score`.  Returns its folder. `is_good` is false while updates are being skipped.
 
     Raises: CheckpointError where it cannot be written; what was half written is gone then, and the others are whole.
     """
@@ -65,7 +66,9 @@ def save(
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
-        (partial / "trainer.json").write_text(json.dumps({"step": step, "score": score, **state}, indent=1))
+        (partial / "trainer.json").write_text(
+            json.dumps({"step": step, "score": score, "is_good": is_good, **state}, indent=1)
+        )
         _sync_files(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
         _write_manifest(partial)
         shutil.rmtree(target, ignore_errors=True)
@@ -113,9 +116,11 @@ def find(run_dir: Path, resume: str) -> Path | None:
     return whole
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint that was completed, without looking for damage."""
+def newest(run_dir: Path, *, good: bool = False) -> Path | None:
+    """The newest checkpoint that was completed, without looking for damage; `good`: while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
+    if good:
+        complete = [each for each in complete if json.loads((each / "trainer.json").read_text()).get("is_good", True)]
     return complete[-1] if complete else None
 
 

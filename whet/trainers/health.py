@@ -34,11 +34,12 @@ class Health:
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
+        self.is_good = True  # no update was skipped since the last that was not
 
     def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
-        for role in ("actor", "critic"):
-            check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir)
+        checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
+        self.is_good = all(checks)
         for name in WATCHED:
             value = metrics.value(name)
             if value is not None and self._is_jump(name, abs(value)):
@@ -68,14 +69,17 @@ class Health:
         return jumps and value < float("inf")
 
 
-def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> None:
-    """Warns of updates that were skipped.  Raises: EngineError after three, naming the checkpoint to go on from."""
+def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
+    """Warns of updates that were skipped.  Returns whether there were none since the last that was not.
+
+    Raises: EngineError after three, naming the checkpoint to go on from.
+    """
     skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
     if not skipped:
-        return
+        return True
     log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
     if skipped >= SKIPPED_IN_A_ROW:
-        good = checkpoint.newest(run_dir)
+        good = checkpoint.newest(run_dir, good=True)
         advice = "there is no checkpoint yet"
         if good is not None:
             advice = (
@@ -85,6 +89,7 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> No
             f"{name}: {skipped} updates in a row had a loss or gradient that is not finite, so the run stops; look for "
             f"infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}; {advice}"
         )
+    return False
 
 
 def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:

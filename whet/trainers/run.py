@@ -139,6 +139,7 @@ class Run:
                 roles=self.roles,
                 state=self._whole_step or self.state(),
                 score=self.score,
+                is_good=self.health.is_good,
                 tokenizer=self.tokenizer,
                 model_path=str(self.config.model.path),
                 save_limit=self.config.trainer.save_limit,

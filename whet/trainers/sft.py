@@ -70,6 +70,7 @@ class SFTRun:
     opened: RunDir | None = None  # the run's folder, taken
     step: int = 0
     score: float | None = None  # trainer.best_metric where the last step was validated
+    is_good: bool = True  # no update was skipped since the last that was not
     history: list[dict[str, float]] = field(default_factory=list)
     signals: StopSignals = field(init=False)
 
@@ -93,7 +94,7 @@ class SFTRun:
             if validates and self.is_due(trainer.val_freq):
                 metrics.merge(self.validate())
             self.log(metrics)
-            check_skipped("sft", "optim.lr", metrics, self.run_dir)
+            self.is_good = check_skipped("sft", "optim.lr", metrics, self.run_dir)
             for callback in self.callbacks:
                 callback(self)
             if self.is_due(trainer.save_freq):
@@ -138,6 +139,7 @@ class SFTRun:
                 roles=self.roles,
                 state={"loader": self.loader.state()},
                 score=self.score,
+                is_good=self.is_good,
                 tokenizer=self.tokenizer,
                 model_path=str(self.config.model.path),
                 save_limit=self.config.trainer.save_limit,
