@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def test_weights_are_those_of_the_model(qwen25_folder: Path, is_value_model: boo
     named = {name: weight.shape for name, weight in outline.model.named_parameters()}
     assert named == {name: weight.shape for name, weight in real.named_parameters()}
     assert outline.weight_bytes == sum(weight.nbytes for weight in real.parameters())
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_compact_states_are_those_of_a_real_step(model_folder: Path, state_dtype: Any) -> None:
+    role = settings(model_folder, optim=OptimConfig(state_dtype=state_dtype))
+    engine = TrainWorker(Placement("actor"), role).engine
+    assert engine.optimizer is not None
+    for weight in engine.model.parameters():
+        weight.grad = torch.ones_like(weight)
+    engine.optimizer.step()
+    kept = [value for state in engine.optimizer.state_dict()["state"].values() for value in state.values()]
+    assert Outline(role).moment_bytes == sum(value.nbytes for value in kept)
 
 
 def test_adamw_keeps_two_numbers_a_weight_and_muon_one_of_inner_matrices(model_folder: Path) -> None:

@@ -62,12 +62,19 @@ class CompactAdamW(torch.optim.Optimizer):
             parameter = parameters[place]
             self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
 
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
-        codec = self._small if parameter.numel() < SMALL else self._large
+    def begin(self, parameter: nn.Parameter) -> State:
+        """The state of a parameter, with moments of 0 where it has none yet."""
         state: State = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
-            codec.start(state, parameter)
+            self._codec(parameter).start(state, parameter)
+        return state
+
+    def _codec(self, parameter: nn.Parameter) -> Codec:
+        return self._small if parameter.numel() < SMALL else self._large
+
+    def _step(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
+        codec, state = self._codec(parameter), self.begin(parameter)
         state["step"] += 1
         step = int(state["step"])
         (beta1, beta2), lr = group["betas"], group["lr"]

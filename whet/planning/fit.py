@@ -13,7 +13,7 @@ from typing import Any
 from whet.config.schema import ActorConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
 from whet.planning.machine import FreeMemory, free_disk, free_memory
-from whet.planning.memory import Memory, Setup, kv_cache, mini_batch, plan_memory, sampling_bytes
+from whet.planning.memory import Memory, Setup, inner_size, kv_cache, mini_batch, plan_memory, sampling_bytes
 from whet.planning.outline import FLOAT32
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def upper_bound(setup: Setup) -> int:
         rows = mini_batch(config, name, setup.lengths) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
         tokens = min(max(setup.roles[name].micro_batch_tokens, longest), sum(row.tokens for row in rows))
-        states = 30 * shape.hidden_size + 10 * shape.intermediate_size + 3 * shape.num_attention_heads * longest
+        states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
@@ -116,6 +116,8 @@ def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, A
         yield one("model.gradient_checkpointing", True)
     if config.model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
+    if config.model.lora.rank is None and not config.model.freeze:
+        yield one("model.lora.rank", 16)
     for name in setup.objectives:
         prefix = f"{name}." if isinstance(config, TrainConfig) else ""
         role: SFTConfig | ActorConfig = config if isinstance(config, SFTConfig) else config[name]
@@ -127,8 +129,8 @@ def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, A
             yield one(f"{prefix}max_tokens_per_micro_batch", max(allowed, memory.micro_batch_tokens[name] // 2))
         if role.engine.logits_chunk_tokens > 128:
             yield one(f"{prefix}engine.logits_chunk_tokens", 128)
-        if role.optim.name == "adamw":
-            yield one(f"{prefix}optim.name", "muon")
+        if role.optim.name == "adamw" and role.optim.state_dtype == "float32":
+            yield one(f"{prefix}optim.state_dtype", "bfloat16")
     if isinstance(config, TrainConfig):
         if config.rollout.max_batch_size > 16:
             yield one("rollout.max_batch_size", max(16, config.rollout.max_batch_size // 4))

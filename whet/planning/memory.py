@@ -203,12 +203,18 @@ def kv_cache(config: TrainConfig, model: Any, lengths: Lengths) -> tuple[int, in
 
 def token_bytes(model: Any, dtype: str) -> int:
     """Keys and values of one token in all layers."""
-    return int(2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * ITEM_BYTES[dtype])
+    heads = model.to_dict().get("num_key_value_heads") or model.num_attention_heads
+    return int(2 * model.num_hidden_layers * heads * head_size(model) * ITEM_BYTES[dtype])
 
 
 def head_size(model: Any) -> int:
     """Numbers of one head."""
     return int(model.to_dict().get("head_dim") or model.hidden_size // model.num_attention_heads)
+
+
+def inner_size(model: Any) -> int:
+    """Numbers of a state between the matrices of a layer's MLP."""
+    return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
 
 
 def decoded_together(config: TrainConfig) -> int:
@@ -226,7 +232,7 @@ def sampling_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> int:
     tokens = sum(lengths.spread(prompts))
     if rollout.name == "native":
         tokens = min(tokens, max(PREFILL_TOKENS, *lengths.prompts))
-    states = tokens * 3 * (model.intermediate_size + model.hidden_size) * item
+    states = tokens * 3 * (inner_size(model) + model.hidden_size) * item
     return int(max(logits * model.vocab_size, states))
 
 

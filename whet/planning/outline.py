@@ -14,7 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from whet.engines.optim import OptimSettings, optimizer_for
+from whet.engines.compact_adamw import CompactAdamW
+from whet.engines.optim import OptimSettings, Together, optimizer_for
+from whet.errors import ModelError
 from whet.models.freeze import freeze
 from whet.models.load import outline, recompute_activations
 from whet.models.lora import LoraSettings, add_adapter
@@ -109,15 +111,21 @@ class Outline:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """What the optimizer keeps: a step of it is taken, on weights without numbers."""
+        """What the optimizer keeps: a step of it begins, on weights without numbers."""
         if self.role.optim is None:
             return 0
-        with self._mode:
-            optimizer = optimizer_for(self.model, self.role.optim)
-            self._give_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-        states = [each.state for each in getattr(optimizer, "optimizers", [optimizer])]
+        made: Any = optimizer_for(self.model, self.role.optim)
+        states: list[Any] = []
+        for optimizer in made.optimizers if isinstance(made, Together) else [made]:
+            if isinstance(optimizer, CompactAdamW):  # its steps depend on numbers, what it keeps does not
+                weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+                states += [optimizer.begin(nn.Parameter(torch.empty(each.shape, device="meta"))) for each in weights]
+                continue
+            with self._mode:
+                self._give_gradients()
+                optimizer.step()
+                self.model.zero_grad()
+            states.append(dict(optimizer.state))
         return sum(value.nbytes for value in tree_leaves(states) if isinstance(value, torch.Tensor))
 
     @property
@@ -129,13 +137,17 @@ class Outline:
         """What forward and backward of one micro-batch take at their height beside weights and optimizer, by kind.
 
         The pass itself is run, on tensors without numbers. With `accumulates` an earlier micro-batch left gradients.
+        Raises: ModelError for a model whose passes depend on numbers.
         """
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
         key = (model, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
         if key not in _PASSES:  # plans of one config and its changes ask again for what they share
-            _PASSES[key] = self._run(rows, needs, accumulates)
+            try:
+                _PASSES[key] = self._run(rows, needs, accumulates)
+            except RuntimeError as error:  # an operator whose shapes depend on numbers, for one
+                raise ModelError(f"{role.model_path} cannot be planned without its numbers: {error}") from error
         return Counter(_PASSES[key])
 
     def _run(self, rows: Sequence[Row], needs: frozenset[str], accumulates: bool) -> Counter[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, mini_batch, token_bytes
+from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, inner_size, mini_batch, token_bytes
 from whet.planning.outline import FLOAT32, Outline, Row
 
 EFFICIENCY = 0.7  # of the products of a whole model, against one product again and again
@@ -83,7 +83,7 @@ def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
     sampled = sum(row.response_tokens for row in rows)
     if model.role.forward.packing and model.role.forward.share_prompts:
         tokens = sampled + sum({row.prompt: row.prompt_tokens for row in rows}.values())
-    numbers = tokens * shape.num_hidden_layers * STATES * (shape.hidden_size + shape.intermediate_size // 3)
+    numbers = tokens * shape.num_hidden_layers * STATES * (shape.hidden_size + inner_size(shape) // 3)
     numbers += sampled * LOGITS * (shape.vocab_size if model.head_weights else 0)
     passes = -(-tokens // model.role.micro_batch_tokens)
     calls = passes * (shape.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE)
@@ -127,7 +127,7 @@ def measure(setup: Setup) -> Rates:
     decode, together = train, 64
     if isinstance(config, TrainConfig):
         decode, together = getattr(torch, config.rollout.dtype or config.model.dtype), decoded_together(config)
-    size = min(model.hidden_size, LARGEST_MATRIX), min(model.intermediate_size, LARGEST_MATRIX)
+    size = min(model.hidden_size, LARGEST_MATRIX), min(inner_size(model), LARGEST_MATRIX)
     tokens = min(setup.roles["actor"].micro_batch_tokens, 2048)
     small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)
     return Rates(
