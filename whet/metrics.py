@@ -57,9 +57,7 @@ class Metrics:
 
         Blocks under one name add up, those of merged collectors too: what ran at the same time counts twice.
         """
-        with ExitStack() as watched:
-            for watch in _watches.get(threading.get_ident(), ()):
-                watched.enter_context(watch(name))
+        with phase(name):
             start = time.perf_counter()
             try:
                 yield
@@ -112,9 +110,18 @@ _watches: dict[int, list[Watch]] = {}  # by thread
 
 
 @contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Lets whoever watches this thread know that the block is a phase of the run; records nothing."""
+    with ExitStack() as watched:
+        for watch in _watches.get(threading.get_ident(), ()):
+            watched.enter_context(watch(name))
+        yield
+
+
+@contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Opens `watch(name)` around every block that `Metrics.time` times in this thread, for as long as this one lasts:
-    whoever wants to know which phase a run is in needs no line in the loop."""
+    """Opens `watch(name)` around every phase in this thread, each block that `Metrics.time` times among them, for as
+    long as this one lasts: whoever wants to know which phase a run is in needs no line in the loop."""
     watches = _watches.setdefault(threading.get_ident(), [])
     watches.append(watch)
     try:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from whet.metrics import Metrics, watching
+from whet.metrics import phase, watching
 from whet.tracking.phases import PhaseClock
 from whet.tracking.resident import resident_bytes
 
@@ -74,7 +74,7 @@ class StepProfile:
         try:
             with profile(activities=activities, profile_memory=True) as profiled, self._timeline.sampled():
                 yield
-            with Metrics().time("time/profile"):  # so that the table says whose seconds these are
+            with phase("profile"):  # so that the table says whose seconds these are
                 self._write(profiled, base, step)
         finally:
             self._timeline = None

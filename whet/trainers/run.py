@@ -21,7 +21,7 @@ from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, EngineError
-from whet.metrics import Metrics
+from whet.metrics import Metrics, phase
 from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
@@ -132,7 +132,7 @@ class Run:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        with Metrics().time("time/save"):
+        with phase("save"):
             return checkpoint.save(
                 self.run_dir,
                 self.step,

@@ -25,7 +25,7 @@ from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
-from whet.metrics import Metrics
+from whet.metrics import Metrics, phase
 from whet.models.load import load_config, load_tokenizer
 from whet.planning.fit import check_fits
 from whet.planning.memory import Lengths, Setup
@@ -132,7 +132,7 @@ class SFTRun:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
-        with Metrics().time("time/save"):
+        with phase("save"):
             return checkpoint.save(
                 self.run_dir,
                 self.step,
