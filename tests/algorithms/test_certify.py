@@ -19,7 +19,7 @@ from whet.algorithms.certify import (
     rows,
     rows_of,
 )
-from whet.config.schema import CorrectionConfig, FilterConfig, KLConfig
+from whet.config.algorithm import CorrectionConfig, FilterConfig, KLConfig
 from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES
 
 FUNCTIONS = [entry for kind in KINDS for entry in kind if entry.alias_of is None]
