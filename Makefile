@@ -14,8 +14,8 @@ TRACKIO := .venv-trackio/.ready
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
 
-test: $(READY) ## the CPU suite
-	$(BIN)/pytest
+test: $(READY) ## the CPU suite, in two processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-all: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
 	$(BIN)/pytest -m "slow or not slow"
