@@ -169,7 +169,8 @@ def advice(found: list[Change], free: int) -> list[str]:
 
 def _check_disk(setup: Setup, run_dir: Path) -> None:
     needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
-    free, limit = free_disk(run_dir), setup.config.trainer.save_limit
+    limit = setup.config.trainer.save_limit
+    free = free_disk(run_dir) + _over_limit(run_dir, limit)
     if needed > free:
         raise ConfigError(
             f"a checkpoint takes about {size(needed)}, and {run_dir} has {size(free)} free; make room, choose another "
@@ -180,6 +181,14 @@ def _check_disk(setup: Setup, run_dir: Path) -> None:
             "%d checkpoints and the next one take about %s, and %s has %s free; lower trainer.save_limit",
             *(limit, size(needed * (limit + 1)), run_dir, size(free)),
         )
+
+
+def _over_limit(run_dir: Path, limit: int | None) -> int:
+    """Bytes of the checkpoints that a run deletes when it starts, for they are more than `limit`."""
+    steps = {path: path.name.removeprefix("global_step_") for path in run_dir.glob("checkpoints/global_step_*")}
+    oldest_first = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
+    deleted = oldest_first[:-limit] if limit is not None else []
+    return sum(file.stat().st_size for path in deleted for file in path.rglob("*") if file.is_file())
 
 
 def size(count: float) -> str:
