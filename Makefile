@@ -18,7 +18,7 @@ test: $(READY) ## the CPU suite, in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-all: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
-	$(BIN)/pytest -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
 
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
 
