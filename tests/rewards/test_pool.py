@@ -478,10 +478,11 @@ def test_a_pool_that_is_forgotten_ends_its_processes(behaviours):
 
 
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
 from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 pool = RewardPool(sys.argv[1], num_workers=2, timeout_seconds=float(sys.argv[2]), correct_threshold=1.0)
 pids = {int(outcome.reward) for outcome in pool.score([RewardItem("t", "pid", "1")] * 400)}
 print(*pids, flush=True)
