@@ -12,6 +12,16 @@ import pytest
 if TYPE_CHECKING:
     from whet.config import TrainConfig
 
+SMALL_RUN: dict[str, Any] = {  # takes a second
+    "data.apply_chat_template": False,
+    "data.train_batch_size": 4,
+    "data.max_prompt_length": 16,
+    "data.max_response_length": 6,
+    "rollout.n": 4,
+    "reward.num_workers": 0,
+    "trainer.val_freq": -1,
+    "trainer.logger": ["jsonl"],
+}
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 
@@ -56,17 +66,10 @@ def train_config(model_folder: Path, tmp_path: Path) -> Callable[..., TrainConfi
 
     def make(overrides: dict[str, Any] | None = None) -> TrainConfig:
         small: dict[str, Any] = {
+            **SMALL_RUN,
             "model.path": str(model_folder),
-            "data.apply_chat_template": False,
-            "data.train_batch_size": 4,
-            "data.max_prompt_length": 16,
-            "data.max_response_length": 6,
-            "rollout.n": 4,
-            "reward.num_workers": 0,
             "actor.optim.lr": 1e-3,
             "trainer.total_steps": 2,
-            "trainer.val_freq": -1,
-            "trainer.logger": ["jsonl"],
             "trainer.run_dir": str(tmp_path / "run"),
         }
         return load_config(TrainConfig, None, small | (overrides or {}), given={"reward", "data"}).config

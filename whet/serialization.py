@@ -12,8 +12,10 @@ import json
 import os
 import pickle
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import safetensors
@@ -26,24 +28,6 @@ from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
 _VERSION = 1
 _TYPES = {cls.__name__: cls for cls in (Message, Prompt, Turn, Failure, Trajectory, Group)}
 _TAG = "$type"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
 
 
 def out_of_band(value: Any) -> Any:
@@ -63,12 +47,18 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     """
     path, encoder = Path(path), _Encoder()
     document = {"version": _VERSION, "value": encoder.encode(value, "")}
-    tensors = {**encoder.tensors, "json": _bytes_as_tensor(json.dumps(document).encode())}
+    tensors = {**_apart(encoder.tensors), "json": _bytes_as_tensor(json.dumps(document).encode())}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            _write(file, tensors)
-            file.flush()
+        partial.touch()
+        mode = partial.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
+        try:
+            safetensors.torch.save_file(tensors, partial)  # from where the tensors lie
+        except KeyError as missing:  # a dtype that safetensors does not know
+            name = next(name for name, tensor in tensors.items() if tensor.dtype in missing.args).partition(":")[2]
+            raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot hold") from None
+        partial.chmod(mode)
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -88,21 +78,16 @@ def load(path: str | os.PathLike[str]) -> Any:
     raise DataError(f"{path} has file version {version}, this whet reads version {_VERSION}")
 
 
-def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
-    """The safetensors format, from where each tensor lies: its own writer holds all of them once more in memory, and a
-    model's state is most of what there is."""
-    header, end = {}, 0
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
-    for name, tensor in ordered:
-        if tensor.dtype not in _DTYPES:
-            raise DataError(f"{name.partition(':')[2]} is a tensor of {tensor.dtype}, which a file cannot hold")
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    octets = json.dumps(header).encode()
-    octets += b" " * (-len(octets) % 8)
-    file.write(len(octets).to_bytes(8, "little") + octets)
-    for _, tensor in ordered:
-        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the host, copied where two share storage, as columns of a batch may: safetensors refuses that."""
+    hosted = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in hosted.values())
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        is_shared = owners[tensor.untyped_storage().data_ptr()] > 1
+        return tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
+
+    return {name: own(tensor) for name, tensor in hosted.items()}
 
 
 class _Buffered:

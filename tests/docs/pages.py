@@ -48,7 +48,8 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^
 MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -->$")
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig, "generate": GenerateConfig}
-NOT_HERE = ("does not exist (seen from", "is no folder;", "has no config.json")  # a path of the reader's
+# A path of the reader's; a library that is theirs to install.
+NOT_HERE = ("does not exist (seen from", "is no folder;", "has no config.json", "is not installed; run pip install")
 SHELL = set("|;&<>$`(){}*#")
 DEADLINE_SECONDS = 280
 

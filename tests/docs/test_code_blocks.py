@@ -111,7 +111,7 @@ def test_what_may_change_on_resume_is_what_the_code_lets_change() -> None:
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     section = page.partition("## What may change on resume")[2].partition("Any other difference")[0]
     said = {each.removesuffix("*") for each in re.findall(r"`([\w.*]+)`", section)}
-    assert said == {*FREE, *BOUND} - {"output"}  # of `whet eval`, which has no run to resume
+    assert said == {*FREE, *BOUND}
 
 
 @pytest.mark.parametrize("page", ["index.md", "zh/index.md"])

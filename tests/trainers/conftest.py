@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SMALL_RUN
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, additions: list[dict[str, str]]) -> Path:
@@ -17,19 +19,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, addit
 
     folder = tmp_path_factory.mktemp("finished") / "run"
     overrides = {
+        **SMALL_RUN,
         "model.path": str(model_folder),
-        "data.apply_chat_template": False,
-        "data.train_batch_size": 4,
-        "data.max_prompt_length": 16,
-        "data.max_response_length": 6,
-        "rollout.n": 4,
-        "reward.num_workers": 0,
         "actor.mini_batch_size": 2,
         "trainer.total_steps": 4,
         "trainer.save_freq": 1,
         "trainer.save_limit": None,
-        "trainer.val_freq": -1,
-        "trainer.logger": ["jsonl"],
         "trainer.run_dir": str(folder),
     }
     train(

@@ -118,11 +118,28 @@ def test_the_rows_that_caused_a_jump_are_named(
     batch = train_step(run, groups, 1, metrics)
     run.health.load_state({name: [1e-6] * 5 for name in ("actor/grad_norm", "actor/ppo_kl")})
     metrics.mean("actor/ppo_kl", 99.0)
+    new = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
     run.health.look(run, batch, 1, metrics)
     run.close()
     [line] = [record.getMessage() for record in caplog.records if f"{metric} is" in record.getMessage()]
     assert "over 5 times the largest of the steps before (1e-06); the answers that weigh most in it: " in line
+    named = line.partition("most in it: ")[2].removesuffix(" (uids in rollouts/step_000001.jsonl)").split(", ")
     if metric == "actor/grad_norm":
-        assert f"most in it: {odd.uid}, " in line
-    assert line.endswith("(uids in rollouts/step_000001.jsonl)")
-    assert line.count(":") >= 4  # four uids
+        assert named[0] == odd.uid and len(set(named)) == 4
+    else:
+        moved = (new - batch["rollout_log_probs"]).abs().mul(batch["response_mask"]).sum(1).argsort(descending=True)
+        assert named == [batch["trajectory_uid_name"][row] for row in moved[:4].tolist()]
+
+
+def test_a_jump_of_a_reward_model_names_no_rows_and_ends_no_run(
+    train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = train_config({"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"})
+    run = build(config, build_scorer(config.reward, sevens), additions)
+    metrics = Metrics()
+    batch = train_step(run, take(run, 1, metrics), 1, metrics)
+    run.health.load_state({"critic/grad_norm": [1e-9] * 5})
+    run.health.look(run, batch, 1, metrics)
+    run.close()
+    [line] = [record.getMessage() for record in caplog.records if "critic/grad_norm is" in record.getMessage()]
+    assert line.endswith("over 5 times the largest of the steps before (1e-09)")

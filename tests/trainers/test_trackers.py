@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.tracking.test_services import NAME, READERS
-from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config import SFTConfig, TrainConfig, checks, load_config
 from whet.tracking import service
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, Tables
@@ -50,6 +50,7 @@ def diary(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
     MADE.clear()
     if "slow" not in request.keywords:
         monkeypatch.setattr(service, "load_target", lambda _: Diary)
+        monkeypatch.setattr(checks, "find_spec", lambda _: checks.__spec__)  # installed, wherever this runs
 
 
 def sevens(solution_str: str) -> float:

@@ -46,7 +46,7 @@ def config(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON Schema of recipe files instead, for editors")
     ] = False,
-    page: Annotated[Path | None, typer.Option(callback=write_page, is_eager=True, hidden=True)] = None,
+    page: Annotated[Path | None, typer.Option(callback=write_page, is_eager=True, hidden=True, exists=True)] = None,
 ) -> None:
     """Print a config, and where each of its values comes from."""
     from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig

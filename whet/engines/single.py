@@ -21,8 +21,6 @@ from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.packing import same_prompt
 from whet.protocol import DataProto
 
-COUNTS = ("steps_done", "skipped", "skipped_in_a_row")  # of updates; part of the state
-
 
 class SingleEngine:
     """A model, its optimizer, and the loop over micro-batches.
@@ -115,8 +113,12 @@ class SingleEngine:
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer state and the number of steps taken and skipped; of an adapter its own weights alone."""
-        counts = {name: getattr(self, name) for name in COUNTS}
-        state = {"model": {name: parameter.detach() for name, parameter in self._saved().items()}, **counts}
+        state: dict[str, Any] = {
+            "model": {name: parameter.detach() for name, parameter in self._saved().items()},
+            "steps_done": self.steps_done,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
         return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -133,8 +135,8 @@ class SingleEngine:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state["model"][name])
-        for name in COUNTS:
-            setattr(self, name, state[name])
+        self.steps_done, self.skipped = state["steps_done"], state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.optimizer is not None:
             # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

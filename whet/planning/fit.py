@@ -29,8 +29,10 @@ class Change:
     saved_bytes: int
 
 
-def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup]) -> None:
+def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> None:
     """Refuses a run that needs more memory or disk than there is, before its models are loaded.
+
+    `reclaimed_bytes` of the disk are free once it has started.
 
     Small runs on large machines are not planned in detail: a bound that is quickly computed says enough.
     Raises: ConfigError with the numbers, what to change, and how to start anyway.
@@ -54,7 +56,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup]) -> N
     except ModelError as error:  # loading the model will say so
         log.debug("no estimate: %s", error)
         return
-    _check_disk(setup, run_dir)
+    _check_disk(setup, run_dir, free_disk(run_dir) + reclaimed_bytes)
 
 
 def upper_bound(setup: Setup) -> int:
@@ -167,10 +169,9 @@ def advice(found: list[Change], free: int) -> list[str]:
     return lines
 
 
-def _check_disk(setup: Setup, run_dir: Path) -> None:
+def _check_disk(setup: Setup, run_dir: Path, free: int) -> None:
     needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
     limit = setup.config.trainer.save_limit
-    free = free_disk(run_dir) + _over_limit(run_dir, limit)
     if needed > free:
         raise ConfigError(
             f"a checkpoint takes about {size(needed)}, and {run_dir} has {size(free)} free; make room, choose another "
@@ -181,14 +182,6 @@ def _check_disk(setup: Setup, run_dir: Path) -> None:
             "%d checkpoints and the next one take about %s, and %s has %s free; lower trainer.save_limit",
             *(limit, size(needed * (limit + 1)), run_dir, size(free)),
         )
-
-
-def _over_limit(run_dir: Path, limit: int | None) -> int:
-    """Bytes of the checkpoints that a run deletes when it starts, for they are more than `limit`."""
-    steps = {path: path.name.removeprefix("global_step_") for path in run_dir.glob("checkpoints/global_step_*")}
-    oldest_first = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
-    deleted = oldest_first[:-limit] if limit is not None else []
-    return sum(file.stat().st_size for path in deleted for file in path.rglob("*") if file.is_file())
 
 
 def size(count: float) -> str:

@@ -132,7 +132,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     run_dir = run_folder(config.trainer)
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
-    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
+    reclaimed = checkpoint.bytes_over_limit(run_dir, config.trainer.save_limit)
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
     with ExitStack() as undo:
         opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))

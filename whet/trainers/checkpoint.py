@@ -141,15 +141,25 @@ def score_of(folder: Path) -> float | None:
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    """All but the newest `limit` checkpoints (None: nothing) and the best."""
+    """Deletes all but the newest `limit` checkpoints (None: nothing) and the best."""
+    for folder in over_limit(checkpoints, limit):
+        # Without its manifest it no longer counts, should this be cut short.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
+    """What `delete_oldest` deletes."""
     if limit is None:
-        return
+        return []
     protected = best(checkpoints)
-    for folder in folders(checkpoints)[:-limit]:
-        if folder != protected:
-            # Without its manifest it no longer counts, should this be cut short.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in folders(checkpoints)[:-limit] if folder != protected]
+
+
+def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
+    """What a run that starts in the folder gives back to the disk first."""
+    deleted = over_limit(run_dir / "checkpoints", limit)
+    return sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
 
 
 def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:

@@ -44,10 +44,13 @@ class Health:
             value = metrics.value(name)
             if value is not None and self._is_jump(name, abs(value)):
                 before = max(self._seen[name][:-1])
+                rows = ", ".join(heaviest_rows(run, batch, name))
                 log.warning(
-                    "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g); the answers that weigh "
-                    "most in it: %s (uids in rollouts/step_%06d.jsonl)",
-                    *(step, name, value, JUMP, before, ", ".join(heaviest_rows(run, batch, name)), step),
+                    "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
+                    *(step, name, value, JUMP, before),
+                    f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
+                    if rows
+                    else "",
                 )
 
     def state(self) -> dict[str, list[float]]:
@@ -93,33 +96,40 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
 
 
 def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:
-    """The uids of the answers that weigh most in a metric, the heaviest first."""
-    weights = _weights(run, batch, metric).nan_to_num(torch.inf)
+    """The uids of the answers that weigh most in a metric, the heaviest first; none where no row's weight is known."""
+    weights = _weights(run, batch, metric)
+    if weights is None:
+        return []
+    weights = weights.nan_to_num(torch.inf)
     heaviest = weights.argsort(descending=True)[:ROWS_NAMED]
     return [str(batch["trajectory_uid_name"][row]) for row in heaviest.tolist()]
 
 
-def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor:
+def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor | None:
     """[B]: what each row adds to the metric, or what stands for it where that would take a backward pass a row."""
     mask = batch["response_mask"]
     old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
     if metric == "critic/grad_norm":
-        return ((batch["returns"] - batch["values"]).abs() * mask).sum(1)
+        known = "returns" in batch and "values" in batch  # PRIME's reward model has neither
+        return ((batch["returns"] - batch["values"]).abs() * mask).sum(1) if known else None
     if metric == "actor/grad_norm":
         return _pull(run, batch, old)
     if metric == "actor/ppo_kl":
         new = run.roles["actor"].forward(batch, ("log_probs",), run.policy_objective.temperature)["log_probs"]
         return ((new - old).abs() * mask).sum(1)
-    return ((batch["ref_log_probs"] - old).abs() * mask).sum(1) if "ref_log_probs" in batch else mask.sum(1).float()
+    return ((batch["ref_log_probs"] - old).abs() * mask).sum(1) if "ref_log_probs" in batch else None
 
 
-def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor:
-    """[B]: sum over tokens of |d loss / d log-prob| (1 - p), which bounds what a row does to the logits."""
+def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor | None:
+    """[B]: sum over tokens of |d loss / d log-prob| (1 - p), which bounds what a row does to the logits; None where the
+    loss does not read log-probs."""
     objective = run.policy_objective
     others = tuple(sorted(objective.needs - {"log_probs"}))
     outputs = run.roles["actor"].forward(batch, others, objective.temperature) if others else {}
     log_probs = old.detach().clone().requires_grad_()
     columns = run.settlement.weigh(batch, Metrics()).tensors()
     loss, _ = objective.loss({**outputs, "log_probs": log_probs}, columns, objective.counts(columns))
+    if not loss.requires_grad:
+        return None
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return (gradient.abs() * (1 - old.exp())).sum(1)

@@ -76,7 +76,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.signals = StopSignals(self.run_dir / "stop")
-        self._whole_step: dict[str, Any] | None = None  # the state to save, while a step has begun to change it
+        self._next_prompts: dict[str, Any] | None = None  # of the rollouts' state, while a step's prompts are taken
 
     @property
     def pad_token_id(self) -> int:
@@ -111,7 +111,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizers."""
         return {
-            "rollouts": dict(self.rollouts.state()),
+            "rollouts": self._next_prompts or dict(self.rollouts.state()),
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
             "health": self.health.state(),
@@ -121,14 +121,14 @@ class Run:
     def interruptible(self) -> Iterator[None]:
         """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
         checkpoint is that of the step before. Workers in other processes have to finish their call first."""
-        self._whole_step = copy.deepcopy(self.state())
+        self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.config.cluster.processes > 1:
             self.signals.here()
             yield
         else:
             with self.signals.at_once():
                 yield
-        self._whole_step = None
+        self._next_prompts = None
 
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder."""
@@ -137,7 +137,7 @@ class Run:
                 self.run_dir,
                 self.step,
                 roles=self.roles,
-                state=self._whole_step or self.state(),
+                state=self.state(),
                 score=self.score,
                 is_good=self.health.is_good,
                 tokenizer=self.tokenizer,

@@ -193,7 +193,8 @@ def train_sft(
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     run_dir = run_folder(config.trainer)
     lengths = [len(example.input_ids) for example in examples]
-    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths))
+    reclaimed = checkpoint.bytes_over_limit(run_dir, config.trainer.save_limit)
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
         start_step = None if opened.found is None else checkpoint.step_of(opened.found)
