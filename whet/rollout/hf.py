@@ -88,7 +88,7 @@ class HFEngine:
             while bool(running.any()):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"the rollout waited {self.deadline_seconds:.0f} s for answers; "
+                        f"the rollout waited {self.deadline_seconds:g} s for answers; "
                         "raise rollout.deadline_seconds or shorten the answers"
                     )
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -127,7 +127,7 @@ class NativeEngine:
                 if time.monotonic() > deadline:
                     self._cache = None
                     raise DeadlineError(
-                        f"the rollout waited {self.deadline_seconds:.0f} s for {len(requests) - len(done)} of "
+                        f"the rollout waited {self.deadline_seconds:g} s for {len(requests) - len(done)} of "
                         f"{len(requests)} answers; raise rollout.deadline_seconds or shorten the answers"
                     )
         return [done[index] for index in range(len(requests))]
