@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,22 @@ import huggingface_hub
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from whet.config import load_config
 from whet.config.checks import check_context, problems
 from whet.config.schema import DataConfig, TrainConfig
 from whet.data.load import Loaded, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.errors import WhetError
+from whet.models.load import load_policy, load_tokenizer
+from whet.planning import fit
+from whet.planning.fit import check_fits
+from whet.planning.machine import FreeMemory
 from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
 from whet.rollout.failures import FailureWatch
+from whet.trainers.build import setup
+from whet.trainers.run_dir import open_run_dir
 from whet.types import Failure, Group, Prompt, Trajectory
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bad-input.md").read_text(encoding="utf-8")
@@ -254,6 +264,110 @@ def test_a_run_in_which_every_answer_fails() -> None:
     with pytest.raises(WhetError) as raised:
         FailureWatch().see([Group(prompt, tuple(answers))])
     wrong("every answer fails", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("situation", "override"),
+    [
+        ("unknown key", "data.batch_size=4"),
+        ("wrong type", "rollout.n=many"),
+        ("wrong choice", "rollout.name=vlm"),
+        ("required key that is not set", "model.path=null"),
+        ("registered name that does not exist", "algorithm.adv_estimator=grop"),
+        ("missing model folder", "model.path=./no_such_model"),
+        ("folder without a config", "model.path=weights"),
+    ],
+)
+def test_what_is_wrong_with_a_key(situation: str, override: str) -> None:
+    Path("weights").mkdir()
+    fine = ["model.path=model", "data.train_files=fine.jsonl", "reward.function=gsm8k"]
+    with pytest.raises(WhetError) as raised:
+        load_config(TrainConfig, None, [*fine, override])
+    wrong(situation, str(raised.value))
+
+
+def spoiled(model: Path, name: str, *removed: str) -> Path:
+    """A copy of a model folder without some of its files, in the working folder."""
+    shutil.copytree(model, name, ignore=shutil.ignore_patterns(*removed))
+    return Path(name)
+
+
+def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    half = spoiled(qwen25_folder, "half", "model.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (half / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(qwen25_folder / "model.safetensors", half / "model-00001-of-00002.safetensors")
+    os.truncate(spoiled(qwen25_folder, "cut") / "model.safetensors", 1000)
+    bare = spoiled(qwen25_folder, "bare", "*.safetensors")
+    for file in bare.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    pickled = spoiled(qwen25_folder, "pickled", "*.safetensors")
+    (pickled / "pytorch_model.bin").touch()
+    other = spoiled(qwen25_folder, "other")
+    config = json.loads((other / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (other / "config.json").write_text(json.dumps(config))
+    for situation, name in (
+        ("model folder half downloaded", "half"),
+        ("weights cut short", "cut"),
+        ("folder without weights", "bare"),
+        ("unsafe pickle file", "pickled"),
+        ("weights of another config", "other"),
+    ):
+        with pytest.raises(WhetError) as raised:
+            load_policy(name)
+        wrong(situation, str(raised.value))
+
+
+def test_what_is_wrong_with_a_tokenizer(qwen25_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, missing in (("endless", "eos_token"), ("padless", "pad_token")):
+        settings = spoiled(qwen25_folder, name) / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {missing: None}))
+    with pytest.raises(WhetError) as raised:
+        load_tokenizer("endless")
+    wrong("tokenizer without an end token", str(raised.value))
+    with caplog.at_level("INFO", "whet"):
+        load_tokenizer("padless")
+    wrong("tokenizer without a padding token", caplog.text)
+    config = spoiled(qwen25_folder, "small") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
+    with pytest.raises(WhetError) as raised:
+        load_tokenizer(qwen25_folder, "small")
+    wrong("vocabulary mismatch", str(raised.value))
+
+
+def test_what_is_wrong_with_the_folder_of_a_run() -> None:
+    def opened(**trainer: Any) -> str:
+        optim = {"lr": trainer.pop("lr", 1e-6)}
+        values = {"actor": {"optim": optim}, "trainer": {"run_dir": "mine", **trainer}}
+        with pytest.raises(WhetError) as raised:
+            open_run_dir(Path("mine"), TrainConfig.model_validate(values)).close()
+        return str(raised.value)
+
+    config = TrainConfig.model_validate({"actor": {"optim": {"lr": 1e-6}}, "trainer": {"run_dir": "mine"}})
+    with closing(open_run_dir(Path("mine"), config)):
+        wrong("two runs in one folder", opened())
+    wrong("checkpoint that is none", opened(resume="nowhere"))
+    checkpoint = Path("mine", "checkpoints", "global_step_2")
+    checkpoint.mkdir(parents=True)
+    wrong("fresh start in a used folder", opened(resume="never"))
+    wrong("no checkpoint is whole", opened())
+    shutil.rmtree(checkpoint)
+    wrong("folder of another config", opened(lr=1e-4))
+
+
+def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}})
+    for situation, name, left in (
+        ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
+        ("not enough disk", "free_disk", 2**20),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(WhetError) as raised:
+            patched.setattr(fit, name, lambda *_, left=left: left)
+            check_fits(setup(config), Path("mine"), setup)
+        wrong(situation, str(raised.value))
 
 
 def test_every_line_of_the_page_is_provoked_here() -> None:

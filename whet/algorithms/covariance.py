@@ -60,9 +60,10 @@ def kl_cov(
     Elsewhere: verl `kl_cov` looks at l in the place of o, and at one micro-batch.
     """
     log_ratio = log_probs - old_log_probs
-    held = chosen != 0
-    loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp() + coef * held * log_ratio.abs()
-    return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": held}
+    loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp()
+    places = chosen.nonzero(as_tuple=True)  # few: a product over all tokens would cost more than the rest
+    loss = loss.index_put(places, coef * log_ratio[places].abs(), accumulate=True)
+    return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": chosen != 0}
 
 
 def choose_within(
