@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from benchmarks.competitor import take_turns
 from benchmarks.quickstart import prepare
 from benchmarks.record import Record
 from benchmarks.setting import Setting
 from whet.config.compose import SHIPPED, shipped_recipes
-from whet.tracking.plot import Series, plot_learning_curve
+from whet.tracking.plot import COLOURS
 
 TITLE = "The recipes"
 NOTE = """\
@@ -64,7 +69,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
     for name, seed, curve in sorted(rows, key=lambda row: (row[1], -row[2][max(row[2])])):
         cells = [f"{curve[step]:.3f}" if step in curve else "" for step in SHOWN]
         lines.append(f"| {name} | {seed} | {' | '.join(cells)} | {curve[max(curve)]:.3f} | {comment_of(name)} |")
-    return lines
+    return [*lines, "", "![Held-out accuracy by step, a panel for each recipe](recipes.png)"]
 
 
 def curve_of(record: Mapping[str, Any]) -> dict[int, float]:
@@ -78,9 +83,25 @@ def comment_of(name: str) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """The curves of the first seed as a picture."""
-    series = []
-    for name, by_seed in results["recipes"].items():
-        curve = curve_of(next(iter(by_seed.values())))
-        series.append(Series(name.removesuffix("_quickstart"), list(curve), list(curve.values()), markers=True))
-    plot_learning_curve(path, series, title="Adding two-digit numbers", y_label="held-out accuracy")
+    """A small picture for each recipe: its curve of the first seed, before those of all others."""
+    curves = {name: curve_of(next(iter(by_seed.values()))) for name, by_seed in results["recipes"].items()}
+    columns = min(6, len(curves))
+    rows = math.ceil(len(curves) / columns)
+    figure = Figure(figsize=(2 * columns, 1.7 * rows + 0.3), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel, name in zip_longest(panels, curves):
+        if name is None:
+            panel.set_axis_off()
+            continue
+        for curve in curves.values():
+            panel.plot([*curve], [*curve.values()], color="#d8d8d8", linewidth=0.8)
+        own = curves[name]
+        panel.plot([*own], [*own.values()], color=COLOURS[0], linewidth=1.8)
+        panel.set_title(name.removesuffix("_quickstart"), loc="left", fontsize=9)
+        panel.grid(axis="y", color="#eeeeee", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=7)
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("held-out accuracy", fontsize=8)
+    figure.savefig(path)

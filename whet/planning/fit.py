@@ -147,6 +147,8 @@ def _too_much_memory(
     phase = memory.largest_phase
     parts = sorted(memory.items, key=lambda item: -item.by_phase.get(phase, 0))
     largest = ", ".join(f"{part.name} {size(part.by_phase[phase])}" for part in parts[:4])
+    if memory.untouched_bytes:
+        largest += f"; not counted {size(memory.untouched_bytes)} of the KV cache, reserved and never written to"
     lines = [
         f"this run needs about {size(needed)} of memory in its {phase} ({largest}), "
         f"and {free.bound} has {size(free.bytes)} free",
