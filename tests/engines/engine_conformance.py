@@ -161,7 +161,7 @@ def settings(folder: Path, engine: EngineConfig | None = None, **changes: Any) -
         "engine": engine or EngineConfig(logits_chunk_tokens=16),
         "dtype": "float32",
         "max_tokens_per_micro_batch": 64,
-        "optim": OptimConfig(lr=1e-2, eps=1.0, weight_decay=0.01, schedule="cosine", warmup_steps=3),
+        "optim": OptimConfig(lr=0.5, eps=1.0, weight_decay=0.01, schedule="cosine", warmup_steps=3),
         "grad_clip": 0.5,
         "total_steps": STEPS,
     }
@@ -182,7 +182,7 @@ def drive(
     for step in steps if steps is not None else range(STEPS):
         rows = (12, 4, 9)[step % 3]
         metrics.append(group.update(batch_of(step, rows), objective).reduce())
-    outputs = group.forward(ragged_batch(), needs, 0.9)
+    outputs = group.forward(ragged_batch()[:7], needs, 0.9)
     return Record(metrics, outputs, group.weights()[0])
 
 

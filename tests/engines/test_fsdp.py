@@ -28,7 +28,7 @@ def fsdp(**options: Any) -> EngineConfig:
 
 
 def optim(**options: Any) -> OptimConfig:
-    return OptimConfig(lr=1e-2, eps=1.0, schedule="cosine", warmup_steps=3).model_copy(update=options)
+    return OptimConfig(lr=0.5, eps=1.0, schedule="cosine", warmup_steps=3).model_copy(update=options)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,8 @@ def test_what_is_not_finite_moves_nothing_and_is_counted(plain: WorkerGroup) -> 
 # -- every option, slow ------------------------------------------------------------------------------------------------
 
 BFLOAT16 = {"dtype": "bfloat16"}
+# What bfloat16 costs: `single` is as far from itself with other micro-batches (muon orthogonalises in bfloat16).
+NARROW, ROUNDED = 5e-4, 2e-3
 ROLES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     # name: (what differs from plain, of both engines; the sharded engine's options; bound)
     "frozen embedding": ({"freeze": ("model.embed_tokens.*",)}, {}, suite.BOUND),
@@ -78,13 +80,13 @@ ROLES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "offloaded": ({}, {"cpu_offload": True}, suite.BOUND),
     "sequence": ({}, {"sequence_parallel_size": 2}, suite.BOUND),
     "tensor": ({}, {"tensor_parallel_size": 2}, suite.BOUND),
-    "bfloat16": (BFLOAT16, {}, 1e-4),
-    "sequence bfloat16": (BFLOAT16, {"sequence_parallel_size": 2}, 1e-4),
+    "bfloat16": (BFLOAT16, {}, NARROW),
+    "sequence bfloat16": (BFLOAT16, {"sequence_parallel_size": 2}, NARROW),
     "moments in bfloat16": ({"optim": optim(state_dtype="bfloat16")}, {}, suite.BOUND),
-    "moments in int8": ({"optim": optim(state_dtype="int8")}, {}, suite.BOUND),
-    "weights at random": ({**BFLOAT16, "optim": optim(weight_rounding="stochastic")}, {}, 1e-3),
-    "weights with error": ({**BFLOAT16, "optim": optim(weight_rounding="kahan")}, {}, 1e-3),
-    "muon": ({"optim": OptimConfig(name="muon", lr=1e-3)}, {}, 1e-4),
+    "moments in int8": ({"optim": optim(state_dtype="int8")}, {}, 5 * suite.BOUND),
+    "weights at random": ({**BFLOAT16, "optim": optim(weight_rounding="stochastic")}, {}, ROUNDED),
+    "weights with error": ({**BFLOAT16, "optim": optim(weight_rounding="kahan")}, {}, ROUNDED),
+    "muon": ({"optim": OptimConfig(name="muon", lr=1e-3)}, {}, ROUNDED),
 }
 
 
