@@ -1,22 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every training engine is held to, against `SingleEngine` with padding and one micro-batch.
 
-An engine passes if `check_engine(make)` returns for its own `make(settings, optim)`; see test_single.py for the use.
+In one process `check_forward` and `check_update` take an engine (test_single.py); on several, `launched` starts workers
+with any engine through the controller, `drive` trains them, and `check_records` compares that to a run of `single`
+(test_fsdp.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from whet.config.schema import OptimConfig
-from whet.engines.protocol import TrainEngine
+from whet.config.schema import EngineConfig, OptimConfig
+from whet.controller.dispatch import register
+from whet.controller.local import launch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
+from whet.engines.protocol import Objective, TrainEngine
 from whet.protocol import DataProto
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
+from whet.trainers.workers import RoleSettings, TrainWorker
 
 BOUND = 1e-5  # relative norm over all weights, float32
+STEPS = 20
+NEEDS = ("log_probs", "entropy")
 
 
 @dataclass(frozen=True)
@@ -99,3 +112,94 @@ def check_update(reference: TrainEngine, engine: TrainEngine, objective: object,
     moved = (weights_of(reference) - start).norm()
     assert moved > 0
     assert (weights_of(engine) - weights_of(reference)).norm() < BOUND * weights_of(reference).norm()
+
+
+# -- on several processes, through the controller ---------------------------------------------------------------------
+
+
+class Probe(TrainWorker):
+    """A training worker that shows its weights."""
+
+    @register()
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """All of them, by name; from rank 0."""
+        named = {name: weight.float().cpu().clone() for name, weight in self.engine.named_weights()}
+        return named if self.rank == 0 else None
+
+    @register()
+    def held(self) -> int:
+        """Numbers of weights that lie in this process between two calls."""
+        own = [each.to_local() if isinstance(each, DTensor) else each for each in self.model.parameters()]
+        return sum(each.numel() for each in own)
+
+    @register()
+    def there_and_back(self) -> None:
+        """Off the device and onto it."""
+        self.engine.offload()
+        self.engine.onload()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run of some steps showed."""
+
+    metrics: list[dict[str, float]]  # by step
+    outputs: dict[str, torch.Tensor]  # after the last
+    weights: dict[str, torch.Tensor]
+
+    def distance(self, other: Record) -> float:
+        """Of the weights, relative, by norm over all of them."""
+        assert self.weights.keys() == other.weights.keys()
+        mine, others = (torch.cat([each.weights[name].flatten() for name in self.weights]) for each in (self, other))
+        return float((mine - others).norm() / others.norm())
+
+
+def settings(folder: Path, engine: EngineConfig | None = None, **changes: Any) -> RoleSettings:
+    """Of a role whose steps show the gradient's size: with a large eps AdamW is close to plain gradient descent."""
+    given = {
+        "model_path": str(folder),
+        "engine": engine or EngineConfig(logits_chunk_tokens=16),
+        "dtype": "float32",
+        "max_tokens_per_micro_batch": 64,
+        "optim": OptimConfig(lr=0.5, eps=1.0, weight_decay=0.01, schedule="cosine", warmup_steps=3),
+        "grad_clip": 0.5,
+        "total_steps": STEPS,
+    }
+    return RoleSettings(**{**given, **changes})
+
+
+def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, WorkerGroup]:
+    """Every role on that many processes of the local backend."""
+    specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
+    return launch(specs, ResourcePool(processes), deadline_seconds=240)
+
+
+def drive(
+    group: WorkerGroup, objective: Objective | None = None, steps: range | None = None, needs: tuple[str, ...] = NEEDS
+) -> Record:
+    """Updates on one mini-batch a step, of 4 to 12 rows: some ranks have more micro-batches than others."""
+    objective, metrics = objective or OBJECTIVES[1], []
+    for step in steps if steps is not None else range(STEPS):
+        rows = (12, 4, 9)[step % 3]
+        metrics.append(group.update(batch_of(step, rows), objective).reduce())
+    outputs = group.forward(ragged_batch()[:7], needs, 0.9)
+    return Record(metrics, outputs, group.weights()[0])
+
+
+def batch_of(step: int, rows: int) -> DataProto:
+    """The first rows of a ragged batch, with a column that value models read."""
+    batch = ragged_batch(seed=step)[:rows]
+    return batch.with_columns(returns=batch["advantages"] + 0.5, values=0.1 * batch["advantages"])
+
+
+def check_records(expected: Record, got: Record, bound: float = BOUND) -> None:
+    """The same losses, norms and outputs at every step, and the same weights at the end."""
+    assert [each.keys() for each in expected.metrics] == [each.keys() for each in got.metrics]
+    for step, (theirs, ours) in enumerate(zip(expected.metrics, got.metrics, strict=True)):
+        for name, value in theirs.items():
+            close = abs(ours[name] - value) <= 20 * bound * max(1.0, abs(value))
+            assert close, f"step {step}, {name}: {ours[name]}, expected {value}"
+    assert expected.outputs.keys() == got.outputs.keys()
+    for name, values in expected.outputs.items():
+        assert (got.outputs[name] - values).norm() <= 20 * bound * values.norm(), name
+    assert expected.distance(got) <= bound

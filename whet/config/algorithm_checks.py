@@ -170,10 +170,9 @@ def _check_updates(key: str, role: ActorConfig, data: DataConfig) -> None:
 
 def check_optim(key: str, optim: OptimConfig) -> None:
     """Raises: ConfigError."""
-    if optim.name != "adamw" and optim.state_dtype != "float32":
-        raise ConfigError(
-            f"{key}.state_dtype={optim.state_dtype} is for adamw, and {key}.name is {optim.name}; unset one"
-        )
+    for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
+        if optim.name != "adamw" and optim[name] != default:
+            raise ConfigError(f"{key}.{name}={optim[name]} is for adamw, and {key}.name is {optim.name}; unset one")
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_checks, check_optim, check_options, entry_at
+from whet.config.engine_checks import engine_checks
 from whet.config.schema import (
     DataConfig,
     EnvironmentConfig,
@@ -126,6 +127,7 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
         partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
         partial(_check_processes, config),
+        *engine_checks(config),
     ]
 
 

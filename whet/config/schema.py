@@ -163,12 +163,28 @@ MICRO_BATCH = "tokens a forward pass, per device; unset: what suits the device, 
 class EngineConfig(Section):
     """What trains a role's model."""
 
-    name: Literal["single"] = Field("single", description="training engine")
+    name: Literal["single", "fsdp"] = Field(
+        "single", description="single: the whole model on every rank; fsdp: weights and optimizer in shards over them"
+    )
     packing: bool | None = Field(
         None, description="lay rows end to end without padding; unset: what is faster on the device"
     )
     share_prompts: bool = Field(True, description="where rows are packed, read a prompt once for all its answers")
     logits_chunk_tokens: PositiveInt = Field(1024, description="tokens whose logits exist at once")
+    compile: bool = Field(False, description="compile the layers: slower to start, faster to run")
+    shard_size: PositiveInt | None = Field(
+        None, description="fsdp: ranks over which weights are sharded, with copies beyond (hybrid); unset: all"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: give up gathered layers before the backward pass and gather them again"
+    )
+    cpu_offload: bool = Field(False, description="fsdp: weights and optimizer stay on the host, gradients go there")
+    sequence_parallel_size: PositiveInt = Field(
+        1, description="fsdp: ranks that share a row's tokens, and in attention the heads (Ulysses)"
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="fsdp: ranks that share the model's heads and inner numbers, where transformers has a plan"
+    )
 
 
 class OptimConfig(Section):
@@ -181,6 +197,9 @@ class OptimConfig(Section):
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="of AdamW's two moments; int8 in blocks, as Dettmers et al. 2022"
+    )
+    weight_rounding: Literal["stochastic", "kahan"] | None = Field(
+        None, description="keep AdamW's weights in bfloat16, rounded at random or with their error; unset: float32"
     )
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled; not on biases and norms")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")

@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW that keeps its two moments in 2 bytes a weight or in 1, and computes in float32.
+"""AdamW that keeps its two moments in 2 bytes a weight or in 1, and weights in 2 where that is asked for.
 
-`bfloat16`: the first moment is rounded to nearest. The second changes by 1 - beta2 = 0.1 % a step, less than half a
+It computes in float32.
+Moments in `bfloat16`: the first is rounded to nearest. The second changes by 1 - beta2 = 0.1 % a step, less than half a
 step of bfloat16, and would stand still; it is rounded up or down at random so that the mean is kept.
-`int8`: blocks of 256 numbers, each one of 256 codes between -1 and 1 times the block's largest number. Codes are dense
-near 0 and near 1 (dynamic tree quantisation). Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. Tensors with
-fewer numbers than `SMALL` stay float32, as there.
+Moments in `int8`: blocks of 256 numbers of a row, each one of 256 codes between -1 and 1 times the block's largest
+number. Codes are dense near 0 and near 1 (dynamic tree quantisation). Dettmers et al. 2022,
+https://arxiv.org/abs/2110.02861. Vectors, and tensors with fewer numbers than `SMALL`, stay float32, as there.
+Weights in bfloat16 stand still too where a step is less than half of theirs. `stochastic` rounds them at random;
+`kahan` keeps what rounding took away, and adds it to the next step. Zamirai et al. 2021,
+https://arxiv.org/abs/2010.06192.
+
+Of a sharded weight each rank keeps its own rows. What is random belongs to a place in the whole weight, so that any
+number of ranks draws the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.keyed import key
 
 BLOCK = 256
 SMALL = 4096
 LOWER = 13  # bits of a float32 that choose no code: 10 of the mantissa are left, codes are 0.7 % apart or more
-CHUNK = 2**20  # numbers that stand in float32 at once; a multiple of BLOCK
+CHUNK = 2**20  # numbers that stand in float32 at once, and one row at least
+HALF = 2**16
 State = dict[str, torch.Tensor]
 
 
@@ -37,11 +48,14 @@ class CompactAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        state_dtype: Literal["bfloat16", "int8"],
+        state_dtype: Literal["float32", "bfloat16", "int8"],
+        weight_rounding: Literal["stochastic", "kahan"] | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._small: Codec = Rounded() if state_dtype == "bfloat16" else Whole()
-        self._large: Codec = Rounded() if state_dtype == "bfloat16" else Blocks()
+        self._small: Codec = Rounded() if state_dtype == "bfloat16" else Exact()
+        self._large: Codec = Blocks() if state_dtype == "int8" else self._small
+        self._rounding, self._seed = weight_rounding, seed
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the engine computes the loss before
@@ -62,111 +76,214 @@ class CompactAdamW(torch.optim.Optimizer):
             parameter = parameters[place]
             self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
 
-    def begin(self, parameter: nn.Parameter) -> State:
+    def begin(self, parameter: torch.Tensor) -> State:
         """The state of a parameter, with moments of 0 where it has none yet."""
         state: State = self.state[parameter]
         if not state:
+            own = own_part(parameter)
             state["step"] = torch.zeros(())
-            self._codec(parameter).start(state, parameter)
+            self._codec(parameter).start(state, own)
+            if self._rounding == "kahan":
+                state["lost"] = torch.zeros_like(own)
         return state
 
-    def _codec(self, parameter: nn.Parameter) -> Codec:
-        return self._small if parameter.numel() < SMALL else self._large
+    def _codec(self, parameter: torch.Tensor) -> Codec:
+        is_small = parameter.numel() < SMALL or parameter.dim() < 2
+        return self._small if is_small else self._large
 
     def _step(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
-        codec, state = self._codec(parameter), self.begin(parameter)
+        codec, state, part = self._codec(parameter), self.begin(parameter), Part.of(parameter)
+        assert parameter.grad is not None
         state["step"] += 1
         step = int(state["step"])
         (beta1, beta2), lr = group["betas"], group["lr"]
-        draw = torch.Generator(parameter.device).manual_seed(key(0, "second moment", place, step))
-        weight, grad = parameter.view(-1), parameter.grad
-        assert grad is not None
-        for at, g in zip(_chunks(parameter.numel()), grad.reshape(-1).float().split(CHUNK), strict=True):
+        draws = Draws(key(self._seed, "optimizer", place, step), part)
+        weight, grad = as_rows(part.own), as_rows(own_part(parameter.grad))
+        for at in chunks(weight):
+            g = grad[at].float()
             first, second = codec.read(state, "exp_avg", at), codec.read(state, "exp_avg_sq", at)
             first.lerp_(g, 1 - beta1)
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             codec.write(state, "exp_avg", at, first, None)
-            codec.write(state, "exp_avg_sq", at, second, draw)
+            codec.write(state, "exp_avg_sq", at, second, draws)
             scale = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-            weight[at].mul_(1 - lr * group["weight_decay"]).addcdiv_(first, scale, value=-lr / (1 - beta1**step))
+            new = weight[at].to(torch.float32, copy=self._rounding is not None).mul_(1 - lr * group["weight_decay"])
+            new.addcdiv_(first, scale, value=-lr / (1 - beta1**step))
+            self._write(state, weight, at, new, draws)
+
+    def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
+        """Keeps new weights, given in float32 (in place where they are that)."""
+        if self._rounding == "kahan":
+            lost = as_rows(state["lost"])
+            new.add_(lost[at])
+            weight[at] = new
+            lost[at] = new.sub_(weight[at])
+        elif self._rounding == "stochastic":
+            weight[at] = round_at_random(new, draws.upper(at))
+        elif weight.dtype != torch.float32:
+            weight[at] = new
+
+
+class Part(NamedTuple):
+    """What a rank has of a weight: consecutive rows, and of each a stretch."""
+
+    own: torch.Tensor
+    first_row: int
+    first_column: int
+    columns: int  # of the whole
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Part:
+        """Of a sharded weight this rank's, of any other all."""
+        columns = math.prod(weight.shape[1:]) if weight.dim() > 1 else weight.numel()
+        if not isinstance(weight, DTensor):
+            return cls(weight.detach(), 0, 0, columns)
+        _, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        own = own_part(weight)
+        if weight.dim() < 2:
+            return cls(own, 0, start[0] if weight.dim() else 0, columns)
+        inner = [math.prod(weight.shape[dim + 1 :]) for dim in range(1, weight.dim())]
+        return cls(own, start[0], sum(at * size for at, size in zip(start[1:], inner, strict=True)), columns)
+
+
+def own_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a weight."""
+    return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()
+
+
+class Draws:
+    """32 random bits for each number of a part, from the key and the number's place in the whole weight alone."""
+
+    def __init__(self, seed: int, part: Part) -> None:
+        self._keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
+        self._part = part
+        self._made: tuple[slice, torch.Tensor] | None = None
+
+    def lower(self, at: slice) -> torch.Tensor:
+        """16 bits for each number of these rows."""
+        return self._bits(at).bitwise_and(HALF - 1)
+
+    def upper(self, at: slice) -> torch.Tensor:
+        """16 others."""
+        return self._bits(at).bitwise_right_shift(16).bitwise_and_(HALF - 1)
+
+    def _bits(self, at: slice) -> torch.Tensor:
+        if self._made is None or self._made[0] != at:
+            own, first_row, first_column, columns = self._part
+            rows = torch.arange(first_row + at.start, first_row + at.stop, device=own.device) * columns + first_column
+            along = torch.arange(as_rows(own).shape[1], device=own.device, dtype=torch.int32)
+            bits = rows.to(torch.int32)[:, None] + along  # wraps around
+            for number in self._keys:
+                _mix(bits.bitwise_xor_(number))
+            self._made = at, bits
+        return self._made[1]
+
+
+def _mix(bits: torch.Tensor) -> None:
+    """Scatters 32-bit numbers in place, each to one of its own: Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31.
+
+    Shifts of negative numbers bring in ones, which the masks take away.
+    """
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """float32 numbers that bfloat16 has: one between two goes up as often as it is near the upper one; `bits` are 16
+    random ones each. Numbers that are none stay so."""
+    rounded = (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values)
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, all else]; a vector is one row."""
+    if tensor.dim() < 2:
+        return tensor.view(1, -1)
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
+
+
+def chunks(rows: torch.Tensor) -> Iterator[slice]:
+    """Rows that are worked on together."""
+    count = max(1, CHUNK // max(1, rows.shape[1]))
+    if rows.numel():
+        for start in range(0, len(rows), count):
+            yield slice(start, min(start + count, len(rows)))
 
 
 class Codec(Protocol):
     """How the moments of one parameter are kept."""
 
-    def start(self, state: State, parameter: torch.Tensor) -> None:
-        """Puts moments of 0 into `state`."""
+    def start(self, state: State, own: torch.Tensor) -> None:
+        """Puts moments of 0 into `state`, for a weight or a rank's part of it."""
         ...
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """A moment as float32, in memory of its own."""
+        """Rows of a moment as float32, in memory of their own."""
         ...
 
-    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draw: torch.Generator | None) -> None:
-        """Keeps a moment. `draw` is given where rounding to nearest would lose it."""
+    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
+        """Keeps rows of a moment. `draws` are given where rounding to nearest would lose it."""
         ...
 
 
-class Whole:
+class Exact:
     """float32."""
 
     dtype = torch.float32
 
-    def start(self, state: State, parameter: torch.Tensor) -> None:
+    def start(self, state: State, own: torch.Tensor) -> None:
         """Moments of 0."""
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(parameter.numel(), dtype=self.dtype, device=parameter.device)
+            state[name] = torch.zeros_like(own, dtype=self.dtype)
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """A moment as float32."""
-        return state[name][at].to(torch.float32, copy=True)
+        """Rows of a moment as float32."""
+        return as_rows(state[name])[at].to(torch.float32, copy=True)
 
-    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draw: torch.Generator | None) -> None:
-        """Keeps a moment."""
-        state[name][at] = values
+    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
+        """Keeps rows of a moment."""
+        as_rows(state[name])[at] = values
 
 
-class Rounded(Whole):
+class Rounded(Exact):
     """bfloat16: the upper half of float32."""
 
     dtype = torch.bfloat16
 
-    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draw: torch.Generator | None) -> None:
-        """Keeps a moment; with `draw` a number between two is rounded up as often as it is near the upper one."""
-        if draw is not None:
-            noise = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=draw)
-            values = (values.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32)
-        state[name][at] = values
+    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
+        """Keeps rows of a moment, rounded to nearest or with `draws` at random."""
+        as_rows(state[name])[at] = values if draws is None else round_at_random(values, draws.lower(at))
 
 
 class Blocks:
-    """8-bit codes and a float32 scale for each block."""
+    """8-bit codes and a float32 scale for each block. A row's last block is shorter."""
 
-    def start(self, state: State, parameter: torch.Tensor) -> None:
+    def start(self, state: State, own: torch.Tensor) -> None:
         """Moments of 0."""
-        count = -(-parameter.numel() // BLOCK)
+        rows = as_rows(own)
         for name in ("exp_avg", "exp_avg_sq"):
             zero = int((_codes(name == "exp_avg") == 0).nonzero())
-            state[name] = torch.full((parameter.numel(),), zero, dtype=torch.uint8, device=parameter.device)
-            state[f"{name}_scale"] = torch.zeros(count, device=parameter.device)
+            state[name] = torch.full_like(own, zero, dtype=torch.uint8)
+            state[f"{name}_scale"] = torch.zeros(len(rows), -(-rows.shape[1] // BLOCK), device=own.device)
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """A moment as float32."""
-        codes = _codes(name == "exp_avg").to(state[name].device)
-        values = codes.index_select(0, state[name][at].int())
-        return _blocks(values).mul_(self._scale(state, name, at)).view(-1)[: len(values)]
+        """Rows of a moment as float32."""
+        codes = as_rows(state[name])[at]
+        table = _codes(name == "exp_avg").to(codes.device)
+        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
+        return _blocks(values).mul_(state[f"{name}_scale"][at, :, None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
-    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draw: torch.Generator | None) -> None:
-        """Keeps a moment; what is above 0 stays above 0, as the first moment is divided by its root."""
-        blocks, scale = _blocks(values), self._scale(state, name, at)
-        torch.amax(blocks.abs(), 1, keepdim=True, out=scale)
-        shares = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).view(-1)[: len(values)]
+    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
+        """Keeps rows of a moment; what is above 0 stays above 0, as the first moment is divided by its root."""
+        blocks = _blocks(values)
+        scale = blocks.abs().amax(2)
+        state[f"{name}_scale"][at] = scale
+        shares = (blocks / scale[:, :, None].clamp(min=torch.finfo(torch.float32).tiny)).flatten(1)
+        shares = shares[:, : values.shape[1]].contiguous()
         upper_bits = shares.view(torch.int32).bitwise_right_shift_(LOWER).bitwise_and_(2 ** (32 - LOWER) - 1)
-        state[name][at] = _nearest(name == "exp_avg").to(values.device).index_select(0, upper_bits)
-
-    @staticmethod
-    def _scale(state: State, name: str, at: slice) -> torch.Tensor:
-        return state[f"{name}_scale"][at.start // BLOCK : -(-at.stop // BLOCK), None]
+        codes = _nearest(name == "exp_avg").to(values.device).index_select(0, upper_bits.flatten())
+        as_rows(state[name])[at] = codes.view(values.shape)
 
 
 @cache
@@ -193,10 +310,6 @@ def _nearest(signed: bool) -> torch.Tensor:
     return nearest.to(torch.uint8)
 
 
-def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """[n] -> [blocks, BLOCK], zeros at the end."""
-    return F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-
-
-def _chunks(count: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+def _blocks(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] -> [rows, blocks, BLOCK], zeros at the end of a row."""
+    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

@@ -30,6 +30,8 @@ class OptimSettings(Protocol):
     @property
     def state_dtype(self) -> Literal["float32", "bfloat16", "int8"]: ...
     @property
+    def weight_rounding(self) -> Literal["stochastic", "kahan"] | None: ...
+    @property
     def weight_decay(self) -> float: ...
     @property
     def schedule(self) -> Literal["constant", "linear", "cosine"]: ...
@@ -79,11 +81,11 @@ class Optimizer(Protocol):
         ...
 
 
-def optimizer_for(model: nn.Module, settings: OptimSettings) -> Optimizer:
-    """The optimizer that the settings name, over the trainable parameters."""
+def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> Optimizer:
+    """The optimizer that the settings name, over the trainable parameters; `seed` is of what it rounds at random."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
-        return adamw(trainable, settings)
+        return adamw(trainable, settings, seed)
     inner = {id(p) for p in inner_matrices(model)}
     chosen, rest = ([p for p in trainable if (id(p) in inner) is is_inner] for is_inner in (True, False))
     muon = torch.optim.Muon(
@@ -96,16 +98,30 @@ def optimizer_for(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return Together([muon, adamw(rest, settings)])
 
 
-def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings) -> torch.optim.Optimizer:
+def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Those of torch's kind that it is made of."""
+    if isinstance(optimizer, Together):
+        return optimizer.optimizers
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return [optimizer]
+
+
+def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW; biases, norms and other vectors are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if settings.state_dtype == "float32":
+    if settings.state_dtype == "float32" and settings.weight_rounding is None:
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     return CompactAdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, state_dtype=settings.state_dtype
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        state_dtype=settings.state_dtype,
+        weight_rounding=settings.weight_rounding,
+        seed=seed,
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,21 @@ class Objective(Protocol):
 class TrainEngine(Protocol):
     """A model with an optimizer, or without one where it is only read."""
 
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch this rank is given; ranks that share a row's tokens or heads have the same."""
+        ...
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is split."""
+        ...
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether results come from this rank: one of those with the same `dp_rank`."""
+        ...
+
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient, in row order."""
         ...
@@ -58,15 +74,15 @@ class TrainEngine(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their Hugging Face names, one at a time, tied ones once."""
+        """Whole weights under their Hugging Face names, one at a time, tied ones once; all ranks take part."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resume needs: weights, optimizer, schedule."""
+    def save(self, path: Path, start: dict[str, Any] | None) -> None:
+        """Writes everything that a resume needs (weights, optimizer, schedule), and `start`; all ranks take part."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` gave."""
+    def load(self, path: Path) -> dict[str, Any] | None:
+        """Puts back what `save` wrote and returns its `start`; all ranks take part."""
         ...
 
     def offload(self) -> None:

@@ -20,7 +20,7 @@ from whet.errors import ConfigError
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.models.log_probs import vocab_log_probs
-from whet.models.outputs import hidden_states
+from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.rollout.protocol import Request, SamplingParams
 from whet.trainers.export import model_folder
@@ -160,7 +160,7 @@ class WhetLM(TemplateLM):
         positions = (real.cumsum(1) - 1).clamp(0, self.max_length - 1)
         batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
         where = layout(batch)
-        hidden = hidden_states(self.policy, where, packing=True)[where.states]
+        hidden = hidden_states(self.policy, where, ForwardSettings())[where.states]
         head = self.policy.get_output_embeddings()
         chosen = []
         for part, target in zip(hidden.split(CHUNK_TOKENS), where.targets.split(CHUNK_TOKENS), strict=True):

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from whet.errors import ModelError
 from whet.models.packing import Bunch, Layout
+from whet.models.sequence_parallel import TokenShare
 
 NAME = "whet"
 # Rows of up to so many times the head size: all weights of a layer take no more memory than so many of its queries.
@@ -49,6 +50,7 @@ def attention(
     sliding_window: int | None = None,
     packed: Layout | None = None,
     paged: PagedContext | None = None,
+    token_share: TokenShare | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
@@ -64,17 +66,34 @@ def attention(
         return out[None], None
     if packed is None:
         return _causal(query, key, value, scale, sliding_window, softcap, None).transpose(1, 2).contiguous(), None
-    device, real = query.device.type, len(packed.input_ids)
+    device = query.device.type
     if torch.is_autocast_enabled(device):  # once, and not in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if token_share is None:
+        return _packed(query, key, value, scale, sliding_window, softcap, packed), None
+    query, key, value = (token_share.to_heads(x) for x in (query, key, value))
+    return token_share.to_tokens(_packed(query, key, value, scale, sliding_window, softcap, packed)), None
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    packed: Layout,
+) -> torch.Tensor:
+    """[1, H, T, D], [1, KV, T, D], [1, KV, T, D] -> [1, T, H, D]."""
+    real = len(packed.input_ids)
     queries, keys, values = (x[0].transpose(0, 1)[:real] for x in (query, key, value))
     grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
-        outs.append(bunch.unpad(_causal(q, k, v, scale, sliding_window, softcap, bunch).transpose(1, 2)))
+        outs.append(bunch.unpad(_causal(q, k, v, scale, window, cap, bunch).transpose(1, 2)))
     padding = queries.new_zeros(query.shape[2] - real, *queries.shape[1:])
-    return torch.cat([*outs, padding])[None], None
+    return torch.cat([*outs, padding])[None]
 
 
 def _causal(

@@ -72,6 +72,18 @@ def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool =
             ) from error
 
 
+def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool = False) -> list[Path]:
+    """The files that hold the weights of a folder that `check_weights` has looked at."""
+    kinds = [(name, ".safetensors"), *([("pytorch_model", ".bin")] if allow_pickle else [])]
+    for stem, suffix in kinds:
+        index = Path(folder, f"{stem}{suffix}.index.json")
+        if index.is_file():
+            return [Path(folder, file) for file in _indexed(index)]
+        if (whole := Path(folder, f"{stem}{suffix}")).is_file():
+            return [whole]
+    raise ModelError(f"{folder} has no weights: expected {name}.safetensors")
+
+
 def _indexed(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norm and gated MLP that keep less for the backward pass than autograd would, in place of a model's own.
 
-A module is replaced only where it is shown to compute the same: by its parts' names and on random numbers. Weights keep
-their names.
+A module is replaced only where it is shown to compute the same: by its parts' names, and by a small copy of it on
+random numbers (its own weights may not be there yet). Weights keep their names.
 """
 
 from __future__ import annotations
+
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import nn
 from whet.models.rms_norm import RMSNorm
 
 TOLERANCE = 1e-5  # relative, in float32
+WIDTH = 8  # of the copies that are compared
 
 
 class GatedMLP(nn.Module):
@@ -31,14 +34,13 @@ class GatedMLP(nn.Module):
         return out
 
 
-def fuse(model: nn.Module, *, shown: bool = True) -> int:
-    """Replaces what can be replaced in `model`; how many modules were. A model without numbers cannot be `shown` to
-    compute the same: there names decide."""
+def fuse(model: nn.Module) -> int:
+    """Replaces what can be replaced in `model`; how many modules were."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             other = _counterpart(module)
-            if other is not None and (not shown or _same(module, other)):
+            if other is not None and _same(module):
                 setattr(parent, name, other.train(module.training))
                 replaced += 1
     return replaced
@@ -57,13 +59,28 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def _same(module: nn.Module, other: nn.Module) -> bool:
-    """Whether both give the same for a few random rows."""
-    weight = next(module.parameters())
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, weight.shape[-1], generator=draw).to(weight)
-    expected, got = module(rows), other(rows)
-    return bool((got - expected).norm() <= TOLERANCE * expected.norm())
+def _same(module: nn.Module) -> bool:
+    """Whether module and counterpart, made small and of random weights, give the same for a few random rows."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = copy.copy(module)
+        small._parameters = {name: nn.Parameter(torch.rand(WIDTH)) for name in module._parameters}
+        small._modules = {name: _small_linear(name, part) for name, part in module._modules.items()}
+        rows = torch.randn(4, WIDTH)
+        other = _counterpart(small)
+        assert other is not None
+        try:
+            expected, got = small(rows), other(rows)
+        except RuntimeError:  # what it computes depends on its width
+            return False
+        return bool((got - expected).norm() <= TOLERANCE * expected.norm())
+
+
+def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
+    if not isinstance(part, nn.Linear):
+        return part
+    sizes = (2 * WIDTH, WIDTH) if name == "down_proj" else (WIDTH, 2 * WIDTH)
+    return nn.Linear(*sizes, bias=part.bias is not None)
 
 
 class _SiluGate(torch.autograd.Function):

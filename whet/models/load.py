@@ -86,16 +86,37 @@ def outline(path: str | Path, *, is_value_model: bool = False) -> PreTrainedMode
     except (ValueError, KeyError) as error:
         raise ModelError(f"{path} is not the config of a causal language model: {error}") from error
     _drop_nothing(model)
-    fuse(model, shown=False)
+    fuse(model)
     return _value_model(model) if is_value_model else model
+
+
+def body_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model in what `load_policy` or `load_value_model` gives."""
+    body = model.body if isinstance(model, ValueModel) else model
+    assert isinstance(body, PreTrainedModel)
+    return body
 
 
 def recompute_activations(model: torch.nn.Module) -> None:
     """Keeps no activations of a layer for the backward pass but its input."""
-    body = model.body if isinstance(model, ValueModel) else model
+    body = body_of(model)
     # transformers renames the method between 5.17 and 6
     name = "activation_checkpointing_enable"
     getattr(body, name if hasattr(body, name) else "gradient_checkpointing_enable")()
+
+
+def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules in the model's outermost lists, in order."""
+    found: list[torch.nn.Module] = []
+    for child in model.children():
+        found.extend(child if isinstance(child, torch.nn.ModuleList) else layers(child))
+    return found
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """torch compiles each layer when it first runs, for rows of any length."""
+    for layer in layers(body_of(model)):
+        layer.compile(dynamic=True)
 
 
 def _drop_nothing(model: PreTrainedModel) -> None:

@@ -125,8 +125,9 @@ class _TokenStatistics(torch.autograd.Function):
         hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # a frozen head has none
-        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        # A frozen head has none. Chunks are summed up in float32 at least.
+        grad_weight = _wide_zeros(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = _wide_zeros(bias) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk_tokens):
                 at = slice(start, start + ctx.chunk_tokens)
@@ -147,4 +148,10 @@ class _TokenStatistics(torch.autograd.Function):
                     grad_weight += grad.T @ hidden[at]
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _wide_zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -11,13 +11,14 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from whet.errors import ModelError
@@ -45,11 +46,22 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype
     Raises: ModelError for a target that no layer has.
     """
     config = peft_config(model, settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key(seed, "lora"))
+    with torch.random.fork_rng(devices=[]):  # its draws are replaced below
         _peft().inject_adapter_in_model(config, model, ADAPTER)
-    for layer in adapted_layers(model).values():
+    for name, layer in adapted_layers(model).items():
         layer.base_layer.to(dtype)
+        first = layer.lora_A[ADAPTER].weight
+        if not first.is_meta:
+            with torch.no_grad():
+                first.copy_(new_adapter(name, first.shape, seed))
+
+
+def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """A of a new adapter at a layer: uniform and as large as torch starts a linear layer. The same however the model is
+    spread, as each layer has its own key."""
+    draw = torch.Generator().manual_seed(key(seed, "lora", layer))
+    weight = torch.empty(*shape, device="cpu")
+    return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
 
 
 def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -74,12 +86,16 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells one model's weights from another's: by names, shapes and some 64 numbers of each."""
+    """Tells one model's weights from another's, apart from an adapter: by names, shapes and some 64 numbers of each,
+    as bfloat16 has them. On every rank where they are sharded."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        some = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
-        digest.update(some.float().cpu().numpy().tobytes())
+        if any(f".{part}." in name for part in TRAINED_PARTS):
+            continue
+        digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        some = whole.detach().flatten()[:: max(1, weight.numel() // 64)]
+        digest.update(some.bfloat16().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -109,6 +125,9 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
+        # peft freezes what it switches off, which a sharded model must not see.
+        for part in TRAINED_PARTS:
+            getattr(layer, part).requires_grad_(True)
     try:
         yield
     finally:

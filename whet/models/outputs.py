@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from whet.errors import EngineError
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
+from whet.models.sequence_parallel import TokenShare
 from whet.models.value_head import ValueModel
 
 POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
@@ -28,6 +30,7 @@ class ForwardSettings:
     share_prompts: bool = True  # rows with the same prompt read it once, where they are packed
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
+    token_share: TokenShare | None = None  # packed rows' tokens are split over ranks
 
 
 def model_outputs(
@@ -57,49 +60,95 @@ def outputs_of(
     """`model_outputs` of a batch that is laid out already."""
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
-    device_type = where.input_ids.device.type
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
-        num_sampled = len(where.states)
-        states, targets = (
-            F.pad(x, (0, rounded(num_sampled, TOKENS_STEP) - num_sampled)) for x in (where.states, where.targets)
-        )
-        hidden = hidden_states(body, where, settings.packing).index_select(0, states)
+    device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
+    at = _Sampled.of(where, settings)
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
+        hidden = hidden_states(body, where, settings).index_select(0, at.states)
         if isinstance(model, ValueModel):
-            return {"values": where.to_columns(model.values(hidden)[:num_sampled])}
+            return {"values": at.to_columns(model.values(hidden))}
     head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
     statistics = token_statistics(
         hidden.to(settings.dtype),
         head.weight,
         head.bias,
-        targets,
+        at.targets,
         temperature=temperature,
         chunk_tokens=settings.chunk_tokens,
         entropy="entropy" in needs,
         sum_pi_squared="sum_pi_squared" in needs,
         form=form,
     )
-    outputs = {
-        name: where.to_columns(value[:num_sampled]) for name, value in statistics._asdict().items() if name in needs
-    }
+    outputs = {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
     if "vocab_log_probs" in needs:
-        given = vocab_log_probs(hidden[:num_sampled].to(settings.dtype), head.weight, head.bias, temperature, form)
-        outputs["vocab_log_probs"] = where.to_columns(given)
+        narrow = hidden[: at.count].to(settings.dtype)
+        outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(narrow, head.weight, head.bias, temperature, form))
     return outputs
 
 
-def hidden_states(model: PreTrainedModel, where: Layout, packing: bool) -> torch.Tensor:
-    """The last hidden state after each of the T real tokens, [T, H]; packed, with more rows that say nothing."""
-    body = model.base_model
-    if packing:
-        num_tokens = len(where.input_ids)
-        ids, positions = (
-            F.pad(x, (0, rounded(num_tokens, TOKENS_STEP) - num_tokens)) for x in (where.input_ids, where.position_ids)
-        )
+@dataclass(frozen=True)
+class _Sampled:
+    """The sampled tokens that this rank computes: all, or those chosen after tokens of its own."""
+
+    states: torch.Tensor  # [n] index into the tokens that this rank has, padded
+    targets: torch.Tensor  # [n]
+    count: int  # without padding
+    owner: torch.Tensor | None  # [N] which rank has which, where they are shared out
+    where: Layout
+    share: TokenShare | None
+
+    @classmethod
+    def of(cls, where: Layout, settings: ForwardSettings) -> _Sampled:
+        states, targets, share, owner = where.states, where.targets, settings.token_share, None
+        if share is not None:
+            part = share.padded(_padded_tokens(where)) // share.size
+            owner = states // part
+            states, targets = states[owner == share.rank] - share.rank * part, targets[owner == share.rank]
+        count = len(states)
+        padding = (0, rounded(count, TOKENS_STEP) - count)
+        return cls(F.pad(states, padding), F.pad(targets, padding), count, owner, where, share)
+
+    def to_columns(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [B, R, ...], on every rank the whole."""
+        own = values[: self.count]
+        if self.share is not None and self.owner is not None:
+            own = self.share.gather(own, self.owner)
+        return self.where.to_columns(own)
+
+
+@contextmanager
+def _wide_states(model: PreTrainedModel) -> Iterator[None]:
+    """Embeddings come out in float32, also where their weights are narrower: the sum that runs through the layers, and
+    the positions that take its dtype, are then as they are with float32 weights."""
+
+    def widen(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
+        return out.to(torch.promote_types(out.dtype, torch.float32))
+
+    handle = model.get_input_embeddings().register_forward_hook(widen)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
+    """The last hidden state after each of the T real tokens, [T, H]; packed, with more rows that say nothing; shared
+    out, after this rank's own."""
+    body, share = model.base_model, settings.token_share
+    if settings.packing:
+        num_tokens = _padded_tokens(where) if share is None else share.padded(_padded_tokens(where))
+        ids, positions = (F.pad(x, (0, num_tokens - x.shape[-1])) for x in (where.input_ids, where.position_ids))
+        extra = {}
+        if share is not None:
+            ids, positions, extra = share.own(ids), share.own(positions), {"token_share": share}
         # [1, T], or [3, 1, T]
-        out = body(input_ids=ids[None], position_ids=positions[..., None, :], use_cache=False, packed=where)
+        out = body(input_ids=ids[None], position_ids=positions[..., None, :], use_cache=False, packed=where, **extra)
         flat: torch.Tensor = out.last_hidden_state[0]
         return flat
     positions = where.position_ids
     grid = where.pad(positions) if positions.dim() == 1 else torch.stack([where.pad(axis) for axis in positions])
     out = body(input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False)
     return where.unpad(out.last_hidden_state)
+
+
+def _padded_tokens(where: Layout) -> int:
+    return rounded(len(where.input_ids), TOKENS_STEP)

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from whet.engines.compact_adamw import CompactAdamW
-from whet.engines.optim import OptimSettings, Together, optimizer_for
+from whet.engines.engine import narrow_weights
+from whet.engines.optim import OptimSettings, optimizer_for, optimizers_of
 from whet.errors import ModelError
 from whet.models.freeze import freeze
 from whet.models.load import outline, recompute_activations
@@ -74,6 +75,8 @@ class Outline:
         body: Any = self.model.body if role.is_value_model else self.model
         self.config = body.config.get_text_config()
         self.num_weights = sum(weight.numel() for weight in self.model.parameters())  # without an adapter's
+        if role.optim is not None and role.optim.weight_rounding is not None:
+            narrow_weights(self.model)
         freeze(self.model, role.freeze)
         if role.lora is not None:
             with torch.device("meta"):
@@ -114,12 +117,12 @@ class Outline:
         """What the optimizer keeps: a step of it begins, on weights without numbers."""
         if self.role.optim is None:
             return 0
-        made: Any = optimizer_for(self.model, self.role.optim)
         states: list[Any] = []
-        for optimizer in made.optimizers if isinstance(made, Together) else [made]:
+        for optimizer in optimizers_of(optimizer_for(self.model, self.role.optim)):
             if isinstance(optimizer, CompactAdamW):  # its steps depend on numbers, what it keeps does not
                 weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-                states += [optimizer.begin(nn.Parameter(torch.empty(each.shape, device="meta"))) for each in weights]
+                empty = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in weights]
+                states += [optimizer.begin(each) for each in empty]
                 continue
             with self._mode:
                 self._give_gradients()
@@ -142,7 +145,8 @@ class Outline:
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
-        key = (model, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
+        rounding = None if role.optim is None else role.optim.weight_rounding
+        key = (model, rounding, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
         if key not in _PASSES:  # plans of one config and its changes ask again for what they share
             try:
                 _PASSES[key] = self._run(rows, needs, accumulates)

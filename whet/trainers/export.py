@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from whet import serialization
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError
-from whet.models.load import load_config, load_policy, without_weight_bars
+from whet.models.load import body_of, load_config, load_policy, outline
 from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
 from whet.trainers import checkpoint
+from whet.trainers.weight_files import MergedShards, write_weights
 
 
 def export(source: Path, out: Path, *, adapter: bool = False, base: str | None = None) -> Path:
@@ -32,8 +34,7 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
         raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
     folder = find_checkpoint(source)
     checkpoint.verify(folder)
-    state = serialization.load(folder / "actor.state")
-    weights, start = state["model"], state.get("start")
+    weights, start = _state(folder / "actor.state")
     if start is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if start is not None:
@@ -42,26 +43,35 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
             return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
     config = load_config(folder / "model")
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _fill(whole, weights, folder)
-    whole.to(config.dtype or torch.float32)
-    with without_weight_bars():
-        whole.save_pretrained(out)
-    shutil.copytree(folder / "model", out, dirs_exist_ok=True)  # over what was guessed from the config alone
+    with torch.device("meta"):
+        shapes = body_of(outline(folder / "model"))
+    _check_names(shapes, weights, folder)
+    # In the model's order: a state may have it by name, and then not all of a layer at once.
+    ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
+    write_weights(out, ordered, shapes, config.dtype or torch.float32)
+    shutil.copytree(folder / "model", out, dirs_exist_ok=True)
     return out
 
 
-def _fill(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if name in dict(model.named_parameters())]  # tied weights are saved once
+def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any] | None]:
+    """The weights of a checkpoint's policy, by name, and what its adapter was put into."""
+    if path.is_dir():
+        return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
+    state = serialization.load(path)
+    return state["model"], state.get("start")
+
+
+def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    expected = dict(model.named_parameters())  # tied weights are saved once
+    missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder}: its weights do not fit its config: missing {missing}, unexpected {unexpected}"
+            f"{folder}: its weights do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
         )
 
 
 def _with_adapter(
-    folder: Path, start: dict[str, Any], weights: dict[str, torch.Tensor], base: str | None
+    folder: Path, start: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
 ) -> PreTrainedModel:
     """The model that training started from, with the trained adapter in it."""
     path = base or start["model_path"]
@@ -85,7 +95,7 @@ def _with_adapter(
 def _write_adapter(
     model: PreTrainedModel,
     start: dict[str, Any],
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     folder: Path,
     base: str | None,
     out: Path,
@@ -97,7 +107,7 @@ def _write_adapter(
         )
     config = model.peft_config[ADAPTER]
     config.base_model_name_or_path = base or start["model_path"]
-    save_adapter(weights, config, out)
+    save_adapter(dict(weights), config, out)
     kept = shutil.ignore_patterns("config.json", "generation_config.json")  # what makes a whole model of a folder
     shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=kept)
     return out

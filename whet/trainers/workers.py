@@ -13,16 +13,23 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet import serialization
 from whet.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
+from whet.engines.engine import Engine
 from whet.engines.protocol import Objective
 from whet.engines.single import SingleEngine
 from whet.errors import CheckpointError, WorkerError
 from whet.metrics import Metrics
 from whet.models.freeze import freeze
-from whet.models.load import load_policy, load_tokenizer, load_value_model, recompute_activations
+from whet.models.load import (
+    body_of,
+    compile_layers,
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+    recompute_activations,
+)
 from whet.models.lora import adapted_layers, adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
@@ -31,9 +38,10 @@ from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, RolloutEngine
 
-# By `make bench` (docs/benchmarks.md, "Packed or padded"): another device comes in with its own measurement.
-PACKING_BY_DEVICE = {"cpu": True}
-MICRO_BATCH_TOKENS = {"cpu": 2048}
+# By `make bench` (docs/benchmarks.md, "Packed or padded"): another device comes in with its own measurement
+# (a GPU's numbers are not measured yet).
+PACKING_BY_DEVICE = {"cpu": True, "cuda": True}
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,16 @@ class RoleSettings:
     seed: int = 0  # of a new adapter
 
     @property
+    def device(self) -> str:
+        """Where its engine computes."""
+        return "cuda" if self.engine.name == "fsdp" and torch.cuda.is_available() else "cpu"
+
+    @property
     def forward(self) -> ForwardSettings:
         """How its forward passes are computed."""
         packing = self.engine.packing
         return ForwardSettings(
-            packing=PACKING_BY_DEVICE["cpu"] if packing is None else packing,
+            packing=PACKING_BY_DEVICE[self.device] if packing is None else packing,
             share_prompts=self.engine.share_prompts,
             chunk_tokens=self.engine.logits_chunk_tokens,
             dtype=torch_dtype(self.dtype),
@@ -70,7 +83,18 @@ class RoleSettings:
     def micro_batch_tokens(self) -> int:
         """Tokens of a forward pass."""
         tokens = self.max_tokens_per_micro_batch
-        return MICRO_BATCH_TOKENS["cpu"] if tokens is None else tokens
+        return MICRO_BATCH_TOKENS[self.device] if tokens is None else tokens
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What engines of all kinds are told."""
+        return {
+            "forward": self.forward,
+            "max_tokens_per_micro_batch": self.micro_batch_tokens,
+            "grad_clip": self.grad_clip,
+            "total_steps": self.total_steps,
+            "seed": self.seed,
+        }
 
 
 class TrainWorker(Worker):
@@ -78,25 +102,25 @@ class TrainWorker(Worker):
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
-        load = load_value_model if settings.is_value_model else load_policy
-        self.model = load(settings.model_path, adapter_path=settings.adapter_path, allow_pickle=settings.allow_pickle)
-        body = self.model.body if isinstance(self.model, ValueModel) else self.model
-        freeze(self.model, settings.freeze)
         self.start: dict[str, Any] | None = None
+        self.engine: Engine = self._sharded(settings) if settings.engine.name == "fsdp" else self._single(settings)
         if settings.lora is not None:
-            self.start = start_of(settings, settings.lora) | {"fingerprint": fingerprint(body)}
-            add_adapter(body, settings.lora, settings.seed, torch_dtype(settings.dtype))
-        if settings.gradient_checkpointing:
-            recompute_activations(self.model)
-        self.engine = SingleEngine(
-            self.model,
-            settings.optim,
-            forward=settings.forward,
-            max_tokens_per_micro_batch=settings.micro_batch_tokens,
-            grad_clip=settings.grad_clip,
-            total_steps=settings.total_steps,
-            process_group=self.process_group,
-        )
+            self.start = start_of(settings, settings.lora) | {"fingerprint": fingerprint(body_of(self.model))}
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch the engine is given here."""
+        return self.engine.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is split."""
+        return self.engine.dp_size
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether results come from this rank."""
+        return self.engine.is_reporting
 
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -108,14 +132,14 @@ class TrainWorker(Worker):
         """One optimizer step on the mini-batch `batch`."""
         return self.engine.update(batch, objective)
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count to one file; of an adapter what it was put into too.
+        """Writes weights, optimizer state and step count; of an adapter what it was put into too.
 
         Raises: CheckpointError.
         """
         try:
-            serialization.save(path, {**self.engine.state(), "start": self.start})
+            self.engine.save(Path(path), self.start)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -124,14 +148,55 @@ class TrainWorker(Worker):
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
             raise CheckpointError(f"{path} is missing: the checkpoint has no state for the role {self.role!r}")
-        state = serialization.load(path)
-        saved = state.get("start")
+        saved = self.engine.load(Path(path))
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(
                 f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "
                 f"{self.start['model_path']} are others; name the model that the run started from"
             )
-        self.engine.load_state(state)
+
+    def _single(self, settings: RoleSettings) -> Engine:
+        load = load_value_model if settings.is_value_model else load_policy
+        self.model: PreTrainedModel | ValueModel = load(
+            settings.model_path, adapter_path=settings.adapter_path, allow_pickle=settings.allow_pickle
+        )
+        self._prepare(settings)
+        return SingleEngine(self.model, settings.optim, process_group=self.process_group, **settings.engine_options)
+
+    def _sharded(self, settings: RoleSettings) -> Engine:
+        from whet.engines.fsdp.engine import FSDPEngine
+        from whet.models.sharded import empty_model, fill
+
+        engine, device = settings.engine, torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+        self.model = empty_model(settings.model_path, device, is_value_model=settings.is_value_model)
+        self._prepare(settings)
+        return FSDPEngine(
+            self.model,
+            partial(
+                fill,
+                path=settings.model_path,
+                device=torch.device("cpu") if engine.cpu_offload else device,
+                seed=settings.seed,
+                allow_pickle=settings.allow_pickle,
+            ),
+            settings.optim,
+            engine,
+            process_group=self.process_group,
+            device=device,
+            **settings.engine_options,
+        )
+
+    def _prepare(self, settings: RoleSettings) -> None:
+        """What is trained of the model, and how its layers run."""
+        freeze(self.model, settings.freeze)
+        if settings.lora is not None:
+            add_adapter(body_of(self.model), settings.lora, settings.seed, torch_dtype(settings.dtype))
+        if settings.gradient_checkpointing:
+            recompute_activations(self.model)
+        if settings.engine.compile:
+            compile_layers(self.model)
 
 
 class AdapterOffWorker(Worker):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.errors import ConfigError
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"engine.shard_size": 2}, r"actor\.engine\.shard_size=2 is for actor\.engine\.name=fsdp, and it is single"),
+        (
+            {"engine.name": "fsdp", "engine.sequence_parallel_size": 2, "engine.tensor_parallel_size": 2},
+            "both share out the heads; set one of them to 1",
+        ),
+        (
+            {"engine.name": "fsdp", "engine.sequence_parallel_size": 2, "engine.packing": False},
+            r"shares out packed rows; unset actor\.engine\.packing",
+        ),
+        (
+            {"engine.name": "fsdp", "engine.sequence_parallel_size": 3},
+            r"sequence_parallel_size=3 must divide cluster\.processes=4; try 2 or 4",
+        ),
+        (
+            {"engine.name": "fsdp", "engine.tensor_parallel_size": 2, "engine.shard_size": 4},
+            r"shard_size=4 must divide the 2 processes that hold shards; try 2",
+        ),
+        (
+            {"optim.weight_rounding": "kahan"},
+            r"keeps weights in bfloat16, and model\.dtype=float32; set model\.dtype=bfloat16",
+        ),
+        ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is for adamw"),
+        (
+            {"engine.name": "fsdp", "engine.tensor_parallel_size": 2, "optim.state_dtype": "int8"},
+            r"blocks along rows that actor\.engine\.tensor_parallel_size=2 cuts; set bfloat16",
+        ),
+    ],
+)
+def test_what_does_not_go_together(overrides: dict[str, Any], message: str, train_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_config({"cluster.processes": 4, **{f"actor.{key}": value for key, value in overrides.items()}})
+
+
+def test_what_does(train_config: MakeConfig) -> None:
+    engine = {"actor.engine.name": "fsdp", "actor.engine.tensor_parallel_size": 2, "actor.engine.shard_size": 2}
+    config = train_config({"cluster.processes": 4, **engine, "model.dtype": "bfloat16"})
+    assert config.actor.engine.name == "fsdp" and config.ref.engine.name == "single"

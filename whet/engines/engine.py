@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all training engines share: the loop over micro-batches. Where weights and gradients lie is each one's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whet.engines.micro_batches import micro_batches
+from whet.engines.optim import Optimizer, OptimSettings, learning_rate
+from whet.engines.protocol import Columns, Objective
+from whet.errors import EngineError
+from whet.metrics import Metrics
+from whet.models.lora import adapted_layers, merged_weights
+from whet.models.outputs import ForwardSettings
+from whet.models.packing import same_prompt
+from whet.protocol import DataProto
+
+
+class Engine(ABC):
+    """A model, its optimizer, and one step of it on a mini-batch.
+
+    Every rank of `process_group` is given its shard of a mini-batch: counts and gradients are summed over those that
+    read different rows, so that N ranks take the step that one would.
+    """
+
+    optimizer: Optimizer | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimSettings | None,
+        *,
+        forward: ForwardSettings,
+        max_tokens_per_micro_batch: int,
+        grad_clip: float | None = None,
+        total_steps: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model = model.train() if optim is not None else model.eval()
+        self.forward_settings = forward
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.grad_clip = grad_clip
+        self.total_steps = total_steps
+        self.process_group = process_group
+        self.device = device or torch.device("cpu")
+        self.steps_done = 0
+        self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
+        self._optim_settings = optim
+        if optim is None:
+            model.requires_grad_(False)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch this rank is given."""
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is split."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether results come from this rank."""
+        return True
+
+    @torch.no_grad()
+    def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
+        columns = self._columns(batch)
+        outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
+        training = self.model.training
+        self.model.eval()
+        for rows in self._passes(columns, block=1):
+            part = _rows(columns, rows) if rows else _idle(columns)
+            for name, value in self._outputs(part, needs, temperature).items():
+                if not rows:
+                    continue
+                if outputs[name].dim() < value.dim():
+                    outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
+                outputs[name][rows] = value.to("cpu", outputs[name].dtype)
+        self.model.train(training)
+        return outputs
+
+    def update(self, batch: DataProto, objective: Objective) -> Metrics:
+        """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
+        none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
+        optimizer, columns = self._require_optimizer(), self._columns(batch)
+        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        metrics = Metrics()
+        if not any(bool(count > 0) for count in counts.values()):
+            metrics.max(f"{objective.name}/empty_updates", 1)
+            return metrics
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for rows in self._passes(columns, objective.block):
+            part = _rows(columns, rows) if rows else _idle(columns)
+            outputs = self._outputs(part, objective.needs, objective.temperature)
+            if rows:
+                loss, measured = objective.loss(outputs, part, counts)
+                total = total + loss.detach()
+                metrics.merge(measured)
+            else:
+                loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._keep_gradients()
+        self._sum_gradients()
+        norm = self._clip()
+        is_finite = bool((self._sum(total, self.process_group) + norm).isfinite())
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+        self.skipped += not is_finite
+        # All ranks measure the same number, so that the mean over them is it.
+        metrics.mean(f"{objective.name}/grad_norm", norm)
+        metrics.max(f"{objective.name}/skipped_updates", self.skipped)
+        metrics.max(f"{objective.name}/skipped_in_a_row", self.skipped_in_a_row)
+        if not is_finite:
+            optimizer.zero_grad(set_to_none=True)
+            return metrics
+        rate = learning_rate(self._require_settings(), self.steps_done, self.total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        self.steps_done += 1
+        metrics.mean(f"{objective.name}/lr", rate)
+        return metrics
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
+        order."""
+        yield from merged_weights(self.model)
+
+    @abstractmethod
+    def save(self, path: Path, start: dict[str, Any] | None) -> None:
+        """Writes everything that a resume needs, and `start`: what an adapter was put into. On every rank."""
+
+    @abstractmethod
+    def load(self, path: Path) -> dict[str, Any] | None:
+        """Puts back what `save` wrote; on every rank.  Returns its `start`.
+
+        Raises: EngineError for the state of another model or engine.
+        """
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Frees the device of weights and optimizer state."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Puts back what `offload` took away."""
+
+    @property
+    @abstractmethod
+    def _rows_group(self) -> dist.ProcessGroup | None:
+        """Ranks that read different rows, together all of a mini-batch."""
+
+    @abstractmethod
+    def _outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        """`model_outputs` of a micro-batch."""
+
+    @abstractmethod
+    def _keep_gradients(self) -> None:
+        """Called after each backward pass."""
+
+    @abstractmethod
+    def _sum_gradients(self) -> None:
+        """Called after the last: from then on gradients are those of the whole mini-batch."""
+
+    @abstractmethod
+    def _clip(self) -> torch.Tensor:
+        """Clips the gradient.  Returns its norm before that, the same on every rank."""
+
+    def _passes(self, columns: Columns, block: int) -> list[list[int]]:
+        """Rows by micro-batch; one without rows is a pass that counts for nothing, beside ranks that have more."""
+        return self._split(columns, block)
+
+    def _split(self, columns: Columns, block: int) -> list[list[int]]:
+        counted = columns["response_mask"].bool().any(1)
+        lengths = (columns["attention_mask"].sum(1) * counted).tolist()
+        settings, prompts = self.forward_settings, None
+        if settings.packing and settings.share_prompts:
+            prompt_width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
+            prompt_lengths = columns["attention_mask"][:, :prompt_width].sum(1)
+            prompts = list(zip(same_prompt(columns).tolist(), prompt_lengths.tolist(), strict=True))
+        return micro_batches(
+            lengths, self.max_tokens_per_micro_batch, packing=settings.packing, block=block, prompts=prompts
+        )
+
+    def _columns(self, batch: DataProto) -> Columns:
+        return {name: column.to(self.device) for name, column in batch.tensors().items()}
+
+    def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if group is not None:
+            dist.all_reduce(number, group=group)
+        return number
+
+    def _checkpointed(self) -> dict[str, nn.Parameter]:
+        """The weights of a checkpoint, of an adapter its own alone."""
+        named, whole = dict(self.model.named_parameters()), not adapted_layers(self.model)
+        return {name: parameter for name, parameter in named.items() if whole or parameter.requires_grad}
+
+    def _progress(self) -> dict[str, int]:
+        """Steps taken and skipped."""
+        return {
+            "steps_done": self.steps_done,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def _load_progress(self, state: dict[str, Any]) -> None:
+        self.steps_done, self.skipped = state["steps_done"], state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _require_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise EngineError("this model is only read: it was built without an optimizer")
+        return self.optimizer
+
+    def _require_settings(self) -> OptimSettings:
+        assert self._optim_settings is not None
+        return self._optim_settings
+
+
+def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:
+    """Raises: EngineError where a state is of another model: by the names and shapes of its weights."""
+    if own.keys() != saved.keys():
+        different = sorted(own.keys() ^ saved.keys())
+        raise EngineError(f"the state is of another model: {len(different)} weights differ, such as {different[0]}")
+    for name, shape in own.items():
+        if shape != saved[name]:
+            raise EngineError(
+                f"the state is of another model: its {name} has shape {list(saved[name])}, this model's {list(shape)}"
+            )
+
+
+def narrow_weights(model: nn.Module) -> None:
+    """Weights in bfloat16, and all else, such as the frequencies of rotary positions, as it was."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16)
+
+
+def _rows(columns: Columns, rows: list[int]) -> Columns:
+    """These rows of all columns; no copy where they are all of them in order."""
+    if rows == list(range(len(columns["response_mask"]))):
+        return columns
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _idle(columns: Columns) -> Columns:
+    """One row of two tokens, for a pass beside ranks that still have rows."""
+    positions = columns["position_ids"]
+    two = torch.arange(2, device=positions.device)
+    return {
+        "input_ids": torch.zeros_like(two)[None],
+        "attention_mask": torch.ones_like(two)[None],
+        "position_ids": two.expand(1, *positions.shape[1:-1], 2),
+        "response_mask": torch.ones_like(two)[None, 1:],
+    }

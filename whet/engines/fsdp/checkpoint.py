@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sharded state in a folder: every rank writes what it holds, and any number of ranks reads what it needs.
+
+    engine.json                                   steps, and what an adapter was put into
+    shard-00001-model-00001-of-00002.safetensors  of the first rank, the first of its two files
+
+Written and read by torch.distributed.checkpoint in its safetensors form, which loads without running code. Names are
+`model.<weight>` and `optimizer.<weight>.<moment>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from whet.engines.engine import check_same
+from whet.errors import CheckpointError, EngineError
+
+STATE, STEP = "engine.json", "step"  # a step is one number, the same on every rank
+FILE_BYTES = 2**30  # of whole weights a file; a file's shards are in memory twice while it is written
+Named = dict[str, torch.Tensor]
+
+
+def save(
+    path: Path,
+    weights: Mapping[str, torch.Tensor],
+    states: Mapping[str, Named],
+    progress: Mapping[str, Any],
+    group: dist.ProcessGroup,
+) -> None:
+    """Writes `weights`, the optimizer's `states` by weight, and `progress`.  Raises: CheckpointError on every rank."""
+    tensors = {f"model.{name}": weight.detach() for name, weight in weights.items()}
+    for weight, state in states.items():
+        tensors |= {f"optimizer.{weight}.{name}": _as_shard(value, weights[weight]) for name, value in state.items()}
+    files, total = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + total // FILE_BYTES
+        total += tensor.numel() * tensor.element_size()
+    writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+        if dist.get_rank(group) == 0:
+            (path / STATE).write_text(json.dumps(progress))
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+
+
+def load(
+    path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Fills `weights`, and `states` with what there is.  Returns the `progress`.
+
+    Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read.
+    """
+    if not path.is_dir():
+        raise EngineError(f"{path} was written by the engine single; set engine.name=single to go on from it")
+    reader = HuggingFaceStorageReader(str(path))
+    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}
+    check_same({name: weight.shape for name, weight in weights.items()}, saved)
+    tensors = {f"model.{name}": weight.detach() for name, weight in weights.items()}
+    for weight, state in states.items():
+        prefix = f"optimizer.{weight}."
+        for name, each in found.items():
+            if name.startswith(prefix):
+                own = name.removeprefix(prefix)
+                tensors[name] = made = _empty(each, own, weights[weight])
+                state[own] = made.view(()) if own == STEP else made
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group)
+        progress: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError, CheckpointException) as error:
+        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+    return progress
+
+
+def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A rank's part of an optimizer's state as a part of a whole that is sharded like its weight."""
+    if isinstance(value, DTensor):
+        return value
+    if value.dim() == 0:
+        return value[None]
+    assert isinstance(weight, DTensor)
+    is_alike = value.shape == weight.to_local().shape
+    shape = weight.shape if is_alike else (weight.shape[0], *value.shape[1:])  # else a number or some for each row
+    return _sharded(value, torch.Size(shape), weight)
+
+
+def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Memory for this rank's part of a saved state."""
+    if name == STEP:
+        return torch.zeros(saved.size, dtype=saved.properties.dtype)
+    assert isinstance(weight, DTensor)
+    shape, _ = compute_local_shape_and_global_offset(saved.size, weight.device_mesh, weight.placements)
+    own = torch.zeros(shape, dtype=saved.properties.dtype, device=weight.to_local().device)
+    return _sharded(own, saved.size, weight)
+
+
+def _sharded(own: torch.Tensor, shape: torch.Size, weight: DTensor) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong on the first rank where something did."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {error}"
+    return str(error)

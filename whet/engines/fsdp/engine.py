@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sharded training engine: every rank holds a part of each weight, of its gradient and of its optimizer state.
+
+Whole layers exist one at a time, gathered before they are used and given up after. Sums over ranks are those of
+`SingleEngine`, so that both take the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from whet.engines.compact_adamw import CompactAdamW, own_part
+from whet.engines.engine import Engine, narrow_weights
+from whet.engines.fsdp import checkpoint
+from whet.engines.fsdp.ranks import arrange
+from whet.engines.fsdp.sharding import ShardSettings, shard
+from whet.engines.optim import OptimSettings, optimizer_for, optimizers_of
+from whet.engines.protocol import Columns
+from whet.models.load import body_of
+from whet.models.outputs import ForwardSettings
+from whet.models.sequence_parallel import TokenShare, check_heads
+
+
+class FSDPEngine(Engine):
+    """A model in shards over the ranks of `process_group`.
+
+    `model` has no numbers yet (the meta device); `fill` reads this rank's parts of them once it is sharded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fill: Callable[[nn.Module], None],
+        optim: OptimSettings | None,
+        sharding: ShardSettings,
+        *,
+        forward: ForwardSettings,
+        max_tokens_per_micro_batch: int,
+        grad_clip: float | None = None,
+        total_steps: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.ranks = arrange(
+            process_group,
+            device.type,
+            shard_size=sharding.shard_size,
+            sequence_parallel_size=sharding.sequence_parallel_size,
+            tensor_parallel_size=sharding.tensor_parallel_size,
+        )
+        super().__init__(
+            model,
+            optim,
+            forward=forward,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            grad_clip=grad_clip,
+            total_steps=total_steps,
+            process_group=self.ranks.group,
+            device=device,
+        )
+        if sharding.sequence_parallel_size > 1:
+            check_heads(body_of(model).config.get_text_config(), sharding.sequence_parallel_size)
+            self.forward_settings = replace(forward, token_share=TokenShare(self.ranks.inner_group))
+        if optim is not None and optim.weight_rounding is not None:
+            narrow_weights(model)
+        self._whole = shard(model, self.ranks, sharding, forward)
+        fill(model)
+        self.optimizer = optimizer_for(model, optim, seed) if optim is not None else None
+        self._sums_wide = optim is not None and optim.weight_rounding is not None
+        if self._sums_wide:
+            for weight in self._trained():
+                weight.grad_dtype = None  # gradients are summed up in float32, weights are bfloat16
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch this rank is given."""
+        return self.ranks.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is split."""
+        return self.ranks.dp_size
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether results come from this rank."""
+        return self.ranks.is_reporting
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under their Hugging Face names, gathered one at a time; on every rank, in one order."""
+        for name, weight in super().named_weights():
+            if isinstance(weight, DTensor):
+                here: Any = weight.to(self.device)
+                weight = here.full_tensor()
+            yield name, weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
+        outputs = super().forward(*args, **kwargs)
+        self._reshard()
+        return outputs
+
+    def save(self, path: Path, start: dict[str, Any] | None) -> None:
+        """A folder with a file or more of every rank: what it holds."""
+        checkpoint.save(path, self._saved(), self._states(), {**self._progress(), "start": start}, self.ranks.group)
+
+    def load(self, path: Path) -> dict[str, Any] | None:
+        """Puts back what any number of ranks wrote.  Returns its `start`.
+
+        Raises: EngineError for the state of another model or engine.
+        """
+        state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
+        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+            if isinstance(optimizer, CompactAdamW):  # it works on its rank's part
+                for kept in optimizer.state.values():
+                    kept.update({name: own_part(value) for name, value in kept.items()})
+        self._load_progress(state)
+        start: dict[str, Any] | None = state["start"]
+        return start
+
+    def offload(self) -> None:
+        """Moves weights and optimizer state to the host."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Moves them back."""
+        self._move(self.device)
+
+    def _saved(self) -> dict[str, nn.Parameter]:
+        """The weights of a checkpoint, of an adapter its own alone."""
+        self._reshard()
+        return self._checkpointed()
+
+    def _move(self, device: torch.device) -> None:
+        self._reshard()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.model.to(device)
+        for states in self._states().values():
+            for name, value in states.items():
+                states[name] = value.to(device) if value.dim() else value
+
+    def _reshard(self) -> None:
+        """Gives up what was gathered: torch keeps the outermost weights after a forward pass."""
+        for module in self._whole.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What the optimizer keeps of each weight that it changes."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        names = {id(weight): name for name, weight in self.model.named_parameters()}
+        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+            for group in optimizer.param_groups:
+                found |= {names[id(weight)]: optimizer.state[weight] for weight in group["params"]}
+        return found
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    @property
+    def _rows_group(self) -> dist.ProcessGroup:
+        return self.ranks.rows_group
+
+    def _passes(self, columns: Columns, block: int) -> list[list[int]]:
+        """As many on every rank: each pass gathers weights, which all take part in."""
+        split = self._split(columns, block)
+        most = torch.tensor(len(split), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
+        return [*split, *([] for _ in range(int(most) - len(split)))]
+
+    def _outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = self._whole(part, needs, self.forward_settings, temperature)
+        return outputs
+
+    def _keep_gradients(self) -> None:
+        """In float32, to which those of later passes are added, where weights are not."""
+        if self._sums_wide:
+            for weight in self._trained():
+                if weight.grad is not None and weight.grad.dtype != torch.float32:
+                    weight.grad = weight.grad.float()
+
+    def _sum_gradients(self) -> None:
+        """torch summed them up after each pass."""
+
+    @torch.no_grad()
+    def _clip(self) -> torch.Tensor:
+        """The norm of the gradient before it is clipped: of all shards, each counted once."""
+        grads = [weight.grad for weight in self._trained() if isinstance(weight.grad, DTensor)]
+        size, squares = dist.get_world_size(self.ranks.group), torch.zeros((), dtype=torch.float64, device=self.device)
+        for grad in grads:
+            copies = size // _shards(grad)
+            squares += grad.to_local().norm().to(squares) ** 2 / copies
+        dist.all_reduce(squares, group=self.ranks.group)
+        norm = squares.sqrt().float()
+        if self.grad_clip is not None:
+            scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                grad.to_local().mul_(scale.to(grad.device))
+        return norm
+
+
+def _shards(tensor: DTensor) -> int:
+    """Into how many different parts it is split."""
+    count = 1
+    for dim, placement in enumerate(tensor.placements):
+        count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)
+    return count

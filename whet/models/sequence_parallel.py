@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism: each rank has a part of the tokens, and in attention all tokens and a part of the heads.
+
+Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. Two exchanges a layer, before attention and after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from whet.errors import ConfigError
+
+SEEN = {"full_attention", "sliding_attention"}  # layers in which attention alone mixes tokens
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """This rank's part of the tokens: they go to the ranks of `group` in order and in equal parts."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the tokens."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Which part is this rank's."""
+        return dist.get_rank(self.group)
+
+    def padded(self, count: int) -> int:
+        """The next number of tokens that can be shared evenly."""
+        return -(-count // self.size) * self.size
+
+    def own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., T] -> [..., T / size]."""
+        return tokens.unflatten(-1, (self.size, -1))[..., self.rank, :]
+
+    def to_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """[1, H, T / size, D] -> [1, H / size, T, D]; heads that are fewer than ranks are repeated first."""
+        if (heads := states.shape[1]) < self.size:
+            states = states.repeat_interleave(self.size // heads, dim=1)
+        parts = states[0].unflatten(0, (self.size, -1))  # [size, H / size, T / size, D]
+        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+
+    def to_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """[1, T, H / size, D] -> [1, T / size, H, D]."""
+        parts = states[0].unflatten(0, (self.size, -1))  # [size, T / size, H / size, D]
+        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+
+    def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """The numbers of N tokens from those that each rank has, [n, ...] -> [N, ...]; `owner` [N] says whose each is,
+        and a rank has its own in order. Differentiable where all ranks compute the same from the result."""
+        counts = owner.bincount(minlength=self.size)
+        most = int(counts.max()) if len(owner) else 0
+        padding = [0, 0] * (own.dim() - 1) + [0, most - len(own)]
+        everyone = _Gather.apply(F.pad(own, padding), self.group)  # [size, most, ...]
+        order = owner.argsort(stable=True)
+        first = counts.cumsum(0) - counts
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - first[owner[order]]
+        return everyone[owner, place]
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raises: ConfigError for a number of ranks over which a model's heads cannot be shared out."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    valid = [each for each in range(1, heads + 1) if _fits(each, heads, kv_heads)]
+    if size not in valid:
+        raise ConfigError(
+            f"engine.sequence_parallel_size={size} does not share out {heads} heads with {kv_heads} of keys and values "
+            f"evenly; try {', '.join(str(each) for each in valid)}"
+        )
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - SEEN):
+        raise ConfigError(
+            f"engine.sequence_parallel_size={size} needs layers in which attention alone mixes tokens, and this model "
+            f"has {', '.join(others)}; set it to 1"
+        )
+
+
+def _fits(size: int, heads: int, kv_heads: int) -> bool:
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[size, ...]: part r goes to rank r, and what rank r sent stands in place r; differentiable."""
+    exchanged: torch.Tensor = _Exchange.apply(parts, group)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        return _Exchange.apply(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """[...] -> [size, ...]. The gradient is this rank's part of its own: all ranks compute the same loss."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
+        everyone = own.new_empty(size * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(everyone, own.contiguous(), group=group)
+        return everyone.unflatten(0, (size, -1))
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        return grad[ctx.rank], None

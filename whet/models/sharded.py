@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are given their weights in parts: no process holds a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from whet.errors import ModelError
+from whet.models.folder import check_weights, split_adapters, weight_files
+from whet.models.load import body_of, outline, without_weight_bars
+from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
+from whet.models.value_head import ValueModel
+
+
+def empty_model(
+    path: str | Path, device: torch.device, *, is_value_model: bool = False
+) -> PreTrainedModel | ValueModel:
+    """What `load_policy` or `load_value_model` gives, without weights (they are on the meta device) and with all else,
+    such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
+    with torch.device("meta"):
+        model = outline(path, is_value_model=is_value_model)
+    for weight in model.parameters():
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone then
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    body_of(model).initialize_weights()
+    return model
+
+
+def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int, allow_pickle: bool = False) -> None:
+    """Reads this rank's parts of the weights at `path` into a sharded `model` without numbers; a value head starts at
+    0, a new adapter as `new_adapter` says.  Raises: ModelError."""
+    base, adapters = split_adapters(path)
+    if adapters:
+        raise ModelError(
+            f"{path} is an adapter over {base}, and sharded engines merge none while they load; export the merged "
+            "model first, and name its folder"
+        )
+    body = body_of(model)
+    folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=["*.safetensors*"]))
+    check_weights(folder, allow_pickle=allow_pickle)
+    layers = adapted_layers(body)
+    with ExitStack() as files, without_weight_bars():
+        slices = {_inside(name, layers): part for name, part in _slices(folder, files, allow_pickle)}
+        conversions: Any = get_model_conversion_mapping(body)
+        settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
+        report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
+    expected = {name for name in report.missing_keys if not any(f".{part}." in name for part in TRAINED_PARTS)}
+    body.tie_weights(missing_keys=expected, recompute_mapping=False)
+    if missing := sorted(expected - body.all_tied_weights_keys.keys()):
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights of {type(body).__name__}, such as {missing[0]}: they would be "
+            "random; fetch the folder again, or name one whose weights fit its config.json"
+        )
+    if wrong := [*report.mismatched_keys, *report.conversion_errors.items(), *report.error_msgs]:
+        raise ModelError(f"{path}: {len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}")
+    if isinstance(model, ValueModel):
+        for name in ("weight", "bias"):
+            _give(model.value_head, name, device)
+    for name, layer in layers.items():
+        first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        _give(first, "weight", device)
+        _give(second, "weight", device)
+        copy_part(first.weight, new_adapter(name, first.weight.shape, seed))
+
+
+@torch.no_grad()
+def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
+    """Writes into `weight`, sharded or not, what belongs there of `whole`."""
+    if not isinstance(weight, DTensor):
+        weight.copy_(whole)
+        return
+    shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    part = whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+    weight.to_local().copy_(part)
+
+
+def _give(module: nn.Module, name: str, device: torch.device) -> None:
+    """Memory for a sharded weight without numbers, with zeros in it."""
+    weight = getattr(module, name)
+    made = DTensor.from_local(
+        torch.zeros(weight.to_local().shape, dtype=weight.dtype, device=device),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    setattr(module, name, nn.Parameter(made, requires_grad=weight.requires_grad))
+
+
+def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
+    """Each weight of the folder by name, to be read when it is indexed."""
+    for path in weight_files(folder, allow_pickle=allow_pickle):
+        if path.suffix != ".safetensors":
+            yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
+            continue
+        opened = files.enter_context(safe_open(path, framework="pt"))
+        for name in opened.keys():  # noqa: SIM118  # no mapping
+            yield name, opened.get_slice(name)
+
+
+def _inside(name: str, layers: Mapping[str, Any]) -> str:
+    """A weight's name where an adapter stands around its layer."""
+    owner, _, rest = name.rpartition(".")
+    is_adapted = any(owner == layer or owner.endswith(f".{layer}") or layer.endswith(f".{owner}") for layer in layers)
+    return f"{owner}.base_layer.{rest}" if is_adapted else name
