@@ -42,7 +42,9 @@ def examine(run_dir: Path) -> dict[str, list[Finding]]:
     return {
         "python": list(_python()),
         "packages": [_package(each) for each in requirements.get("", [])],
-        "extras": [_extra(name, wanted) for name, wanted in requirements.items() if name not in ("", "dev")],
+        "extras": [
+            _extra(name, wanted) for name, wanted in requirements.items() if name and not name.startswith("dev")
+        ],
         "engines": list(_engines(requirements)),
         "machine": [*_processor(), *_memory(), *_gpus(), *_limits()],
         "places": list(_places(run_dir)),
