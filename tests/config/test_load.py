@@ -24,9 +24,7 @@ def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None
     config = load("actor.optim.lr=1e-5")
     assert config.actor.optim.lr == config["actor"]["optim"]["lr"] == config.actor.optim.get("lr") == 1e-5
     assert config.actor.get("nothing", 3) == 3 and "lr" in config.actor.optim and "n" not in config.actor.optim
-    assert dict(config.ref.engine) == {"name": "single", "packing": None, "share_prompts": True} | {
-        "logits_chunk_tokens": 1024
-    }
+    assert dict(config.model.lora) == {"rank": None, "alpha": None, "target_modules": [], "path": None}
     with pytest.raises(ValidationError, match="frozen"):
         config.actor.epochs = 2  # type: ignore[misc]
 

@@ -32,7 +32,11 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
 
     def flush() -> None:
         if kept:
-            save_file(kept, out / f"part-{len(written)}", metadata={"format": "pt"})
+            part = out / f"part-{len(written)}"
+            part.touch()
+            mode = part.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
+            save_file(kept, part, metadata={"format": "pt"})
+            part.chmod(mode)
             written.append(list(kept))
             kept.clear()
 
