@@ -19,6 +19,7 @@ class Placement:
     world_size: int = 1
     process_group: torch.distributed.ProcessGroup | None = None
     neighbours: Mapping[str, Worker] = field(default_factory=dict)
+    address: str = "127.0.0.1"
 
 
 class Worker:
@@ -48,6 +49,11 @@ class Worker:
     def process_group(self) -> torch.distributed.ProcessGroup | None:
         """The ranks as torch.distributed knows them; None where the process is alone."""
         return self._placement.process_group
+
+    @property
+    def address(self) -> str:
+        """Under which other processes reach this one."""
+        return self._placement.address
 
     @property
     def neighbours(self) -> Mapping[str, Worker]:
