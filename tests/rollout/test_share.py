@@ -19,7 +19,7 @@ from whet.models.load import load_policy
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams
-from whet.rollout.share import FULL_ROWS, Share, blocks_of, everything
+from whet.rollout.share import Share, blocks_of, everything
 
 
 def requests_of(*prompts: tuple[int, int, int]) -> list[Request]:
@@ -44,31 +44,26 @@ def test_blocks_keep_prompts_whole_unless_too_few_would_be_left() -> None:
     assert blocks_of(requests_of((1, 2, 1)), 4) == [[0], [1]]
 
 
-def test_a_rank_takes_its_part_of_what_is_left_and_no_more() -> None:
-    made = requests_of(*[(3, 8, 10)] * 32)  # 256 rows in 32 blocks of 8
+def test_all_start_at_once_where_they_fit() -> None:
+    made = requests_of(*[(3, 8, 10)] * 5)  # 40 rows in blocks of 40 // 8 = 5 and what is left of 8
     counter = itertools.count()
     one, two = (Share(made, 2, lambda: next(counter)) for _ in range(2))
-    first = one(0, 10**6)
-    # Alone so far: it goes on while it has less than half of what is left: 80 < 176 / 2, and 88 >= 168 / 2.
-    assert first == list(range(88))
-    assert one(88, 10**6) == [] and one(200, 10**6) == []
-    second = two(0, 10**6)
-    # (256 - 88 - r) / 2 > r while r < 56: seven blocks.
-    assert second == list(range(88, 144))
-    assert one(84, 10**6) == []  # (256 - 88) / 2, by what it saw last
-    assert one(60, 10**6) == list(range(144, 152))
-    assert two(0, 24)[-1] - 152 == 23  # within what the engine has room for
+    first = one(0, 99)
+    assert first == list(range(21)) and one(21, 99) == [] and one(20, 99) == []
+    assert two(0, 99) == list(range(21, 40))
+    assert one(0, 99) == two(0, 99) == []
 
 
-def test_the_end_is_handed_out_by_full_batches() -> None:
-    made = requests_of(*[(3, 4, 10)] * 10)
+def test_a_rank_whose_answers_are_short_takes_more() -> None:
+    made = requests_of(*[(3, 4, 10)] * 20)  # 80 rows, of which a rank has room for 12
     counter = itertools.count()
     one, two = (Share(made, 2, lambda: next(counter)) for _ in range(2))
-    taken = [one(0, 99), two(0, 99)]
-    assert [len(rows) for rows in taken] == [FULL_ROWS, FULL_ROWS]
-    taken += [one(3, 99), two(16, 99), two(0, 99), one(0, 99)]
-    assert sorted(itertools.chain(*taken)) == list(range(40))
-    assert len(taken[2]) == 8 and not taken[3] and not taken[4] and not taken[5]
+    assert one(0, 12) == list(range(12)) and two(0, 12) == list(range(12, 24))
+    assert one(12, 12) == [] and one(9, 12) == list(range(24, 28))
+    taken = [*one(0, 12), *one(8, 12), *one(3, 12)]
+    assert taken == list(range(28, 28 + 12 + 4 + 12))
+    assert two(12, 12) == [] and two(1, 12) == list(range(56, 68)) and two(0, 12) == list(range(68, 80))
+    assert one(0, 12) == two(5, 12) == []
 
 
 def test_alone_everything_is_taken_at_once() -> None:

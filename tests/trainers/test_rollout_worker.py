@@ -192,7 +192,7 @@ def test_several_ranks(
 def test_a_slow_rank_takes_less_and_changes_nothing(
     train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
 ) -> None:
-    config = train_config()
+    config = train_config({"rollout.max_batch_size": 16})
     actor, rollout = two_roles(config, groups, (2,), sharded=False)
     weight_sync(actor, rollout, "float32", SECONDS)(0)
     made = suite.requests(groups=40, n=4, longest=30)

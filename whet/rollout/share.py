@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One list of requests for several ranks: each takes the next of it as it has room, and none waits for another.
 
-Long answers keep a rank busy, and it takes fewer. Who answers what changes no answer: random draws are keyed by request
-and position, and a request gives the same tokens in any company.
+A rank takes no more at once than its even part. Where all fit together, all start at once: a step costs little more for
+more rows, and what started later would end later. Where they do not, a rank that long answers keep busy takes fewer.
+Who answers what changes no answer: random draws are keyed by request and position, and a request gives the same tokens
+in any company.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from whet.rollout.protocol import Request
 
 BLOCKS_A_RANK = 4  # at least, of equal requests: fewer are handed out as one, so that a rank prefills a prompt once
-FULL_ROWS = 16  # fewer rows take as long to decode
 
 
 class Share:
@@ -22,24 +23,19 @@ class Share:
 
     def __init__(self, requests: Sequence[Request], ranks: int, next_number: Callable[[], int]) -> None:
         self._blocks = blocks_of(requests, ranks)
-        self._ranks, self._next_number = ranks, next_number
-        behind = accumulate((len(block) for block in reversed(self._blocks)), initial=0)
-        self._rows_left = list(behind)[::-1]  # from each block on
+        self._part, self._next_number = -(-len(requests) // ranks), next_number
         self._first_free = 0  # as last seen; others may be further
 
     def __call__(self, unfinished: int, most: int) -> list[int]:
         """The requests to take on beside the `unfinished` ones of this rank, up to about `most` in all: none where
-        others should have them, or nothing is left. A rank takes what would be its part of the rest, and no more."""
+        others should have them, or nothing is left."""
         taken: list[int] = []
-        while self._first_free < len(self._blocks) and unfinished + len(taken) < min(most, self._part()):
+        while self._first_free < len(self._blocks) and unfinished + len(taken) < min(most, self._part):
             number = self._next_number()
             self._first_free = number + 1
             if number < len(self._blocks):
                 taken += self._blocks[number]
         return taken
-
-    def _part(self) -> int:
-        return max(FULL_ROWS, self._rows_left[self._first_free] // self._ranks)
 
 
 def everything(count: int) -> Callable[[int, int], Sequence[int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,16 @@ def checksum(weight: torch.Tensor) -> int:
     """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the tensor's bits as a table x of 64-bit words with
     rows of 512: whatever changes, moves or is missing changes it, but for what is made to cancel out."""
     octets = bytes_of(weight)
-    whole = len(octets) - len(octets) % (8 * TABLE_WIDTH)
-    table = octets[:whole].view(torch.int64).view(-1, TABLE_WIDTH)
-    rest = F.pad(octets[whole:], (0, 8 * TABLE_WIDTH - (len(octets) - whole))).view(torch.int64)
-    columns, rows = table.sum(0) + rest, torch.cat([table.sum(1), rest.sum(0, keepdim=True)])
-    total = (columns * _factors(columns, COLUMN_FACTOR)).sum() + (rows * _factors(rows, ROW_FACTOR)).sum()
-    return (int(total) + len(octets)) % 2**64
+    size, row_bytes = len(octets), 8 * TABLE_WIDTH
+    whole = size // row_bytes
+    last = F.pad(octets[whole * row_bytes :], (0, (whole + 1) * row_bytes - size)).view(torch.int64)
+    by_row = last.sum() * (2 * whole + 1)
+    if whole:
+        table = octets[: whole * row_bytes].view(torch.int64).view(whole, TABLE_WIDTH)
+        by_row += (table.sum(1) * _odd_numbers(whole, octets.device)).sum()
+        last += table.sum(0)
+    columns, rows = torch.stack([(last * _columns(octets.device)).sum(), by_row]).tolist()
+    return (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
 
 
 def bytes_of(weight: torch.Tensor) -> torch.Tensor:
@@ -49,5 +54,10 @@ def bytes_of(weight: torch.Tensor) -> torch.Tensor:
     return octets if octets.storage_offset() % 8 == 0 else octets.clone()
 
 
-def _factors(sums: torch.Tensor, factor: int) -> torch.Tensor:
-    return (torch.arange(len(sums), device=sums.device) * 2 + 1) * factor
+@cache
+def _columns(device: torch.device) -> torch.Tensor:
+    return _odd_numbers(TABLE_WIDTH, device)
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * count, 2, device=device)
