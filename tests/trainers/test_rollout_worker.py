@@ -119,6 +119,15 @@ def test_one_rank_each(
     check(config, actor, rollout, model_folder)
 
 
+@pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
+def test_an_adapter_is_added_in_on_the_way(
+    pools: tuple[int, ...], train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+) -> None:
+    config = train_config({"model.lora.rank": 2})
+    actor, rollout = two_roles(config, groups, pools, sharded=False)
+    check(config, actor, rollout, model_folder)
+
+
 def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
     train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]]
 ) -> None:

@@ -20,7 +20,7 @@ from whet.weight_sync.digest import Digest, bytes_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
-BUCKET_BYTES = 2**25
+BUCKET_BYTES = 2**26
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece: its bytes are read as numbers where they lie
 _SIZES = struct.Struct("<QQ")
