@@ -51,15 +51,15 @@ class Worker:
         return self._placement.process_group
 
     @property
-    def address(self) -> str:
-        """Under which other processes reach this one."""
-        return self._placement.address
-
-    @property
     def neighbours(self) -> Mapping[str, Worker]:
         """The workers of other roles in this process, by role; in `__init__` those that were built before this one.
         A rollout worker takes the actor's module from here, without a copy."""
         return self._placement.neighbours
+
+    @property
+    def address(self) -> str:
+        """Under which workers of other pools and nodes reach this machine: for stores and sockets of their own."""
+        return self._placement.address
 
     @property
     def dp_rank(self) -> int:
