@@ -6,7 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from benchmarks import algorithms, cold_start, exactness, grpo_step, machine, packing, quickstart, recipes, rollout
+from benchmarks import (
+    algorithms,
+    cold_start,
+    exactness,
+    grpo_step,
+    machine,
+    packing,
+    quickstart,
+    recipes,
+    rollout,
+    scaling,
+)
 from benchmarks.setting import Setting
 
 
@@ -35,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "algorithms": algorithms,
     "packing": packing,
     "exactness": exactness,
+    "scaling": scaling,
     "cold_start": cold_start,
 }
 

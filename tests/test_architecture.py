@@ -84,7 +84,9 @@ def test_layer_four_meets_in_protocols() -> None:
 
 def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
     concrete = ("whet.engines.single", "whet.engines.fsdp", "whet.rollout.hf", "whet.rollout.native")
-    builders = {"whet/trainers/build.py", "whet/trainers/workers.py"}  # a worker makes its engine in its own process
+    builders = {
+        f"whet/trainers/{name}.py" for name in ("build", "workers", "rollout_worker")
+    }  # a worker makes its engine in its own process
     named = [
         f"{_shown(file)}:{line} names {module}"
         for file in FILES

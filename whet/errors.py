@@ -8,6 +8,7 @@ WhetError
 ├── RewardError (RuntimeError)   a reward function whose form or result cannot be used
 ├── ModelError (RuntimeError)    a model folder, tokenizer or weight that does not fit
 ├── EngineError (RuntimeError)   a training or rollout engine that cannot go on
+├── WeightSyncError (RuntimeError) weights that did not reach the rollout as they left the trainer
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
 ├── CheckpointError (RuntimeError)
@@ -44,6 +45,10 @@ class ModelError(WhetError, RuntimeError):
 
 class EngineError(WhetError, RuntimeError):
     """A training or rollout engine that cannot go on."""
+
+
+class WeightSyncError(WhetError, RuntimeError):
+    """Weights that did not reach the rollout as they left the trainer; the message names version and weight."""
 
 
 class WorkerError(WhetError, RuntimeError):

@@ -607,6 +607,6 @@ def test_rollouts_in_another_dtype_follow_the_weights(train_config: MakeConfig, 
         log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
         gaps.append((log_probs - batch["rollout_log_probs"])[mask].abs().mean().item())
         run.roles["actor"].update(batch.with_columns(advantages=mask.float()), run.policy_objective)
-        run.roles["rollout"].sync(step)
+        run.sync(step)
     run.close()
     assert all(0 < gap < 0.02 for gap in gaps), gaps

@@ -109,6 +109,12 @@ class SamplingConfig(Section):
     )
 
 
+HYBRID = (
+    "sampling and training take turns on the devices: the cache of keys and values is freed while models train, and "
+    "trained models with their optimizers leave the device while answers are sampled"
+)
+
+
 class RolloutConfig(SamplingConfig):
     """How answers are sampled."""
 
@@ -124,6 +130,7 @@ class RolloutConfig(SamplingConfig):
     compile: bool = Field(False, description="compile the decode step: slower to start, faster to run")
     max_batch_size: PositiveInt = Field(256, description="sequences decoded together")
     kv_cache_bytes: PositiveInt = Field(2**30, description="memory for keys and values")
+    free_cache_engine: bool = Field(False, description=HYBRID)
     deadline_seconds: PositiveFloat = Field(3600.0, description="a rollout of one step that takes longer is an error")
 
 

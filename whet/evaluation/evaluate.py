@@ -30,8 +30,8 @@ from whet.rollout.stream import Rollouts
 from whet.tracking.console import progress
 from whet.trainers.build import build_collector, sampling_params, scorer_of
 from whet.trainers.export import find_model, model_folder
+from whet.trainers.rollout_worker import RolloutWorker, sampler
 from whet.trainers.run import readable
-from whet.trainers.workers import RolloutWorker
 from whet.types import Prompt
 
 CALL_DEADLINE_SECONDS = 24 * 3600.0  # the engine has a deadline of its own: rollout.deadline_seconds
@@ -93,7 +93,7 @@ def evaluate(
         n, threshold = config.rollout.n, config.reward.correct_threshold
         stop_ids = stop_token_ids(model_path, tokenizer)
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
-        collector = build_collector(config, tokenizer, engine.generate, config.seed)
+        collector = build_collector(config, tokenizer, sampler(engine), config.seed)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
         def answers_to(asked: Sequence[Prompt]) -> list[Row]:

@@ -24,7 +24,8 @@ from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.rollout.protocol import Request, SamplingParams
 from whet.trainers.export import model_folder
-from whet.trainers.workers import rollout_engine, torch_dtype
+from whet.trainers.rollout_worker import rollout_engine
+from whet.trainers.workers import torch_dtype
 
 try:
     from lm_eval.api.instance import Instance

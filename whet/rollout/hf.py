@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from whet.errors import DeadlineError, EngineError
+from whet.errors import DeadlineError
 from whet.models.lora import plain_copy
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.policy import Policy
+from whet.rollout.protocol import Claim, Completion, Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
 from whet.rollout.stop_strings import StopStrings, stop_strings_of
 
@@ -30,43 +31,48 @@ class HFEngine:
     ) -> None:
         self.load_tokenizer = load_tokenizer  # called only where requests have stop strings
         self.dtype, self.max_batch_size, self.deadline_seconds = dtype, max_batch_size, deadline_seconds
-        self.version = -1
-        self._module: PreTrainedModel | None = None
+        self._policy = Policy()
 
-    def attach(self, module: PreTrainedModel, version: int) -> None:
+    def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
         """Samples from `module` itself from now on."""
-        self._module, self.version = module, version
+        self._policy.set(module, version, is_own=is_own)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Fills the engine's own module, which `adopt` made."""
-        own = dict(self._require_module().named_parameters())
-        with torch.no_grad():
-            for name, weight in weights:
-                own[name].copy_(weight)
-        self.version = version
+        """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
+        self._policy.fill(weights, version)
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes an own module of the same shape, without adapters, in the rollout dtype."""
         # mypy takes transformers' decorated `to` for a plain function
-        self._module = plain_copy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
+        own = plain_copy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
+        self._policy.set(own, self._policy.version, is_own=True)
 
     def sleep(self) -> None:
-        """Does nothing: the cache lives only during `generate`."""
+        """Frees the device of an own module: the cache lives only during `generate`."""
+        self._policy.leave_device()
 
     def wake(self) -> None:
-        """Does nothing: the cache lives only during `generate`."""
+        """Puts an own module back."""
+        self._policy.return_to_device()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order.  Raises: EngineError, DeadlineError."""
+        """One completion a request, in order.  Raises: EngineError, WeightSyncError, DeadlineError."""
         deadline = time.monotonic() + self.deadline_seconds
         done: list[Completion] = []
         for start in range(0, len(requests), self.max_batch_size):
             done += self._generate_batch(requests[start : start + self.max_batch_size], deadline)
         return done
 
+    def answer(self, requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
+        """Completions of the requests that `claim` gives: it is asked again when all of them are done."""
+        done: dict[int, Completion] = {}
+        while claimed := claim(0, self.max_batch_size):
+            done |= zip(claimed, self.generate([requests[index] for index in claimed]), strict=True)
+        return done
+
     @torch.no_grad()
     def _generate_batch(self, requests: Sequence[Request], deadline: float) -> list[Completion]:
-        module = self._require_module()
+        module = self._policy.require_whole()
         device = module.device
         width = max(len(request.token_ids) for request in requests)
         padding = [width - len(request.token_ids) for request in requests]
@@ -107,16 +113,11 @@ class HFEngine:
         ended = zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
         return [
             Completion(
-                *(tuple(ids_[:length]), tuple(values[:length]), "stop" if stop else "length", self.version),
+                *(tuple(ids_[:length]), tuple(values[:length]), "stop" if stop else "length", self._policy.version),
                 stop=found.get(row),
             )
             for row, (ids_, values, length, stop) in enumerate(ended)
         ]
-
-    def _require_module(self) -> PreTrainedModel:
-        if self._module is None:
-            raise EngineError("the rollout engine has no weights yet: attach a module, or adopt one and load weights")
-        return self._module
 
 
 def _found_stops(stops: Sequence[StopStrings | None], rows: Sequence[int], tokens: torch.Tensor) -> dict[int, str]:

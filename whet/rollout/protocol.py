@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,6 +61,10 @@ class Completion:
     preemptions: int = field(default=0, compare=False)  # how often it made room for others: no part of the answer
 
 
+# Which requests, by their numbers, to take on beside those that are unfinished, up to about so many in all.
+Claim = Callable[[int, int], Sequence[int]]
+
+
 class RolloutEngine(Protocol):
     """Samples from a policy whose weights come from outside."""
 
@@ -68,8 +72,16 @@ class RolloutEngine(Protocol):
         """One completion a request, in order.  Raises: EngineError for a request that can never fit."""
         ...
 
-    def attach(self, module: PreTrainedModel, version: int) -> None:
-        """Samples from `module` itself, without a copy, from now on."""
+    def answer(self, requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
+        """Completions of the requests that `claim` gives, by their numbers, until it gives none to an idle engine.
+
+        Raises: EngineError; WeightSyncError where the last weights did not arrive whole.
+        """
+        ...
+
+    def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
+        """Samples from `module` itself, without a copy, from now on. Where it is the engine's own it may be filled, and
+        leaves the device while the engine sleeps."""
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
@@ -77,11 +89,14 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Fills the engine's own module with weights under their Hugging Face names."""
+        """Fills the engine's own module with weights under their Hugging Face names.
+
+        Raises: WeightSyncError for weights that do not fit; what `weights` raises. Then nothing is sampled until all
+        weights of a version came."""
         ...
 
     def sleep(self) -> None:
-        """Frees what sampling alone needs (the cache of keys and values)."""
+        """Frees what sampling alone needs: the cache of keys and values, and an own module's place on the device."""
         ...
 
     def wake(self) -> None:

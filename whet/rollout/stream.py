@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -94,11 +95,13 @@ class Rollouts:
         group_filter: Filter | None = None,
         correct_threshold: float = 1.0,
         length_stages: Mapping[int, int] | None = None,
+        sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.length_stages = dict(length_stages or {})
         self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
+        self.sampling = sampling  # entered while the engine is to sample
         self.failures = FailureWatch()
 
     def take(self, n: int, *, step: int) -> Taken:
@@ -109,13 +112,14 @@ class Rollouts:
         kept: list[Group] = []
         dropped: list[Group] = []
         refills = self.group_filter.max_refills if self.group_filter is not None else 0
-        for _ in range(1 + refills):
-            groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
-            self.prompts.observe(groups)
-            for group in groups:
-                (kept if self._is_kept(group) else dropped).append(group)
-            if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
-                break
+        with self.sampling():
+            for _ in range(1 + refills):
+                groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
+                self.prompts.observe(groups)
+                for group in groups:
+                    (kept if self._is_kept(group) else dropped).append(group)
+                if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
+                    break
         if self.group_filter is not None:
             metrics.sum("filter/dropped_groups", len(dropped))
             metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
@@ -142,7 +146,7 @@ class Rollouts:
     ) -> list[Group]:
         """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
         in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
-        with metrics.time("time/rollout"):
+        with metrics.time("time/rollout"), self.sampling():
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
         turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
         if preemptions := sum(turn.preemptions for turn in turns):

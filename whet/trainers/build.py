@@ -20,6 +20,7 @@ from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingCo
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
@@ -40,7 +41,7 @@ from whet.registry import (
 )
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
-from whet.rollout.collect import Collector
+from whet.rollout.collect import Collector, Generate
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
@@ -50,15 +51,18 @@ from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
+from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
+from whet.trainers.rollout_worker import RolloutWorker, sampler
 from whet.trainers.run import Run, metric_file, open_trackers, run_folder
 from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, stopped_in_order
-from whet.trainers.workers import AdapterOffWorker, RoleSettings, RolloutWorker, TrainWorker
+from whet.trainers.workers import AdapterOffWorker, RoleSettings, TrainWorker
 from whet.types import Prompt
+from whet.weight_sync.between_pools import WeightSync, weight_sync
 
 log = logging.getLogger(__name__)
 Rows = Iterable[Mapping[str, Any] | Prompt]
@@ -129,8 +133,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
 
     columns = plan(config)
-    callbacks = [load_target(path) for path in config.trainer.callbacks]
-    run_dir = run_folder(config.trainer)
+    callbacks, run_dir = [load_target(path) for path in config.trainer.callbacks], run_folder(config.trainer)
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     reclaimed = checkpoint.bytes_over_limit(run_dir, config.trainer.save_limit)
     check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
@@ -143,7 +146,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
         undo.callback(services.close, failed=True)
         roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
         undo.callback(roles["rollout"].close)
-        roles["rollout"].sync(0)
+        modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(model_path, tokenizer)
         console = "console" in config.trainer.logger and not dry_run
         shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
@@ -152,7 +155,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             run_dir=run_dir,
             tokenizer=tokenizer,
             roles=roles,
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"].generate, scorer, stop_ids),
+            weight_sync=_weight_sync(config, roles),
+            rollouts=_rollouts(config, tokenizer, loader, sampler(roles["rollout"]), scorer, stop_ids, modes),
             columns=columns,
             estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
             estimator_options=_estimator_options(config),
@@ -168,10 +172,10 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
             timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
+            modes=modes,
             opened=opened,
         )
-        if found is not None:
-            run.restore(found)
+        run.start(found)
         undo.pop_all()
     return run
 
@@ -274,7 +278,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (read(path),)))
     tokenizer_path = config.model.tokenizer_path or model_path
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, config.model.dtype, tokenizer_path))]
+    own = (config.rollout, model.dtype, tokenizer_path, model)
+    return [*specs, WorkerSpec("rollout", RolloutWorker, own)]
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
@@ -310,16 +315,11 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
 
 
 def build_collector(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Callable[..., Any], seed: int
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Generate, seed: int
 ) -> Collector:
-    """What runs the config's environment on an engine. A prompt's samples stay on one rank, which prefills it once."""
-    n = config.rollout.n
-
-    def by_group(requests: Sequence[Any]) -> Any:
-        return generate(list(requests), block=n if len(requests) % n == 0 else 1)
-
+    """What runs the config's environment on an engine."""
     return Collector(
-        by_group,
+        generate,
         tokenizer,
         environment=config.environment.name,
         environment_options=config.environment.options,
@@ -351,13 +351,19 @@ def sampling_params(
     )
 
 
+def _weight_sync(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> WeightSync:
+    dtype = config.rollout.dtype or config.model.dtype
+    return weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds)
+
+
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     loader: PromptSource,
-    generate: Callable[..., Any],
+    generate: Generate,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
+    modes: Modes,
 ) -> Rollouts:
     return Rollouts(
         loader,
@@ -369,6 +375,7 @@ def _rollouts(
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
+        sampling=modes.rollout_mode,
     )
 
 

@@ -80,7 +80,7 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> Da
                 metrics.merge(run.roles["actor"].update(weighed, objective))
             run.entropy_controller.update(metrics.value("actor/entropy"))
     with metrics.time("time/sync"):
-        run.roles["rollout"].sync(step)
+        run.sync(step)
     return batch
 
 

@@ -32,12 +32,14 @@ from whet.tracking.tracker import Row, Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.health import Health
+from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.run_dir import RunDir
 from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, StopSignals
 from whet.types import Group, Prompt, Trajectory
+from whet.weight_sync.between_pools import WeightSync
 
 Callback = Callable[["Run", int, Mapping[str, float]], None]
 
@@ -50,6 +52,7 @@ class Run:
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
     roles: Mapping[str, WorkerGroup]
+    weight_sync: WeightSync
     rollouts: Rollouts
     columns: ColumnPlan
     estimator: Entry
@@ -66,12 +69,14 @@ class Run:
     metrics_file: Tracker  # what the mathematics produced: equal in equal runs
     timings_file: Tracker  # what the clock said
     callbacks: Sequence[Callback] = ()
+    modes: Modes = field(default_factory=Modes)
     opened: RunDir | None = None  # the run's folder, taken; None where nothing is written
     step: int = 0  # steps done
     score: float | None = None  # trainer.best_metric where the last step was validated
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
     health: Health = field(default_factory=Health)
+    digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
     signals: StopSignals = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,15 +150,22 @@ class Run:
                 save_limit=self.config.trainer.save_limit,
             )
 
-    def restore(self, folder: Path) -> None:
-        """Goes on where the checkpoint in `folder` was written."""
-        state = restored(folder, self.roles, self.config.model.path)
-        self.step = state["step"]
-        self.rollouts.load_state(state["rollouts"])
-        self.shaper.load_state(state["shaper"])
-        self.entropy_controller.load_state(state["entropy"])
-        self.health.load_state(state["health"])
-        self.roles["rollout"].sync(self.step)
+    def start(self, folder: Path | None) -> None:
+        """Goes on where the checkpoint in `folder` was written; without one begins with the weights as they are."""
+        if folder is not None:
+            state = restored(folder, self.roles, self.config.model.path)
+            self.step = state["step"]
+            self.rollouts.load_state(state["rollouts"])
+            self.shaper.load_state(state["shaper"])
+            self.entropy_controller.load_state(state["entropy"])
+            self.health.load_state(state["health"])
+        self.sync(self.step)
+
+    def sync(self, step: int) -> None:
+        """Lets the rollout sample from the weights after `step`.
+
+        Raises: WeightSyncError, DeadlineError, WorkerError."""
+        self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
         """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid; a few
@@ -164,7 +176,7 @@ class Run:
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_answers(path, groups, self.tokenizer)
+        write_answers(path, groups, self.tokenizer, self.digests)
         rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
         self.trackers.add_table(f"generations/{purpose}", rows)
 
@@ -235,9 +247,12 @@ def open_trackers(config: TrainConfig | SFTConfig, run_dir: Path, start_step: in
     return Trackers(open_services(list(services), told))
 
 
-def write_answers(path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> None:
-    """One JSON object an answer and line."""
+def write_answers(
+    path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, digests: Mapping[int, str]
+) -> None:
+    """One JSON object an answer and line; `digests` are of the weights by version."""
     answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+    answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
     lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
     path.write_text("".join(lines), encoding="utf-8")
 

@@ -35,7 +35,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 FREE = (
     *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers"),
     *("rollout.compile", "rollout.max_batch_size", "rollout.kv_cache_bytes", "rollout.deadline_seconds"),
-    *("data.hub_deadline_seconds", "model.gradient_checkpointing"),
+    *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two workers: one that trains or reads a model, one that samples from it."""
+"""The worker that trains or reads a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from whet.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig, RolloutConfig
+from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.engine import Engine
@@ -26,17 +25,14 @@ from whet.models.load import (
     body_of,
     compile_layers,
     load_policy,
-    load_tokenizer,
     load_value_model,
     recompute_activations,
 )
-from whet.models.lora import adapted_layers, adapter_off, add_adapter, fingerprint
+from whet.models.lora import adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
 from whet.protocol import DataProto
-from whet.rollout.hf import HFEngine
-from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Completion, Request, RolloutEngine
+from whet.trainers.weight_sender import WeightSender
 
 # By `make bench` (docs/benchmarks.md, "Packed or padded"): another device comes in with its own measurement
 # (a GPU's numbers are not measured yet).
@@ -97,7 +93,7 @@ class RoleSettings:
         }
 
 
-class TrainWorker(Worker):
+class TrainWorker(WeightSender):
     """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
@@ -205,72 +201,9 @@ class AdapterOffWorker(Worker):
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
-        actor = _actor_beside(self)
+        actor = actor_beside(self)
         with adapter_off(actor.model):
             return actor.engine.forward(batch, frozenset(needs), temperature)
-
-
-class RolloutWorker(Worker):
-    """One rank that samples. Beside an actor in its process it samples from the actor's own module where it can."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        config: RolloutConfig,
-        dtype: str,
-        tokenizer_path: str,
-        model: ModelConfig | None = None,
-    ) -> None:
-        super().__init__(placement)
-        self.dtype = torch_dtype(config.dtype or dtype)
-        load = cache(partial(load_tokenizer, tokenizer_path))
-        self.engine = rollout_engine(config, self.dtype, load)
-        self._owns_module = False
-        if model is not None and model.path is not None:
-            module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
-            self.engine.attach(module.to(self.dtype), version=0)  # type: ignore[arg-type]
-
-    @register(Dispatch.DP_COMPUTE)
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        """One completion a request, in order."""
-        return self.engine.generate(requests)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def sync(self, version: int) -> None:
-        """Takes the actor's weights of `version`: its module itself where both compute in the same dtype, unless an
-        adapter in it would make every token slower."""
-        actor = _actor_beside(self)
-        module = actor.model
-        assert isinstance(module, PreTrainedModel)
-        alike = module.dtype == self.dtype and actor.engine.forward_settings.dtype == self.dtype
-        if alike and not adapted_layers(module):
-            self.engine.attach(module, version)
-            return
-        if not self._owns_module:
-            self.engine.adopt(module)
-            self._owns_module = True
-        self.engine.load_weights(actor.engine.named_weights(), version)
-
-
-def rollout_engine(
-    config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
-) -> RolloutEngine:
-    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
-    if config.name == "hf":
-        return HFEngine(
-            dtype=dtype,
-            max_batch_size=config.max_batch_size,
-            deadline_seconds=config.deadline_seconds,
-            load_tokenizer=load_tokenizer,
-        )
-    return NativeEngine(
-        dtype=dtype,
-        max_batch_size=config.max_batch_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        compile_decode=config.compile,
-        deadline_seconds=config.deadline_seconds,
-        load_tokenizer=load_tokenizer,
-    )
 
 
 def start_of(settings: RoleSettings, lora: LoraConfig) -> dict[str, Any]:
@@ -287,7 +220,8 @@ def start_of(settings: RoleSettings, lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _actor_beside(worker: Worker) -> TrainWorker:
+def actor_beside(worker: Worker) -> TrainWorker:
+    """The actor in the process of another worker.  Raises: WorkerError."""
     actor = worker.neighbours["actor"]
     if not isinstance(actor, TrainWorker) or not isinstance(actor.model, PreTrainedModel):
         raise WorkerError(f"{worker.role} rank {worker.rank} has no actor with a language model in its process")

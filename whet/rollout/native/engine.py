@@ -24,8 +24,10 @@ from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import Answer, Scheduler
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.policy import Policy
+from whet.rollout.protocol import Claim, Completion, Request
 from whet.rollout.sampling import SamplingState
+from whet.rollout.share import everything
 from whet.rollout.stop_strings import stop_strings_of
 
 MIN_ROWS = 16
@@ -57,51 +59,60 @@ class NativeEngine:
         self.load_tokenizer = load_tokenizer  # called only where requests have stop strings
         self.dtype, self.max_batch_size, self.kv_cache_bytes = dtype, max_batch_size, kv_cache_bytes
         self.compile_decode, self.deadline_seconds = compile_decode, deadline_seconds
-        self.version = -1
-        self._module: PreTrainedModel | None = None
+        self._policy = Policy()
         self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
         self._cache: BlockCache | None = None
 
-    def attach(self, module: PreTrainedModel, version: int) -> None:
+    def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
         """Samples from `module` itself, without a copy, from now on.  Raises: EngineError without whet's attention."""
-        if module is not self._module:
+        if module is not self._policy.module:
             if module.config._attn_implementation != NAME:
                 raise EngineError(
                     f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}"
                 )
-            self._module, self._cache = module, None
+            self._cache = None
             self._form = LogitForm.of(module.config.get_text_config())
             self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
-        self.version = version
+        self._policy.set(module, version, is_own=is_own)
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
         own = plain_copy(module).requires_grad_(False)
         torch.nn.Module.to(own, self.dtype)  # in place
-        self.attach(own, self.version)
+        self.attach(own, self._policy.version, is_own=True)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Fills the engine's own module."""
-        own = dict(self._require_module().named_parameters())
-        with torch.no_grad():
-            for name, weight in weights:
-                own[name].copy_(weight)
-        self.version = version
+        """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
+        self._policy.fill(weights, version)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held for keys and values."""
+        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
 
     def sleep(self) -> None:
-        """Frees the cache."""
+        """Frees the cache, and the device of an own module."""
         self._cache = None
+        self._policy.leave_device()
 
     def wake(self) -> None:
-        """Does nothing: the cache is made when it is needed."""
+        """Puts an own module back; the cache is made when it is needed."""
+        self._policy.return_to_device()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order.  Raises: EngineError, WeightSyncError, DeadlineError."""
+        done = self.answer(requests, everything(len(requests)))
+        return [done[index] for index in range(len(requests))]
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order.  Raises: EngineError, DeadlineError."""
+    def answer(self, requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
+        """Completions of the requests that `claim` gives: it is asked again whenever an answer is done.
+
+        Raises: EngineError, WeightSyncError, DeadlineError."""
         if not requests:
-            return []
-        module, deadline = self._require_module(), time.monotonic() + self.deadline_seconds
+            return {}
+        module, deadline = self._policy.require_whole(), time.monotonic() + self.deadline_seconds
         stops = stop_strings_of(requests, self.load_tokenizer)
         vocab_size = module.config.get_text_config().vocab_size
         scheduler = Scheduler(requests, self._require_cache(), self.max_batch_size)
@@ -114,7 +125,11 @@ class NativeEngine:
         )
         done: dict[int, Completion] = {}
         with _evaluating(module):
-            while len(done) < len(requests):
+            while True:
+                if claimed := claim(scheduler.num_unfinished, self.max_batch_size):
+                    scheduler.add(claimed)
+                if not scheduler.num_unfinished:
+                    return done
                 if admitted := scheduler.admit():
                     self._prefill(scheduler, admitted, running)
                 else:
@@ -122,15 +137,15 @@ class NativeEngine:
                     running.remove(preempted)
                     running.extend(blocks)
                     self._decode_step(scheduler.cache, running)
-                for index, completion in running.finish(self.version).items():
+                for index, completion in running.finish(self._policy.version).items():
                     done[index] = replace(completion, preemptions=scheduler.finish(index).preemptions)
                 if time.monotonic() > deadline:
                     self._cache = None
                     raise DeadlineError(
-                        f"the rollout waited {self.deadline_seconds:g} s for {len(requests) - len(done)} of "
-                        f"{len(requests)} answers; raise rollout.deadline_seconds or shorten the answers"
+                        f"the rollout waited {self.deadline_seconds:g} s for {scheduler.num_unfinished} of "
+                        f"{scheduler.num_unfinished + len(done)} answers; raise rollout.deadline_seconds or shorten "
+                        "the answers"
                     )
-        return [done[index] for index in range(len(requests))]
 
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[Answer], running: Running) -> None:
         """Computes the prompts that were not yet and what answers that go on had sampled; samples the first token of
@@ -156,7 +171,7 @@ class NativeEngine:
         return [logits for batch in _by_tokens(stretches) for logits in self._compute_batch(batch)]
 
     def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
-        device = self._require_module().device
+        device = self._policy.require().device
         ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids], device=device)
         lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches], device=device)
         starts = torch.tensor([stretch.start for stretch in stretches], device=device)
@@ -193,19 +208,14 @@ class NativeEngine:
         self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedBatch, keep: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits after each token, or after those in `keep`: [T] -> [T, V]."""
-        module = self._require_module()
+        module = self._policy.require()
         out = module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
         hidden = out.last_hidden_state[0]
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
-    def _require_module(self) -> PreTrainedModel:
-        if self._module is None:
-            raise EngineError("the rollout engine has no weights yet: attach a module, or adopt one and load weights")
-        return self._module
-
     def _require_cache(self) -> BlockCache:
         if self._cache is None:
-            module = self._require_module()
+            module = self._policy.require()
             self._cache = BlockCache(
                 module.config.get_text_config(),
                 dtype=module.dtype,

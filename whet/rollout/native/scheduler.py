@@ -88,13 +88,24 @@ class Scheduler:
         self.requests, self.cache, self.max_batch_size = requests, cache, max_batch_size
         self.running: dict[int, Answer] = {}  # by request, the oldest first
         self._preempted: deque[Answer] = deque()  # the oldest first; all are newer than those running
-        self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self._prompts: list[SharedPrompt] = []
+        self._unstarted: deque[SharedPrompt] = deque()
+        self.num_unfinished = 0  # of those that were added
         for index, request in enumerate(requests):
             self._check_fits(index, request)
-            prompt = self._prompts.setdefault(request.token_ids, SharedPrompt(request.token_ids))
-            prompt.waiting.append(index)
-            prompt.unfinished += 1
-        self._unstarted = deque(self._prompts.values())
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Puts requests at the end of the queue; those of an equal prompt that waits there join it."""
+        waiting = {prompt.token_ids: prompt for prompt in self._unstarted}
+        for index in indices:
+            token_ids = self.requests[index].token_ids
+            if token_ids not in waiting:
+                waiting[token_ids] = SharedPrompt(token_ids)
+                self._prompts.append(waiting[token_ids])
+                self._unstarted.append(waiting[token_ids])
+            waiting[token_ids].waiting.append(index)
+            waiting[token_ids].unfinished += 1
+            self.num_unfinished += 1
 
     def admit(self) -> list[Answer]:
         """The answers that start or go on now, those that go on first."""
@@ -138,6 +149,7 @@ class Scheduler:
         answer = self.running.pop(index)
         answer.prompt.running -= 1
         answer.prompt.unfinished -= 1
+        self.num_unfinished -= 1
         self.cache.release(answer.blocks)
         if not answer.prompt.unfinished:
             self._release(answer.prompt)
@@ -186,7 +198,7 @@ class Scheduler:
 
     def _free_idle_prompts(self, count: int, but: SharedPrompt | None = None) -> bool:
         """Takes blocks from prompts of which no answer runs until `count` are free; whether they are."""
-        for prompt in self._prompts.values():
+        for prompt in self._prompts:
             if self.cache.num_free >= count:
                 break
             if prompt.blocks and not prompt.running and prompt is not but:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that do not arrive whole are never sampled from, and a sleeping engine holds no memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rollout_conformance as suite
+
+from whet.errors import WeightSyncError
+from whet.models.load import load_policy
+from whet.rollout.hf import HFEngine
+from whet.rollout.native.engine import NativeEngine
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> PreTrainedModel:
+    return load_policy(model_folder).eval()
+
+
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_half_updated_weights_are_not_sampled_from(
+    make: type[NativeEngine] | type[HFEngine], model: PreTrainedModel
+) -> None:
+    engine, made = make(), suite.requests(groups=1)
+    engine.adopt(model)
+    engine.load_weights(model.named_parameters(), version=1)
+    before = engine.generate(made)
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in list(model.named_parameters())[:3]:
+            yield name, weight * 2
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        engine.load_weights(breaks_off(), version=2)
+    with pytest.raises(
+        WeightSyncError, match=r"^version 2 of the weights did not arrive whole, and what is left of vers"
+    ):
+        engine.generate(made)
+    engine.load_weights(model.named_parameters(), version=3)
+    after = engine.generate(made)
+    assert [each.token_ids for each in after] == [each.token_ids for each in before]
+    assert {each.policy_version for each in after} == {3}
+
+
+def test_weights_that_do_not_fit_are_named(model: PreTrainedModel) -> None:
+    engine = NativeEngine()
+    engine.adopt(model)
+    weights = dict(model.named_parameters())
+    last = list(weights)[-1]
+    with pytest.raises(WeightSyncError, match=f"1 of {len(weights)} weights did not come, such as {last}"):
+        engine.load_weights([(name, weight) for name, weight in weights.items() if name != last], 1)
+    with pytest.raises(WeightSyncError, match=rf"^{last} of \[1\] came for a rollout whose model has {last} of \["):
+        engine.load_weights({**weights, last: torch.ones(1)}.items(), 1)
+    with pytest.raises(WeightSyncError, match=r"^extra of \[2\] came for a rollout whose model has no extra: trainer"):
+        engine.load_weights({**weights, "extra": torch.ones(2)}.items(), 1)
+    with pytest.raises(WeightSyncError, match="did not arrive whole"):
+        engine.generate(suite.requests(groups=1))
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of the process is read from /proc")
+def test_sleep_gives_the_memory_of_the_cache_back(model: PreTrainedModel) -> None:
+    size = 2**27
+    engine = NativeEngine(kv_cache_bytes=size)
+    engine.attach(model, 0)
+    made = suite.requests(groups=2)
+    before = engine.generate(made)
+    assert 0.99 * size < engine.cache_bytes <= size
+    cache = engine._require_cache()
+    cache.keys.zero_()  # as full as can be: memory that was never written to is nobody's
+    cache.values.zero_()
+    del cache
+    awake = resident_bytes()
+    engine.sleep()
+    assert engine.cache_bytes == 0
+    assert awake - resident_bytes() > 0.95 * size
+    engine.wake()
+    assert engine.cache_bytes == 0  # until there is something to sample
+    assert engine.generate(made) == before and engine.cache_bytes > 0

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers whose weights can be looked at: in a module of their own, as worker processes import them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.worker import Placement
+from whet.engines.single import SingleEngine
+from whet.models.outputs import ForwardSettings
+from whet.protocol import DataProto
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Claim, Completion, Request
+from whet.trainers.rollout_worker import RolloutWorker
+from whet.trainers.workers import RoleSettings, TrainWorker
+
+
+def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
+    """The module's own forward over the whole batch."""
+    engine = SingleEngine(
+        module,
+        None,
+        forward=ForwardSettings(packing=False, dtype=next(module.parameters()).dtype),
+        max_tokens_per_micro_batch=10**6,
+    )
+    return engine.forward(batch, frozenset({"log_probs"}))["log_probs"]
+
+
+class Sharded:
+    """An engine that keeps a stretch of every weight and makes whole ones with the other ranks, one at a time."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self.group, self.model = group, model
+        rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.shards: dict[str, tuple[torch.Size, torch.Tensor]] = {}
+        for name, weight in model.named_parameters():
+            flat = nn.functional.pad(weight.detach().flatten(), (0, -weight.numel() % self.size))
+            self.shards[name] = weight.shape, flat.chunk(self.size)[rank].clone()
+            weight.detach().fill_(float("nan"))  # whoever read it would know
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (shape, shard) in self.shards.items():
+            parts = [torch.empty_like(shard) for _ in range(self.size)]
+            if self.group is None:
+                parts = [shard]
+            else:
+                dist.all_gather(parts, shard, group=self.group)
+            yield name, torch.cat(parts)[: shape.numel()].view(shape)
+
+    def change(self, version: int) -> None:
+        """An update."""
+        for _, shard in self.shards.values():
+            shard.mul_(1 + version / 64)
+
+
+class Trainer(TrainWorker):
+    """An actor of either kind, `sharded` or not."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings, sharded: bool) -> None:
+        super().__init__(placement, settings)
+        if sharded:
+            self.engine: Any = Sharded(self.model, self.process_group)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def change(self, version: int) -> None:
+        """An update: every weight becomes 1 + version / 64 times itself."""
+        if isinstance(self.engine, Sharded):
+            self.engine.change(version)
+            return
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.mul_(1 + version / 64)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def break_off(self) -> None:
+        """From now on the weights break off in the middle."""
+        weights = list(self.engine.named_weights())
+
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from weights[:5]
+            raise ValueError("no such shard")
+
+        self.engine.named_weights = broken
+
+    @register(Dispatch.ONE_TO_ALL)
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All weights."""
+        return {name: weight.clone() for name, weight in self.engine.named_weights()}
+
+
+class Rollout(RolloutWorker):
+    """Says what its module computes."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def log_probs(self, batch: DataProto) -> torch.Tensor:
+        """The forward of the module that it samples from."""
+        assert isinstance(self.engine, NativeEngine)
+        return log_probs(self.engine._policy.require_whole(), batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def delay(self, seconds: Sequence[float]) -> None:
+        """Makes each rank so much slower before it takes requests."""
+        plain = self.engine.answer
+
+        def late(requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
+            def claim_late(unfinished: int, most: int) -> Sequence[int]:
+                time.sleep(seconds[self.rank])
+                return claim(unfinished, most)
+
+            return plain(requests, claim_late)
+
+        self.engine.answer = late  # type: ignore[method-assign]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def who_answers(self, requests: list[Request]) -> list[int]:
+        """The requests that this rank would take."""
+        return sorted(self.answer(requests))

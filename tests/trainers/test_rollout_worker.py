@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a sync the rollout computes what the trainer does, to the bit, wherever the two run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+import rollout_conformance as suite
+from sync_workers import Rollout, Trainer, log_probs
+
+from whet.config import TrainConfig
+from whet.controller.local import launch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import WeightSyncError, WorkerError
+from whet.models.load import load_policy
+from whet.protocol import DataProto
+from whet.rollout.native.engine import NativeEngine
+from whet.trainers import build as building
+from whet.trainers.build import build, build_scorer, plan, worker_specs
+from whet.trainers.rl import fit
+from whet.trainers.rollout_worker import sampler
+from whet.weight_sync.between_pools import BetweenPools, weight_sync
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+SECONDS = 60.0
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Mapping[str, WorkerGroup]]]:
+    """Launches, closed at the end."""
+    started: list[Mapping[str, WorkerGroup]] = []
+    yield started
+    for each in started:
+        next(iter(each.values())).close()
+
+
+def two_roles(
+    config: TrainConfig, started: list[Mapping[str, WorkerGroup]], pools: Sequence[int], sharded: bool
+) -> tuple[WorkerGroup, WorkerGroup]:
+    """An actor and a rollout in one pool of so many processes, or in one each."""
+    specs = {spec.role: spec for spec in worker_specs(config, plan(config), 1)}
+    actor = WorkerSpec("actor", Trainer, (*specs["actor"].args, sharded))
+    rollout = WorkerSpec("rollout", Rollout, specs["rollout"].args)
+    if len(pools) == 1:
+        started.append(launch([actor, rollout], ResourcePool(pools[0]), SECONDS))
+    else:
+        started += [launch([spec], ResourcePool(n), SECONDS) for spec, n in zip((actor, rollout), pools, strict=True)]
+    merged = {role: group for each in started for role, group in each.items()}
+    return merged["actor"], merged["rollout"]
+
+
+def batch(rows: int = 6) -> DataProto:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 40, (rows, 24), generator=draw)
+    mask = torch.ones(rows, 16, dtype=torch.int64)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(24).expand(rows, 24),
+            "response_mask": mask,
+        }
+    )
+
+
+def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_folder: Path) -> None:
+    """Versions 0 to 2: log-probs of the rollout's module, and what it samples, are those of the trainer's weights."""
+    dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
+    sync = weight_sync(actor, rollout, config.rollout.dtype or config.model.dtype, SECONDS)
+    made, digests = suite.requests(groups=3, n=4), []
+    for version in range(3):
+        actor.change(version)
+        digests.append(sync(version))
+        own = load_policy(model_folder)
+        with torch.no_grad():
+            for name, weight in own.named_parameters():
+                weight.copy_(actor.whole()[0][name])
+        own = own.to(dtype)  # type: ignore[arg-type]
+        expected = log_probs(own, batch())
+        assert bool(expected.any())
+        for found in rollout.log_probs(batch()):
+            assert torch.equal(found, expected)
+        reference = NativeEngine(dtype=dtype)
+        reference.attach(own, version)
+        assert sampler(rollout)(made) == reference.generate(made)
+    assert len(set(digests)) == 3
+
+
+# ---- in this process: one rank each
+
+
+@pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_one_rank_each(
+    pools: tuple[int, ...],
+    sharded: bool,
+    dtype: str | None,
+    train_config: MakeConfig,
+    groups: list[Mapping[str, WorkerGroup]],
+    model_folder: Path,
+) -> None:
+    config = train_config({"rollout.dtype": dtype})
+    actor, rollout = two_roles(config, groups, pools, sharded)
+    assert rollout.is_beside_actor() == [len(pools) == 1]
+    check(config, actor, rollout, model_folder)
+
+
+@pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
+def test_an_adapter_is_added_in_on_the_way(
+    pools: tuple[int, ...], train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+) -> None:
+    config = train_config({"model.lora.rank": 2})
+    actor, rollout = two_roles(config, groups, pools, sharded=False)
+    check(config, actor, rollout, model_folder)
+
+
+def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]]
+) -> None:
+    config = train_config()
+    actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
+    engine = rollout._transport._workers["rollout"].engine  # type: ignore[attr-defined]
+    sync = BetweenPools(actor, rollout, "float32", SECONDS)
+    sync(0)
+    actor.break_off()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^actor rank 0: publish raised ValueError: no such shard"):
+        sync(1)
+    assert time.monotonic() - began < 5
+    with pytest.raises(WeightSyncError, match=r"^version 1 of the weights did not arrive whole"):
+        engine.generate(suite.requests(groups=1))
+
+
+def test_a_whole_run_with_the_rollout_elsewhere_is_the_same_run(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics, answers, and the digests that say which weights gave them."""
+
+    def trained(folder: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        config = train_config({"trainer.run_dir": str(tmp_path / folder), "trainer.total_steps": 3})
+        run = build(config, build_scorer(config.reward, length), additions)
+        fit(run)
+        run.close()
+        files = sorted((tmp_path / folder / "rollouts").glob("step_*.jsonl"))
+        return run.history, [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def launch_apart(specs: list[WorkerSpec], pool: ResourcePool, deadline_seconds: float) -> dict[str, WorkerGroup]:
+        return {
+            **launch(specs[:-1], pool, deadline_seconds),
+            **launch(specs[-1:], pool, deadline_seconds),
+        }
+
+    history, answers = trained("together")
+    monkeypatch.setattr(building, "launch", launch_apart)
+    assert trained("apart") == (history, answers)
+    digests = {answer["policy_version"]: answer["policy_digest"] for answer in answers}
+    assert list(digests) == [0, 1, 2] and len(set(digests.values())) == 3
+    assert all(answer["policy_digest"] == digests[answer["policy_version"]] for answer in answers)
+
+
+def length(solution_str: str) -> float:
+    return float(len(solution_str))
+
+
+# ---- in processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pools", "sharded"),
+    [((2,), True), ((2,), False), ((2, 1), True), ((1, 2), True), ((2, 2), True)],
+    ids=lambda value: str(value),
+)
+def test_several_ranks(
+    pools: tuple[int, ...],
+    sharded: bool,
+    train_config: MakeConfig,
+    groups: list[Mapping[str, WorkerGroup]],
+    model_folder: Path,
+) -> None:
+    config = train_config()
+    actor, rollout = two_roles(config, groups, pools, sharded)
+    check(config, actor, rollout, model_folder)
+
+
+@pytest.mark.slow
+def test_a_slow_rank_takes_less_and_changes_nothing(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+) -> None:
+    config = train_config({"rollout.max_batch_size": 16})
+    actor, rollout = two_roles(config, groups, (2,), sharded=False)
+    weight_sync(actor, rollout, "float32", SECONDS)(0)
+    made = suite.requests(groups=40, n=4, longest=30)
+    expected = sampler(rollout)(made)
+    taken = rollout.who_answers(made)
+    assert sorted(taken[0] + taken[1]) == list(range(160)) and min(map(len, taken)) > 40
+    rollout.delay([0.05, 0.0])
+    taken = rollout.who_answers(made)
+    assert sorted(taken[0] + taken[1]) == list(range(160)) and len(taken[0]) < len(taken[1]) / 2
+    assert sampler(rollout)(made) == expected
+    alone = NativeEngine()
+    alone.attach(load_policy(model_folder), 0)
+    assert alone.generate(made) == expected

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into buckets comes out of them, or an error says what did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from whet.errors import WeightSyncError
+from whet.weight_sync.buckets import HEADER_BYTES, Header, receive, send
+from whet.weight_sync.digest import Digest
+
+
+class Tape:
+    """Both ends of a link: buckets are kept as they are posted and handed out in order."""
+
+    address = ""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.slot = torch.zeros(HEADER_BYTES + room, dtype=torch.uint8)
+        self.kept: list[torch.Tensor] = []
+        self.finished = 0
+
+    def buffer(self) -> torch.Tensor:
+        return self.slot.fill_(255)
+
+    def post(self, used: int) -> None:
+        self.kept.append(self.slot.clone())
+        self.kept[-1][used:] = 7  # what lies behind is nobody's
+
+    def bucket(self) -> torch.Tensor:
+        return self.kept.pop(0)
+
+    def release(self) -> None: ...
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def close(self) -> None: ...
+
+
+def weights() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    made = {f"layers.{index}.weight": torch.randn(index, 3, generator=draw) for index in range(9)}
+    made["large"] = torch.randn(40, 33, generator=draw)  # 5,280 bytes: six buckets
+    made["scalar"] = torch.tensor(2.5)
+    made["ids"] = torch.arange(5)
+    made["exactly.full"] = torch.randn(250, generator=draw)
+    made["transposed"] = torch.randn(7, 11, generator=draw).T
+    return made
+
+
+def taken(tape: Tape, version: int = 3) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in receive(tape, version, Digest())}
+
+
+@pytest.mark.parametrize("room", [64, 1000, 10**6])
+def test_weights_of_any_size_come_out_as_they_went_in(room: int) -> None:
+    tape, made, digest = Tape(room), weights(), Digest()
+    said = send(made.items(), 3, [tape], torch.float32)
+    assert (len(tape.kept) > 50, len(tape.kept) == 1) == (room == 64, room == 10**6)
+    got = {name: weight.clone() for name, weight in receive(tape, 3, digest)}
+    assert list(got) == list(made) and str(digest) == said and tape.finished == 2
+    for name, weight in made.items():
+        assert got[name].dtype == weight.dtype and torch.equal(got[name], weight), name
+
+
+def test_numbers_travel_in_the_dtype_of_the_rollout() -> None:
+    tape, made = Tape(), weights()
+    send(made.items(), 3, [tape], torch.bfloat16)
+    for name, weight in taken(tape).items():
+        assert torch.equal(weight, made[name].bfloat16() if name != "ids" else made[name]), name
+
+
+def test_a_rank_that_sends_to_nobody_takes_part_all_the_same() -> None:
+    drawn = []
+    assert (
+        send(((name, drawn.append(name) or weight) for name, weight in weights().items()), 3, [], torch.bfloat16)
+        is None
+    )
+    assert drawn == list(weights())
+
+
+def test_many_small_weights_fill_the_header_first() -> None:
+    tape = Tape(room=10**6)
+    made = {f"model.layers.{index}.a.rather.long.name.weight": torch.tensor([float(index)]) for index in range(1500)}
+    send(made.items(), 3, [tape], torch.float32)
+    assert len(tape.kept) == 3
+    assert all(torch.equal(weight, made[name]) for name, weight in taken(tape).items())
+
+
+def flipped(tape: Tape) -> None:
+    tape.kept[4][Header.read(tape.kept[4]).pieces[0].offset + 17] ^= 1
+
+
+def stale(tape: Tape) -> None:
+    """The sender wrote on before the bucket was read: its data are those of the one after it."""
+    tape.kept[5][HEADER_BYTES:] = tape.kept[6][HEADER_BYTES:]
+
+
+def garbled(tape: Tape) -> None:
+    tape.kept[1][20:40] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flipped, r"^large of version 3 arrived with checksum [0-9a-f]{16}, and was sent with [0-9a-f]{16}: its 5280"),
+        (stale, "^large of version 3 arrived"),
+        (garbled, "^a bucket of weights came with a header that cannot be read"),
+        (
+            lambda tape: tape.kept.pop(4),
+            r"^version 3: byte \d+ of large came where \('large', \d+\) was due; a bucket was",
+        ),
+        (lambda tape: tape.kept.insert(0, tape.kept[0]), "^version 3: byte 0 of layers.0.weight came where"),
+    ],
+)
+def test_what_is_damaged_on_the_way_is_named(damage: Callable[[Tape], object], message: str) -> None:
+    tape, made = Tape(), {name: weight for name, weight in weights().items() if name != "large"}
+    made["large"] = weights()["large"]
+    send(made.items(), 3, [tape], torch.float32)
+    damage(tape)
+    with pytest.raises(WeightSyncError, match=message):
+        taken(tape)
+    assert tape.finished == 1  # the sender's
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda kept: kept.pop(1), lambda kept: kept.insert(1, kept[1])], ids=["lost", "twice"]
+)
+def test_a_bucket_of_whole_weights_is_missed(damage: Callable[[list[torch.Tensor]], object]) -> None:
+    tape = Tape()
+    send(((str(index), torch.full((250,), float(index))) for index in range(4)), 3, [tape], torch.float32)
+    assert len(tape.kept) == 4
+    damage(tape.kept)
+    with pytest.raises(
+        WeightSyncError, match=r"^version 3 of the weights arrived with digest \w{16}, and was sent with"
+    ):
+        taken(tape)
+
+
+def test_another_version_is_refused() -> None:
+    tape = Tape()
+    send(weights().items(), 4, [tape], torch.float32)
+    with pytest.raises(WeightSyncError, match="version 3 of the weights was asked for, and version 4 came"):
+        taken(tape)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every link is held to the same: weights arrive, version after version, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from whet.errors import DeadlineError, WeightSyncError
+from whet.weight_sync.buckets import HEADER_BYTES, Inlet, LinkClosedError, Outlet, receive, send
+from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
+from whet.weight_sync.digest import Digest
+from whet.weight_sync.shared_memory import SLOTS, SharedMemoryInlet, SharedMemoryOutlet
+
+BUCKET = HEADER_BYTES + 2**14
+LINKS = ("memory", "broadcast")
+
+
+def link(way: str, receivers: int, seconds: float = 20.0) -> tuple[Outlet, list[Inlet]]:
+    if way == "memory":
+        memory = SharedMemoryOutlet(receivers, seconds, BUCKET)
+        return memory, [SharedMemoryInlet(memory.address, seconds) for _ in range(receivers)]
+    broadcast = CollectiveOutlet(receivers, "127.0.0.1", seconds, bucket_bytes=BUCKET)
+    size, ranks = 1 + receivers, range(1, 1 + receivers)
+    return broadcast, [CollectiveInlet(broadcast.address, r, size, seconds, bucket_bytes=BUCKET) for r in ranks]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Some 300 kB."""
+    draw = torch.Generator().manual_seed(version)
+    return {f"{index}.weight": torch.randn(index * 7, 61, generator=draw) for index in range(1, 19)}
+
+
+def take(inlet: Inlet, version: int, seconds: float = 0.0) -> tuple[dict[str, torch.Tensor], str]:
+    digest, got = Digest(), {}
+    for name, weight in receive(inlet, version, digest):
+        got[name] = weight.clone()
+        time.sleep(seconds)
+    return got, str(digest)
+
+
+@pytest.mark.parametrize("way", LINKS)
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_every_receiver_gets_every_version(way: str, receivers: int) -> None:
+    outlet, inlets = link(way, receivers)
+    with ThreadPoolExecutor(receivers) as threads:
+        for version in (0, 1, 7):
+            slow = [threads.submit(take, inlet, version, 0.002 * number) for number, inlet in enumerate(inlets)]
+            said = send(weights(version).items(), version, [outlet], torch.float32)
+            for each in slow:
+                got, digest = each.result()
+                assert digest == said
+                assert all(torch.equal(got[name], weight) for name, weight in weights(version).items())
+    for end in (outlet, *inlets):
+        end.close()
+        end.close()
+
+
+@pytest.mark.parametrize("way", LINKS)
+def test_the_sender_is_never_more_than_its_slots_ahead(way: str) -> None:
+    outlet, (inlet,) = link(way, 1)
+    asked: list[str] = []
+
+    def weights_asked_for() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(12):
+            asked.append(str(index))
+            yield str(index), torch.full((2**12,), float(index))  # fills a bucket
+
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(send, weights_asked_for(), 1, [outlet], torch.float32)
+        for number, (name, weight) in enumerate(receive(inlet, 1, Digest())):
+            time.sleep(0.02)
+            assert name == str(number) and bool((weight == number).all())
+            if way == "memory":  # gloo may have a bucket more in the buffers of sockets
+                assert len(asked) <= number + SLOTS + 1
+        assert sent.result(10) is not None
+
+
+@pytest.mark.parametrize("way", LINKS)
+def test_a_receiver_that_gives_up_is_heard(way: str) -> None:
+    outlet, inlets = link(way, 2)
+
+    def damaged(inlet: Inlet) -> None:
+        with pytest.raises(WeightSyncError, match="version 5 of the weights was asked for, and version 4 came"):
+            take(inlet, 5)
+        inlet.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        gives_up, other = threads.submit(damaged, inlets[0]), threads.submit(take, inlets[1], 4)
+        began = time.monotonic()
+        with pytest.raises(LinkClosedError, match="the other side is gone"):
+            send(weights(4).items(), 4, [outlet], torch.float32)
+        assert time.monotonic() - began < 5
+        gives_up.result()
+        outlet.close()
+        with pytest.raises(LinkClosedError):
+            other.result()
+
+
+@pytest.mark.parametrize("way", LINKS)
+def test_a_sender_that_gives_up_is_heard(way: str) -> None:
+    outlet, (inlet,) = link(way, 1)
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights(0).items())[:9]
+        raise ValueError("no more")
+
+    with ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(take, inlet, 0)
+        with pytest.raises(ValueError, match="no more"):
+            send(breaks_off(), 0, [outlet], torch.float32)
+        outlet.close()
+        with pytest.raises(LinkClosedError):
+            taking.result()
+
+
+@pytest.mark.parametrize("way", LINKS)
+def test_nobody_waits_for_ever(way: str) -> None:
+    outlet, (inlet,) = link(way, 1, seconds=0.5)
+    if way == "broadcast":  # once there is a group: making one has the same deadline, and is not what is tried here
+        with ThreadPoolExecutor(1) as threads:
+            taking = threads.submit(take, inlet, 0)
+            send(weights(0).items(), 0, [outlet], torch.float32)
+            taking.result()
+    with pytest.raises(DeadlineError, match=r"waiting for weights: .* within 0\.5 s"):
+        take(inlet, 1)
+    inlet.close()
+
+
+def test_a_sender_waits_no_longer_for_one_that_reads_nothing() -> None:
+    outlet, (inlet,) = link("memory", 1, seconds=0.3)
+    with pytest.raises(
+        DeadlineError, match=r"waiting for a rollout rank to read its weights: nothing came within 0\.3 s"
+    ):
+        send(weights(0).items(), 0, [outlet], torch.float32)
+    outlet.close()
+    inlet.close()
+
+
+def test_a_sender_waits_no_longer_for_one_that_never_connects() -> None:
+    outlet = SharedMemoryOutlet(1, 0.2, BUCKET)
+    with pytest.raises(DeadlineError, match=r"waiting for a rollout rank to take weights: nothing came within 0\.2 s"):
+        send(weights(0).items(), 0, [outlet], torch.float32)
+    outlet.close()
+    with pytest.raises(LinkClosedError, match="connecting to the weights at"):
+        SharedMemoryInlet(outlet.address, 0.2)
+
+
+def both(outlets: Sequence[Outlet], inlets: Sequence[Inlet]) -> None:
+    with ThreadPoolExecutor(len(inlets)) as threads:
+        taking = [threads.submit(take, inlet, 2) for inlet in inlets]
+        said = send(weights(2).items(), 2, outlets, torch.bfloat16)
+        for each in taking:
+            got, digest = each.result()
+            assert digest == said
+            assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in weights(2).items())
+
+
+def test_one_sender_by_both_ways_at_once() -> None:
+    near, near_ends = link("memory", 2)
+    far, far_ends = link("broadcast", 1)
+    both([near, far], [*near_ends, *far_ends])
+    assert threading.active_count() < 20

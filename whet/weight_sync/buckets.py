@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights through buffers of one size. A bucket says what it holds, so that all ways of carrying it are the same.
+
+A bucket is bytes: two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on
+pieces of weights. A weight larger than the room that is left goes on in the next bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from whet.errors import WeightSyncError
+from whet.weight_sync.digest import Digest, bytes_of
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+BUCKET_BYTES = 2**26
+HEADER_BYTES = 2**16
+ALIGNMENT = 64  # of a piece: its bytes are read as numbers where they lie
+_SIZES = struct.Struct("<QQ")
+
+
+class LinkClosedError(WeightSyncError):
+    """The other side let go of the link: it knows why."""
+
+
+class Outlet(Protocol):
+    """The sender's end of a link to one receiver or several."""
+
+    @property
+    def address(self) -> str:
+        """Where receivers find it."""
+        ...
+
+    def buffer(self) -> torch.Tensor:
+        """Bytes to write the next bucket into. Waits until nobody reads what was in them.
+        Raises: DeadlineError, LinkClosedError."""
+        ...
+
+    def post(self, used: int) -> None:
+        """Hands over the first `used` bytes of the buffer."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until every receiver has verified all that was posted.  Raises: DeadlineError, LinkClosedError."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the link. May be called twice."""
+        ...
+
+
+class Inlet(Protocol):
+    """A receiver's end of a link."""
+
+    def bucket(self) -> torch.Tensor:
+        """The bytes of the next bucket. Waits for it.  Raises: DeadlineError, LinkClosedError."""
+        ...
+
+    def release(self) -> None:
+        """The bucket was read, and may be overwritten."""
+        ...
+
+    def finish(self) -> None:
+        """All that was sent is verified."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the link. May be called twice."""
+        ...
+
+
+def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
+    """Sends all weights, those of numbers in `dtype`, and returns their digest.
+
+    Without an outlet it takes all of them too, and returns None: that they come may need every rank.
+    Raises: DeadlineError, LinkClosedError.
+    """
+    digest, packers = Digest(), [_Packer(outlet, version) for outlet in outlets]
+    for name, weight in weights:
+        if packers:
+            converted = in_dtype(weight, dtype)
+            checksum = digest.add(name, converted)
+            for packer in packers:
+                packer.add(name, converted, checksum)
+    for packer in packers:
+        packer.post(str(digest))
+    for outlet in outlets:
+        outlet.finish()
+    return str(digest) if outlets else None
+
+
+def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole weights as they come, each verified before it is handed out and counted into `digest`.
+
+    A weight that came in one bucket lies there: it is to be copied before the next is asked for.
+    Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
+    """
+    begun = torch.empty(0)  # the bytes of a weight that goes on in the next bucket
+    due: tuple[str, int] | None = None  # whose bytes go on, and from which on
+    while True:
+        bucket = inlet.bucket()
+        header = Header.read(bucket)
+        if header.version != version:
+            raise WeightSyncError(f"version {version} of the weights was asked for, and version {header.version} came")
+        for piece in header.pieces:
+            if (piece.name, piece.start) != (due or (piece.name, 0)):
+                raise WeightSyncError(
+                    f"version {version}: byte {piece.start} of {piece.name} came where {due or 0} was due; a bucket "
+                    "was lost or came twice"
+                )
+            octets, end = bucket[piece.offset : piece.offset + piece.size], piece.start + piece.size
+            if piece.size < piece.whole_size:
+                if due is None:
+                    begun = torch.empty(piece.whole_size, dtype=torch.uint8, device=bucket.device)
+                begun[piece.start : end] = octets
+                octets, due = begun, (piece.name, end)
+            if end == piece.whole_size:
+                weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
+                _verify(piece, digest.add(piece.name, weight), version)
+                yield piece.name, weight
+        if header.digest is not None and header.digest != str(digest):
+            raise WeightSyncError(
+                f"version {version} of the weights arrived with digest {digest}, and was sent with {header.digest}"
+            )
+        inlet.release()
+        if header.digest is not None:
+            inlet.finish()
+            return
+
+
+def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as the rollout computes with it."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one weight's bytes in a bucket, and what the weight is."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int  # of the whole weight
+    start: int  # in the weight
+    size: int
+    offset: int  # in the bucket
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype = vars(torch)[self.dtype]
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def whole_size(self) -> int:
+        """Bytes of the whole weight."""
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a bucket holds. The last one of a version has the digest of all weights."""
+
+    version: int
+    digest: str | None
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def read(cls, bucket: torch.Tensor) -> Header:
+        """The header of a bucket.  Raises: WeightSyncError where there is none."""
+        octets = bucket[:HEADER_BYTES].cpu().numpy().tobytes()
+        length, _ = _SIZES.unpack_from(octets)
+        try:
+            fields: dict[str, Any] = json.loads(octets[_SIZES.size : _SIZES.size + length])
+            pieces = tuple(Piece(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in fields["pieces"])
+            return cls(fields["version"], fields["digest"], pieces)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightSyncError(f"a bucket of weights came with a header that cannot be read: {error}") from error
+
+
+def used_bytes(bucket: torch.Tensor) -> int:
+    """How many bytes of a bucket are in use, from its first bytes."""
+    used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
+    return used
+
+
+class _Packer:
+    """Fills the buckets of one outlet."""
+
+    def __init__(self, outlet: Outlet, version: int) -> None:
+        self._outlet, self._version = outlet, version
+        self._bucket: torch.Tensor | None = None
+        self._pieces: list[str] = []  # as JSON
+        self._header_room = self._end = 0
+
+    def add(self, name: str, weight: torch.Tensor, checksum: int) -> None:
+        """Writes a weight into this bucket and as many more as it takes."""
+        octets, start = bytes_of(weight), 0
+        about = [name, str(weight.dtype).removeprefix("torch."), list(weight.shape), checksum]
+        while True:
+            bucket = self._bucket_with_room(len(json.dumps(about)) + 64)  # 64: three numbers more
+            size = min(len(octets) - start, len(bucket) - self._end)
+            bucket[self._end : self._end + size].copy_(octets[start : start + size])
+            piece = json.dumps([*about, start, size, self._end])
+            self._pieces.append(piece)
+            self._header_room -= len(piece) + 2
+            self._end += -(-size // ALIGNMENT) * ALIGNMENT
+            start += size
+            if start == len(octets):
+                return
+
+    def post(self, digest: str | None = None) -> None:
+        """Sends the bucket as it is; with the digest it is the last one."""
+        bucket = self._bucket_with_room(0) if self._bucket is None else self._bucket
+        header = (
+            f'{{"version": {self._version}, "digest": {json.dumps(digest)}, "pieces": [{", ".join(self._pieces)}]}}'
+        )
+        used = min(self._end, len(bucket))
+        front = _SIZES.pack(len(header), used) + header.encode()
+        bucket[: len(front)] = torch.frombuffer(bytearray(front), dtype=torch.uint8).to(bucket.device)
+        self._outlet.post(used)
+        self._bucket = None
+
+    def _bucket_with_room(self, header_chars: int) -> torch.Tensor:
+        """The bucket being filled, or the next where it or its header is full."""
+        if self._bucket is not None and (self._end >= len(self._bucket) or self._header_room < header_chars):
+            self.post()
+        if self._bucket is None:
+            self._bucket, self._pieces, self._end = self._outlet.buffer(), [], HEADER_BYTES
+            self._header_room = HEADER_BYTES - _SIZES.size - 128  # 128: version, digest and brackets
+        return self._bucket
+
+
+def _verify(piece: Piece, checksum: int, version: int) -> None:
+    if checksum != piece.checksum:
+        raise WeightSyncError(
+            f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
+            f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
+        )

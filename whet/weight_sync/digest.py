@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""64 bits that tell one set of weights from another: cheap enough for every update, on whatever device they lie."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+TABLE_WIDTH = 512  # 64-bit words
+COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, so that no bit of a sum is lost
+
+
+class Digest:
+    """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
+    order."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, name: str, weight: torch.Tensor) -> int:
+        """Counts a weight in, and returns its checksum."""
+        found = checksum(weight)
+        text = f"{name} {weight.dtype} {tuple(weight.shape)} {found}"
+        self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self._sum % 2**64:016x}"
+
+
+def checksum(weight: torch.Tensor) -> int:
+    """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the tensor's bits as a table x of 64-bit words with
+    rows of 512: whatever changes, moves or is missing changes it, but for what is made to cancel out."""
+    octets = bytes_of(weight)
+    size, row_bytes = len(octets), 8 * TABLE_WIDTH
+    whole = size // row_bytes
+    last = F.pad(octets[whole * row_bytes :], (0, (whole + 1) * row_bytes - size)).view(torch.int64)
+    by_row = last.sum() * (2 * whole + 1)
+    if whole:
+        table = octets[: whole * row_bytes].view(torch.int64).view(whole, TABLE_WIDTH)
+        by_row += (table.sum(1) * _odd_numbers(whole, octets.device)).sum()
+        last += table.sum(0)
+    columns, rows = torch.stack([(last * _columns(octets.device)).sum(), by_row]).tolist()
+    return (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
+
+
+def bytes_of(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in order, on its own memory where it lies in one piece there, and aligned."""
+    flat = weight.detach().contiguous().view(-1)
+    octets = flat.view(torch.uint8)
+    return octets if octets.storage_offset() % 8 == 0 else octets.clone()
+
+
+@cache
+def _columns(device: torch.device) -> torch.Tensor:
+    return _odd_numbers(TABLE_WIDTH, device)
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * count, 2, device=device)

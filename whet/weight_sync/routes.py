@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends weights to whom, and how."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from whet.weight_sync.buckets import Inlet, Outlet
+from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
+from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+
+Way = Literal["memory", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank runs."""
+
+    machine: str  # equal where processes can share memory
+    address: str  # under which other machines reach it
+    accelerator: str | None = None  # what tells the rank's device from all others
+
+    @classmethod
+    def here(cls, address: str) -> Site:
+        """The site of this process, which others reach at `address`."""
+        folder = Path(tempfile.gettempdir()).stat()  # containers of one machine that share no files share no sockets
+        device = device_here()
+        accelerator = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        return cls(f"{socket.gethostname()} {folder.st_dev} {folder.st_ino}", address, accelerator)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one rank of the rollout gets its weights; `address` is known once the sender has opened its end."""
+
+    sender: int  # rank
+    way: Way
+    rank: int  # in the broadcast, whose rank 0 is the sender
+    size: int
+    on_accelerator: bool
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What one training rank opens."""
+
+    by_memory: int = 0  # receivers
+    by_broadcast: int = 0
+    on_accelerator: bool = False
+
+
+def plan(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
+    """A route for each receiver.
+
+    Between accelerators that are all different: one broadcast from rank 0. Else from memory, where a training rank is
+    on the receiver's machine (the first one writes); and to all other receivers one broadcast from rank 0.
+    """
+    devices = [senders[0].accelerator, *(receiver.accelerator for receiver in receivers)]
+    on_accelerator = None not in devices and len(set(devices)) == len(devices)
+    first_on = {sender.machine: rank for rank, sender in reversed(list(enumerate(senders)))}
+    is_near = [receiver.machine in first_on and not on_accelerator for receiver in receivers]
+    size, routes, rank = 1 + is_near.count(False), list[Route](), 0
+    for receiver, near in zip(receivers, is_near, strict=True):
+        if near:
+            routes.append(Route(first_on[receiver.machine], "memory", 0, 0, False))
+        else:
+            rank += 1
+            routes.append(Route(0, "broadcast", rank, size, on_accelerator))
+    return routes
+
+
+def ends_of(routes: Sequence[Route], senders: int) -> list[Ends]:
+    """What each training rank opens for these routes."""
+    ends = [Ends() for _ in range(senders)]
+    for route in routes:
+        end = ends[route.sender]
+        if route.way == "memory":
+            ends[route.sender] = replace(end, by_memory=end.by_memory + 1)
+        else:
+            ends[route.sender] = replace(end, by_broadcast=end.by_broadcast + 1, on_accelerator=route.on_accelerator)
+    return ends
+
+
+def with_addresses(routes: Sequence[Route], opened: Sequence[dict[Way, str]]) -> list[Route]:
+    """The routes with the addresses of what the training ranks opened."""
+    return [replace(route, address=opened[route.sender][route.way]) for route in routes]
+
+
+def device_here() -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def open_outlets(ends: Ends, address: str, deadline_seconds: float) -> dict[Way, Outlet]:
+    """The sender's ends; a broadcast is found at `address`."""
+    outlets: dict[Way, Outlet] = {}
+    if ends.by_memory:
+        outlets["memory"] = SharedMemoryOutlet(ends.by_memory, deadline_seconds)
+    if ends.by_broadcast:
+        where = device_here() if ends.on_accelerator else None
+        outlets["broadcast"] = CollectiveOutlet(ends.by_broadcast, address, deadline_seconds, where)
+    return outlets
+
+
+def open_inlet(route: Route, deadline_seconds: float) -> Inlet:
+    """The receiver's end."""
+    if route.way == "memory":
+        return SharedMemoryInlet(route.address, deadline_seconds)
+    where = device_here() if route.on_accelerator else None
+    return CollectiveInlet(route.address, route.rank, route.size, deadline_seconds, where)
