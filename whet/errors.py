@@ -9,6 +9,7 @@ WhetError
 ├── ModelError (RuntimeError)    a model folder, tokenizer or weight that does not fit
 ├── EngineError (RuntimeError)   a training or rollout engine that cannot go on
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
+│   └── LostWorkerError          its process, its node or the way there is gone: started again it may well run
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
 ├── CheckpointError (RuntimeError)
 ├── StorageError (OSError)       a disk that is full or cannot be written; names the file
@@ -48,6 +49,10 @@ class EngineError(WhetError, RuntimeError):
 
 class WorkerError(WhetError, RuntimeError):
     """A worker that raised or died; the message names role, rank and method."""
+
+
+class LostWorkerError(WorkerError):
+    """A worker whose process died, or whose node is gone or cannot be reached."""
 
 
 class DeadlineError(WhetError, TimeoutError):

@@ -19,6 +19,7 @@ class Placement:
     world_size: int = 1
     process_group: torch.distributed.ProcessGroup | None = None
     neighbours: Mapping[str, Worker] = field(default_factory=dict)
+    address: str = "127.0.0.1"
 
 
 class Worker:
@@ -54,6 +55,11 @@ class Worker:
         """The workers of other roles in this process, by role; in `__init__` those that were built before this one.
         A rollout worker takes the actor's module from here, without a copy."""
         return self._placement.neighbours
+
+    @property
+    def address(self) -> str:
+        """Under which workers of other pools and nodes reach this machine: for stores and sockets of their own."""
+        return self._placement.address
 
     @property
     def dp_rank(self) -> int:
