@@ -79,6 +79,11 @@ class Actor(Worker):
         return os.getpid(), torch.get_num_threads()
 
     @register()
+    def where(self) -> str:
+        """Under which others reach this rank."""
+        return self.address
+
+    @register()
     def weak_link(self, rank: int, deed: str) -> None:
         """`rank` does the deed, the others wait for it in a collective."""
         if self.rank == rank:

@@ -30,7 +30,7 @@ from whet.controller.resource_pool import ResourcePool
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
-KILL_SECONDS = 10.0  # for Ray to kill in, where its head may be gone
+KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; without its head Ray tries for a minute
 IDLE_SECONDS = 2.0  # without a call, before a rank is asked for a sign of life
 LOOK_SECONDS = 1.0  # how often a wait looks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller ones travel with the call; larger ones are put into the object store, once
@@ -123,8 +123,12 @@ class RayTransport(RemoteTransport[_Actor]):
         if is_orderly:
             leaving = [peer.handle.leave.remote() for peer in self.peers]
             within(CLOSE_SECONDS, lambda: ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_SECONDS))
-        within(KILL_SECONDS, lambda: [ray.kill(peer.handle) for peer in self.peers])
-        within(KILL_SECONDS, self._reserved.give_back)
+        within(KILL_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        for peer in self.peers:
+            ray.kill(peer.handle)
+        self._reserved.give_back()
 
     def _start(self, pool: ResourcePool, rank: int, number: int) -> Any:
         name = f"{', '.join(pool.roles)} rank {rank}"

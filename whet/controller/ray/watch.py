@@ -8,6 +8,7 @@ that is silent twice in a row is gone, or the network to it is cut. Ten seconds 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Mapping
 
@@ -62,5 +63,5 @@ async def _ask(address: str, port: int) -> OSError | None:
 def _reason(failure: OSError, address: str, port: int) -> str:
     if isinstance(failure, ConnectionRefusedError):
         return f"nobody listens at {address}:{port} any more"
-    said = f" ({failure.strerror})" if failure.strerror else ""
+    said = f" ({os.strerror(failure.errno)})" if failure.errno else ""
     return f"{address}:{port} does not answer{said}: the machine is gone, or the network to it is cut"
