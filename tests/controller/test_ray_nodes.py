@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ class TwoNodes:
 
     def processes(self, address: str, part: str = "") -> list[int]:
         """Those of a node whose command has `part` in it."""
-        listed = subprocess.run(["ip", "netns", "pids", self.names[address]], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.names[address]], capture_output=True, text=True, check=True
+        )
         return [pid for pid in map(int, listed.stdout.split()) if part in _command(pid)]
 
     def end(self, address: str, part: str = "") -> None:
@@ -211,6 +214,25 @@ def test_a_group_over_two_nodes_ends_with_its_driver(nodes: TwoNodes) -> None:
     while left := set(pids) & {*nodes.processes(HEAD), *nodes.processes(SECOND)}:
         assert time.monotonic() < until, f"{left} outlive their driver"
         time.sleep(0.1)
+
+
+def test_the_doctor_looks_at_every_node(nodes: TwoNodes) -> None:
+    command = ["ip", "netns", "exec", nodes.names[HEAD], sys.executable, "-m", "whet", "doctor", "--cluster"]
+    command += [f"cluster.address={HEAD}:{PORT}", "cluster.nnodes=3", f"trainer.run_dir={nodes.folder / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=nodes.environment)
+    assert done.returncode == 1, done.stderr
+    _, _, said = done.stdout.partition("\ncluster\n")
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert (
+        f"problem nodes 2 at {HEAD}:{PORT}; cluster.nnodes=3: add nodes with ray start --address={HEAD}:{PORT}" in lines
+    )
+    assert [line for line in lines if line.startswith("node ")] == [f"node {HEAD}", f"node {SECOND}"]
+    for line in (
+        "ok torch " + version("torch"),
+        f"ok files {nodes.folder}, where runs are written",
+        "ok network connects to every other node",
+    ):
+        assert lines.count(line) == 2, (line, lines)
 
 
 @pytest.mark.parametrize("mode", ["call", "idle"])

@@ -104,16 +104,17 @@ def connect(cluster: ClusterConfig) -> Session:
 
 
 def alive_nodes() -> list[Node]:
-    """The machines of the cluster, by address."""
-    return sorted((node for node in all_nodes() if node.is_alive), key=lambda node: (node.address, node.id))
+    """The machines of the cluster."""
+    return [node for node in all_nodes() if node.is_alive]
 
 
 def all_nodes() -> list[Node]:
-    """Those that are gone too."""
-    return [
+    """Those that are gone too, by address."""
+    nodes = [
         Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], each["Resources"], each["Alive"])
         for each in ray.nodes()
     ]
+    return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
 def reserve(processes: int, cluster: ClusterConfig, session: Session) -> Reservation:
