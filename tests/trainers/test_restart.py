@@ -15,14 +15,15 @@ from whet.trainers.restart import going_on, with_restarts
 
 MakeConfig = Callable[..., TrainConfig]
 KILLS_A_WORKER = """
-import multiprocessing
+import os, signal
 from pathlib import Path
 
 def at_step_three(run, step, numbers):
     mark = Path({mark!r})
     if step == 3 and not mark.exists():
         mark.touch()
-        next(each for each in multiprocessing.active_children() if each.name == "whet-main-rank-1").kill()
+        peer = run.roles["actor"]._transport.peers[1]
+        os.kill(peer.site.pid if run.config.cluster.backend == "ray" else peer.process.pid, signal.SIGKILL)
 """
 
 
@@ -82,16 +83,25 @@ def test_it_goes_on_from_what_the_run_itself_has_saved(tmp_path: Path) -> None:
     assert going_on(config).trainer.resume == "auto"
 
 
+def pays_for_sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", "ray"])
 def test_a_restarted_run_is_that_of_one_never_disturbed(
-    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path
+    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, backend: str
 ) -> None:
+    if backend == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
     (tmp_path / "kills.py").write_text(KILLS_A_WORKER.format(mark=str(tmp_path / "killed")))
     shared = {"cluster.processes": 2, "trainer.total_steps": 5, "trainer.save_freq": 2, "trainer.save_limit": None}
     calm = train_config({**shared, "trainer.run_dir": tmp_path / "calm"})
-    train(calm, data=additions)
+    train(calm, reward=pays_for_sevens, data=additions)
     disturbed = {"trainer.max_restarts": 1, "trainer.callbacks": [f"{tmp_path / 'kills.py'}:at_step_three"]}
-    run = train(train_config({**shared, **disturbed, "trainer.run_dir": tmp_path / "again"}), data=iter(additions))
+    disturbed |= {"cluster.backend": "ray", "cluster.address": "local"} if backend == "ray" else {}
+    config = train_config({**shared, **disturbed, "trainer.run_dir": tmp_path / "again"})
+    run = train(config, reward=pays_for_sevens, data=iter(additions))
     assert (tmp_path / "killed").exists()
     assert run.step == 5
     assert (tmp_path / "again" / "metrics.jsonl").read_bytes() == (tmp_path / "calm" / "metrics.jsonl").read_bytes()
