@@ -10,6 +10,7 @@ WhetError
 ├── EngineError (RuntimeError)   a training or rollout engine that cannot go on
 ├── WeightSyncError (RuntimeError) weights that did not reach the rollout as they left the trainer
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
+│   └── LostWorkerError          its process, its node or the way there is gone: started again it may well run
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
 ├── CheckpointError (RuntimeError)
 ├── StorageError (OSError)       a disk that is full or cannot be written; names the file
@@ -53,6 +54,10 @@ class WeightSyncError(WhetError, RuntimeError):
 
 class WorkerError(WhetError, RuntimeError):
     """A worker that raised or died; the message names role, rank and method."""
+
+
+class LostWorkerError(WorkerError):
+    """A worker whose process died, or whose node is gone or cannot be reached."""
 
 
 class DeadlineError(WhetError, TimeoutError):

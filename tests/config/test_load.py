@@ -49,7 +49,8 @@ REFUSED = {
         "tensorboard, wandb, mlflow, swanlab, trackio"
     ),
     "cluster=3": (
-        "cluster=3 (command line) is a whole number; expected a section with backend, processes, deadline_seconds"
+        "cluster=3 (command line) is a whole number; expected a section with backend, "
+        "address, nnodes, n_gpus_per_node, processes, placement, deadline_seconds"
     ),
     "extra=3": "extra=3 (command line) is a whole number; expected a mapping",
     "reward.function={a: 1}": (  # two types would do, and it is refused once

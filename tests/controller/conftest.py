@@ -1,7 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `controller_workers` importable here, and so in worker processes, which take over `sys.path`."""
+"""The backends, and `controller_workers` importable here, and so in worker processes, which take over `sys.path`."""
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config.cluster import ClusterConfig
+from whet.controller import local
+from whet.controller.worker_group import WorkerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+Launch = Callable[..., dict[str, WorkerGroup]]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A small Ray on this machine, one for all tests."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+    ray.init("local", num_cpus=8, object_store_memory=400 * 2**20, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def launch_on(request: pytest.FixtureRequest) -> Callable[[str], Launch]:
+    """A launch of specs on pools, by the backend's name."""
+
+    def choose(backend: str) -> Launch:
+        if backend == "local":
+            return partial(local.launch, deadline_seconds=60)
+        request.getfixturevalue("ray_cluster")
+        from whet.controller.ray.launch import launch as launch_on_ray
+
+        return partial(launch_on_ray, cluster=ClusterConfig(backend="ray", deadline_seconds=60))
+
+    return choose

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ class Actor(Worker):
         return os.getpid(), torch.get_num_threads()
 
     @register()
+    def where(self) -> str:
+        """Under which others reach this rank."""
+        return self.address
+
+    @register()
     def weak_link(self, rank: int, deed: str) -> None:
         """`rank` does the deed, the others wait for it in a collective."""
         if self.rank == rank:
@@ -128,3 +134,24 @@ class Misconfigured(Worker):
         super().__init__(placement)
         if self.rank == rank:
             raise ConfigError("actor.mini_batch_size=3 must divide data.train_batch_size=8")
+
+
+def running(pids: Sequence[int]) -> list[int]:
+    """Those of the processes that have not ended."""
+    return [pid for pid in pids if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # ended, not yet waited for
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def wait_until_gone(pids: Sequence[int], seconds: float) -> None:
+    """Fails if one still runs after so long."""
+    until = time.monotonic() + seconds
+    while left := running(pids):
+        assert time.monotonic() < until, f"{left} still run after {seconds} s"
+        time.sleep(0.02)

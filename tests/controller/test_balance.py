@@ -9,10 +9,20 @@ from whet.controller.balance import balanced_partition, inverse_order, sequence_
 from whet.errors import DataError
 
 
-def test_largest_first_by_hand() -> None:
-    # 7 goes to part 0, 6 to part 1, 5 to part 1 (6 against 7), 4 to part 0 (7 against 11): both have 11 in two blocks,
-    # and of two alike the first takes 3. Rows ascend within a part.
-    assert balanced_partition([3, 4, 5, 6, 7], 2) == [[0, 1, 4], [2, 3]]
+def test_differencing_by_hand() -> None:
+    # Greedy: 7 | 6, 7 | 6 5, 7 4 | 6 5, 7 4 3 | 6 5: 14 against 11. Differencing: 7 - 6 = 1 and 5 - 4 = 1 are the two
+    # largest differences in turn; 3 - 1 = 2 joins 3 with one of them, 2 - 1 = 1 all: 13 against 12, the best there is.
+    shards = balanced_partition([3, 4, 5, 6, 7], 2)
+    assert sorted(sum([3, 4, 5, 6, 7][row] for row in shard) for shard in shards) == [12, 13]
+    assert shards == [sorted(shard) for shard in shards]
+    assert balanced_partition([3, 4, 5, 6, 7], 2) == shards
+
+
+def test_the_more_even_partition_is_taken() -> None:
+    # Of 3 3 2 2 2 over two, greedy has 7 against 5 and differencing 6 against 6. Of equal ones over four both are even,
+    # and greedy, which deals them in turn, is kept.
+    assert sorted(map(len, balanced_partition([3, 3, 2, 2, 2], 2))) == [2, 3]
+    assert balanced_partition([1.0] * 8, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_blocks_stay_together() -> None:

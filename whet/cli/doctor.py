@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ def doctor(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     command: For = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="look at every node of the Ray cluster too")] = False,
 ) -> None:
     """Look at installation and machine, and at what a config needs."""
     recipe, overrides = split_recipe(words, config_name)
@@ -31,6 +32,10 @@ def doctor(
     from whet.trainers.run import run_folder
 
     sections = examine(run_folder(config.trainer))
+    if cluster:
+        from whet.planning.cluster import examine_cluster
+
+        sections |= examine_cluster(config, run_folder(config.trainer))
     if recipe is not None or overrides:
         sections["this run"] = list(_of_run(config))
     _print(sections)

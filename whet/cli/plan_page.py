@@ -35,7 +35,7 @@ def numbers(made: Forecast) -> str:
             "phases": {phase: memory.total(phase) for phase in memory.phases},
             "tensor_bytes": memory.tensor_bytes,
             "resident_bytes": memory.resident_bytes,
-            "processes": made.setup.config.cluster.processes,
+            "processes": made.setup.config.cluster.processes_here,
             "free_memory": None if made.free is None else asdict(made.free),
             "fits": made.fits,
             "changes": [asdict(change) for change in made.changes],
@@ -84,7 +84,7 @@ def _memory_table(memory: Memory) -> Table:
 
 
 def _show_fit(console: Console, made: Forecast) -> None:
-    processes = made.setup.config.cluster.processes
+    processes = made.setup.config.cluster.processes_here
     each = "" if processes == 1 else f" in {processes} processes"
     needed = f"memory: about {size(made.needed_bytes)}{each} beside the imports"
     if made.free is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_checks, check_optim, check_options, entry_at
+from whet.config.cluster_checks import cluster_checks
 from whet.config.engine_checks import engine_checks
 from whet.config.schema import (
     DataConfig,
@@ -126,7 +127,7 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
         partial(_check_trainer, trainer),
         partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
-        partial(_check_processes, config),
+        *cluster_checks(config),
         *engine_checks(config),
     ]
 
@@ -273,16 +274,3 @@ def _check_sampler(data: DataConfig) -> None:
             f"{', '.join(SAMPLER_SUPPLIED)}; an option stands after `*`"
         )
     entry.resolve_options(data.sampler_options, "data.sampler_options")
-
-
-def _check_processes(config: TrainConfig | SFTConfig) -> None:
-    if isinstance(config, SFTConfig):
-        rows, what = config.data.train_batch_size, "data.train_batch_size"
-    else:
-        prompts = config.actor.mini_batch_size or config.data.train_batch_size
-        rows, what = prompts * config.rollout.n, "mini-batch prompts x rollout.n"
-    if config.cluster.processes > rows:
-        raise ConfigError(
-            f"cluster.processes={config.cluster.processes} is more than the {rows} rows of an optimizer step ({what}); "
-            f"set it to {rows} or less"
-        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from whet.config.algorithm_checks import nearest_divisors
+from whet.config.cluster import ClusterConfig
 from whet.config.schema import EngineConfig, ModelConfig, OptimConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError
 
@@ -15,7 +16,6 @@ ONLY_FSDP = ("shard_size", "reshard_after_forward", "cpu_offload", "sequence_par
 
 def engine_checks(config: TrainConfig | SFTConfig) -> list[Callable[[], object]]:
     """For each role's engine and optimizer."""
-    processes = config.cluster.processes
     roles: list[tuple[str, EngineConfig, OptimConfig | None]] = (
         [("", config.engine, config.optim)]
         if isinstance(config, SFTConfig)
@@ -27,10 +27,10 @@ def engine_checks(config: TrainConfig | SFTConfig) -> list[Callable[[], object]]
     )
     found: list[Callable[[], object]] = []
     for prefix, engine, optim in roles:
-        key = f"{prefix}engine"
+        key, role = f"{prefix}engine", prefix.removesuffix(".") or "actor"
         found += [
             partial(check_engine, key, engine),
-            partial(_check_sizes, key, engine, processes),
+            partial(_check_sizes, key, engine, role, config.cluster),
             partial(_check_model, key, engine, config.model),
         ]
         if optim is not None:
@@ -57,13 +57,16 @@ def check_engine(key: str, engine: EngineConfig) -> None:
         )
 
 
-def _check_sizes(key: str, engine: EngineConfig, processes: int) -> None:
+def _check_sizes(key: str, engine: EngineConfig, role: str, cluster: ClusterConfig) -> None:
+    processes, count = cluster.processes_of(role), "cluster.processes"
+    if cluster.placement:
+        count = f"cluster.placement.{cluster.pool_of(role)}.processes"
     inner, name = engine.sequence_parallel_size, "sequence_parallel_size"
     if engine.tensor_parallel_size > 1:
         inner, name = engine.tensor_parallel_size, "tensor_parallel_size"
     if processes % inner:
         near = " or ".join(str(each) for each in nearest_divisors(processes, inner))
-        raise ConfigError(f"{key}.{name}={inner} must divide cluster.processes={processes}; try {near}")
+        raise ConfigError(f"{key}.{name}={inner} must divide {count}={processes}; try {near}")
     holders = processes // engine.tensor_parallel_size
     if engine.shard_size is not None and holders % engine.shard_size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, engine.shard_size))

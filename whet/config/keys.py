@@ -60,6 +60,9 @@ def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo
     if is_section(field.annotation) and len(path) > 1:
         below, field = field_at(field.annotation, path[1:])
         return f"{path[0]}.{below}", field
+    if is_free(field) and len(path) > 2 and is_section(item := get_args(field.annotation)[1]):
+        below, field = field_at(item, path[2:])
+        return f"{path[0]}.{path[1]}.{below}", field
     return path[0], field
 
 
@@ -97,15 +100,19 @@ def _candidates(schema: type[Section], key: str) -> list[str]:
     for leaf, field in leaf_fields(schema).items():
         candidates += [leaf, *(leaf.rsplit(".", up)[0] for up in range(1, leaf.count(".") + 1))]
         if is_free(field):
-            candidates += _below(leaf, key)
+            candidates += _below(leaf, field, key)
     return candidates
 
 
-def _below(mapping: str, key: str) -> list[str]:
-    """`key` moved below `mapping`, if it looks like a misspelling of that: adv_option.lam -> adv_options.lam."""
+def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
+    """`key` moved below `mapping`, if it looks like a misspelling of that: adv_option.lam -> adv_options.lam; in a
+    mapping of sections the keys that these have."""
     depth = mapping.count(".") + 1
     head, rest = key.split(".")[:depth], key.split(".")[depth:]
     alike = SequenceMatcher(None, ".".join(head), mapping).ratio() > 0.8
+    item = get_args(field.annotation)[1]
+    if alike and len(rest) > 1 and is_section(item):
+        return [".".join([mapping, rest[0], each]) for each in leaf_fields(item)]
     return [".".join([mapping, *rest])] if rest and alike else []
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from whet.config.algorithm import KLConfig as KLConfig
+from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.section import Section as Section
 
 Dtype = Literal["float32", "bfloat16"]
@@ -271,6 +272,9 @@ class TrainerConfig(Section):
         None, description="by which the best checkpoint is; - before it: lower is; unset: val/accuracy, sft -val/loss"
     )
     resume: str = Field("auto", description="auto (the newest in run_dir, if any), never, or the path of a checkpoint")
+    max_restarts: NonNegativeInt = Field(
+        0, description="times that the run goes on by itself from its newest checkpoint where a worker was lost"
+    )
     seed: NonNegativeInt = Field(0, description="of every random draw")
     run_dir: str | None = Field(None, description="unset: runs/<project_name>/<experiment_name>")
     project_name: str = Field("whet", description="for trackers and the run's folder")
@@ -284,14 +288,6 @@ class TrainerConfig(Section):
     )
     callbacks: list[str] = Field([], description="module:function or file.py:function, called after every step")
     loop: str | None = Field(None, description="module:function or file.py:function that replaces the loop")
-
-
-class ClusterConfig(Section):
-    """Where the roles run."""
-
-    backend: Literal["local"] = Field("local", description="in this process, or in processes on this machine")
-    processes: PositiveInt = Field(1, description="training processes; 1 stays in this one")
-    deadline_seconds: PositiveFloat = Field(1800.0, description="the longest wait for one call of a worker")
 
 
 class TrainConfig(Section):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on this machine: in this process, or in processes of their own that talk over gloo."""
+"""Workers on this machine: in this process, or in processes of their own that talk over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from concurrent.futures import Future
 
 from whet.controller.dispatch import Arguments
 from whet.controller.processes import ProcessTransport
-from whet.controller.resource_pool import ResourcePool
+from whet.controller.resource_pool import ResourcePool, hosts_of
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
-from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, describe
-from whet.errors import ConfigError, WhetError, WorkerError
+from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, describe, groups_of
+from whet.errors import WhetError, WorkerError
 
 
-def launch(specs: Sequence[WorkerSpec], pool: ResourcePool, deadline_seconds: float) -> dict[str, WorkerGroup]:
-    """A group for each spec, by role. Each process of the pool hosts a worker of every role, built in the order given.
+def launch(
+    specs: Sequence[WorkerSpec], pools: ResourcePool | Sequence[ResourcePool], deadline_seconds: float
+) -> dict[str, WorkerGroup]:
+    """A group for each spec, by role. Each process of a pool hosts a worker of every role of the pool, built in the
+    order given.
 
-    A pool of one process is this one: calls are direct, arguments are handed over as they are, and no deadline can end
-    them. More are started anew ("spawn"): each imports the caller's main module, so a script needs
+    One pool of one process is this one: calls are direct, arguments are handed over as they are, and no deadline can
+    end them. All others are started anew ("spawn"): each imports the caller's main module, so a script needs
     `if __name__ == "__main__":`. There `deadline_seconds` bounds the start, every collective and every wait for a call.
     Nothing listens beyond the loopback address. The processes end with `close`, with the first failure, and with this
     process, however it ends; they are daemons, so workers in them can start subprocesses but no multiprocessing ones.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
     """
-    roles = [spec.role for spec in specs]
-    if not specs or len(set(roles)) < len(roles):
-        raise ConfigError(f"launch of roles {roles}: expected at least one, and each once")
+    pools = hosts_of(specs, [pools] if isinstance(pools, ResourcePool) else pools)
     transport: Transport
-    if pool.processes == 1:
+    if len(pools) == 1 and pools[0].processes == 1:
         transport, layouts = _build_here(specs)
     else:
-        transport, layouts = ProcessTransport.start(specs, pool, deadline_seconds)
-    try:
-        return {
-            spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
-            for spec in specs
-        }
-    except WorkerError:
-        transport.close()
-        raise
+        processes = ProcessTransport(pools, deadline_seconds)
+        transport, layouts = processes, processes.build(specs)
+    return groups_of(specs, layouts, transport, deadline_seconds)
 
 
 def _build_here(specs: Sequence[WorkerSpec]) -> tuple[Transport, dict[str, list[Layout]]]:
@@ -51,7 +46,7 @@ def _build_here(specs: Sequence[WorkerSpec]) -> tuple[Transport, dict[str, list[
             workers[spec.role] = spec.build(Placement(spec.role, neighbours=workers))
         except Exception as error:
             transport.close()
-            described = describe(error, spec.role, 0, "__init__")
+            described = describe(error, f"{spec.role} rank 0", "__init__")
             raise described from described.__cause__
     return transport, {role: [Layout.of(worker)] for role, worker in workers.items()}
 
@@ -61,7 +56,7 @@ class _SameProcess:
 
     def __init__(self, workers: dict[str, Worker]) -> None:
         self._workers = workers
-        self._closed_by: str | None = None
+        self._closed_by: WhetError | None = None
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
         if self._closed_by is not None:
@@ -73,15 +68,15 @@ class _SameProcess:
         try:
             reply.set_result(getattr(self._workers[role], method)(*arguments.args, **arguments.kwargs))
         except Exception as error:
-            described = describe(error, role, 0, method)
+            described = describe(error, f"{role} rank 0", method)
             self.abort(described)
             reply.set_exception(described)
         return reply
 
     def abort(self, error: WhetError) -> None:
-        self._closed_by = self._closed_by or str(error)
+        self._closed_by = self._closed_by or error
 
     def close(self) -> None:
-        self._closed_by = self._closed_by or "close() was called"
+        self._closed_by = self._closed_by or WorkerError("close() was called")
         while self._workers:  # the last one built first: it may use the others
             self._workers.popitem()[1].close()

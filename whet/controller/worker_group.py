@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from whet.controller.dispatch import Arguments, Plan, Workload, check_layouts, plan_call, registered_methods
-from whet.controller.worker import Layout, Worker
-from whet.errors import DeadlineError, WhetError, WorkerError
+from whet.controller.worker import Layout, Worker, WorkerSpec
+from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 Reply = concurrent.futures.Future[Any]
 
@@ -128,17 +128,32 @@ class WorkerGroup:
         return [*super().__dir__(), *self._methods]
 
 
-def describe(error: BaseException, role: str, rank: int, method: str) -> WhetError:
-    """What a caller is shown of an exception in a worker: a WhetError stays what it is, with a note of where it arose;
-    anything else becomes a WorkerError with the original as its cause."""
+def groups_of(
+    specs: Sequence[WorkerSpec], layouts: Mapping[str, Sequence[Layout]], transport: Transport, deadline_seconds: float
+) -> dict[str, WorkerGroup]:
+    """A group for each role of a launch.  Raises: WorkerError, and closes all, where layouts do not fit."""
+    try:
+        return {
+            spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
+            for spec in specs
+        }
+    except WorkerError:
+        transport.close()
+        raise
+
+
+def describe(error: BaseException, who: str, method: str) -> WhetError:
+    """What a caller is shown of an exception in a worker, `who` being its role and rank: a WhetError stays what it is,
+    with a note of where it arose; anything else becomes a WorkerError with the original as its cause."""
     if isinstance(error, WhetError):
-        error.add_note(f"raised in {role} rank {rank}, {method}")
+        error.add_note(f"raised in {who}, {method}")
         return error
-    wrapped = WorkerError(f"{role} rank {rank}: {method} raised {type(error).__name__}: {error}")
+    wrapped = WorkerError(f"{who}: {method} raised {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
 
 
-def closed_error(role: str, method: str, closed_by: str) -> WorkerError:
-    """What a call after the end is answered with; `closed_by` says what ended it."""
-    return WorkerError(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")
+def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
+    """What a call after the end is answered with; `closed_by` is what ended it."""
+    kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
+    return kind(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")

@@ -41,9 +41,10 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
         return
     free = free_memory()
     try:
-        if free is not None and upper_bound(setup) * setup.config.cluster.processes > free.bytes / 2:
+        cluster = setup.config.cluster
+        processes = 0 if cluster.placement else cluster.processes_here  # roles of several pools are not added up
+        if free is not None and upper_bound(setup) * processes > free.bytes / 2:
             memory = plan_memory(setup)
-            processes = setup.config.cluster.processes
             needed = memory.resident_bytes * processes
             if memory.touched_bytes * processes > free.bytes:  # without what is estimated on top
                 raise ConfigError(_too_much_memory(setup, memory, needed, free, replan))
@@ -152,7 +153,7 @@ def _too_much_memory(
     lines = [
         f"this run needs about {size(needed)} of memory in its {phase} ({largest}), "
         f"and {free.bound} has {size(free.bytes)} free",
-        *advice(changes(setup, memory, replan), free.bytes // setup.config.cluster.processes),
+        *advice(changes(setup, memory, replan), free.bytes // setup.config.cluster.processes_here),
         f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts all the same",
     ]
     return "\n".join(lines)

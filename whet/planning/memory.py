@@ -165,12 +165,12 @@ def _micro_batches(config: TrainConfig | SFTConfig, name: str, role: Role, lengt
 def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> list[Row]:
     """The rows of an optimizer step in one process."""
     if isinstance(config, SFTConfig):
-        count = -(-config.data.train_batch_size // config.cluster.processes)
+        count = -(-config.data.train_batch_size // config.cluster.processes_of("actor"))
         return [Row(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
     role = config.critic if name == "critic" else config.actor
     prompts = lengths.spread(role.mini_batch_size or config.data.train_batch_size)
     every = [Row(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
-    count = -(-len(prompts) * config.rollout.n // config.cluster.processes)
+    count = -(-len(prompts) * config.rollout.n // config.cluster.processes_of(name))
     return [row for row in every for _ in range(config.rollout.n)][:count]
 
 
@@ -219,7 +219,7 @@ def inner_size(model: Any) -> int:
 
 def decoded_together(config: TrainConfig) -> int:
     """Sequences that one process decodes side by side."""
-    requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes)
+    requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes_of("rollout"))
     return min(config.rollout.max_batch_size, requests)
 
 

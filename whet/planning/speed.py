@@ -48,24 +48,26 @@ def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates 
     """One step with answers of `response_length` tokens, by default the longest that are allowed."""
     config, outlines = setup.config, setup.outlines
     response = setup.lengths.response if response_length is None else response_length
-    processes = config.cluster.processes
     if rates is None:
         rates = measure(setup)
     if isinstance(config, SFTConfig):
         rows = mini_batch(config, "actor", setup.lengths)
         seconds = {"update": _update(outlines["actor"], rows, rates)}
-        return Speed({"all": sum(row.tokens for row in rows) * processes}, seconds)
+        return Speed({"all": sum(row.tokens for row in rows) * config.cluster.world_size}, seconds)
     prompts = setup.lengths.spread(config.data.train_batch_size)
     answered = [Row(number, tokens, round(response)) for number, tokens in enumerate(prompts)]
     rows = [row for row in answered for _ in range(config.rollout.n)]
-    share = rows[: -(-len(rows) // processes)]
-    seconds = {"rollout": _rollout(config, outlines["actor"], share, rates)}
+
+    def share(role: str) -> list[Row]:
+        return rows[: -(-len(rows) // config.cluster.processes_of(role))]
+
+    seconds = {"rollout": _rollout(config, outlines["actor"], share("rollout"), rates)}
     for role in setup.passes:
         model = outlines.get(role, outlines["actor"])  # the reference of an adapter is the actor without it
-        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share, rates)
+        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share(role), rates)
     for role in setup.objectives:
         epochs = config.critic.epochs if role == "critic" else config.actor.epochs
-        seconds[f"{role} update"] = epochs * _update(outlines[role], share, rates)
+        seconds[f"{role} update"] = epochs * _update(outlines[role], share(role), rates)
     return Speed({"prompt": sum(prompts), "response": round(response) * len(rows)}, seconds)
 
 

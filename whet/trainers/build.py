@@ -17,8 +17,7 @@ from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
 from whet.config.algorithm_checks import aggregation, uses_critic
 from whet.config.checks import check_context
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
-from whet.controller.local import launch
-from whet.controller.resource_pool import ResourcePool
+from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_prompts
@@ -53,6 +52,7 @@ from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.restart import with_restarts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker, sampler
 from whet.trainers.run import Run, metric_file, open_trackers, run_folder
@@ -82,8 +82,14 @@ def train(
 
     `reward` and `data` stand in for `reward.function` and `data.train_files`. With `dry_run` everything is built, one
     batch of prompts is loaded and shown, and nothing is trained or written.
+    `trainer.max_restarts` says how often it starts again where a worker was lost.
     Raises: WhetError for everything that a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it.
     """
+    rows = list(data) if data is not None and config.trainer.max_restarts else data  # they may be read again
+    return with_restarts(config, lambda once: _train(once, dry_run=dry_run, reward=reward, data=rows))
+
+
+def _train(config: TrainConfig, *, dry_run: bool, reward: Callable[..., Any] | None, data: Rows | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
@@ -137,14 +143,14 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     reclaimed = checkpoint.bytes_over_limit(run_dir, config.trainer.save_limit)
     check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
-    specs, processes = worker_specs(config, columns, total_steps), ResourcePool(processes=config.cluster.processes)
+    specs = worker_specs(config, columns, total_steps)
     with ExitStack() as undo:
         opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
         found = None if opened is None else opened.found
         start_step = None if found is None else checkpoint.step_of(found)
         services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
         undo.callback(services.close, failed=True)
-        roles = launch(specs, processes, deadline_seconds=config.cluster.deadline_seconds)
+        roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(model_path, tokenizer)

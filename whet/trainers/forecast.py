@@ -42,7 +42,7 @@ class Forecast:
     @property
     def needed_bytes(self) -> int:
         """Memory, of all processes."""
-        return self.memory.resident_bytes * self.setup.config.cluster.processes
+        return self.memory.resident_bytes * self.setup.config.cluster.processes_here
 
     @property
     def disk_bytes(self) -> int:
@@ -64,7 +64,7 @@ def forecast(config: TrainConfig | SFTConfig) -> Forecast:
     notes = [note]
     memory, free, run_dir = plan_memory(setup), free_memory(), run_folder(config.trainer)
     found: list[Change] = []
-    if free is not None and memory.resident_bytes * config.cluster.processes > free.bytes:
+    if free is not None and memory.resident_bytes * config.cluster.processes_here > free.bytes:
         found = changes(setup, memory, lambda other: _with(other, setup.lengths.prompts))
     measured, response = _earlier_run(run_dir)
     if response is not None:

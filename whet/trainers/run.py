@@ -127,7 +127,7 @@ class Run:
         """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
         checkpoint is that of the step before. Workers in other processes have to finish their call first."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
-        if self.config.cluster.processes > 1:
+        if not self.config.cluster.stays_here:
             self.signals.here()
             yield
         else:

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.checks import check_context
 from whet.config.schema import SFTConfig
-from whet.controller.local import launch
-from whet.controller.resource_pool import ResourcePool
+from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_examples
@@ -37,6 +36,7 @@ from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
+from whet.trainers.restart import with_restarts
 from whet.trainers.run import best_score, metric_file, open_trackers, restored, run_folder
 from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
@@ -178,6 +178,12 @@ def train_sft(
     `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
     user can mend.
     """
+    return with_restarts(config, lambda once: _train_sft(once, data, callbacks))
+
+
+def _train_sft(
+    config: SFTConfig, data: Sequence[Mapping[str, Any]] | None, callbacks: Sequence[Callable[[SFTRun], None]]
+) -> SFTRun:
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
@@ -201,11 +207,7 @@ def train_sft(
         console = [ConsoleTracker(total_steps, first_step=start_step or 0, columns=COLUMNS)]
         services = open_trackers(config, run_dir, start_step)
         undo.callback(services.close, failed=True)
-        roles = launch(
-            [WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))],
-            ResourcePool(processes=config.cluster.processes),
-            deadline_seconds=config.cluster.deadline_seconds,
-        )
+        roles = launch_roles([WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))], config.cluster)
         undo.pop_all()
     run = SFTRun(
         config=config,

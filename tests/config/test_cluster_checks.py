@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.config import TrainConfig
+from whet.config.cluster import ClusterConfig
+from whet.config.cluster_checks import cluster_checks
+from whet.config.load import load_config
+from whet.errors import ConfigError
+
+TWO_POOLS = "{train: {processes: 2, roles: [actor, ref]}, sample: {roles: [rollout]}}"
+
+
+@pytest.fixture(autouse=True)
+def ray_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the checks see: they import nothing."""
+    monkeypatch.setattr("whet.config.cluster_checks.find_spec", lambda name: object())
+
+
+def refusals(sections: str) -> list[str]:
+    found = []
+    for check in cluster_checks(TrainConfig.model_validate(yaml.safe_load(sections))):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ("cluster: {nnodes: 2}", "cluster.nnodes=2 is of a Ray cluster, and cluster.backend is local"),
+        ("cluster: {address: auto}", "cluster.address=auto is of a Ray cluster, and cluster.backend is local"),
+        ("cluster: {backend: ray, address: 'ray://10.0.0.1:10001'}", "start whet on a node of the cluster (`ray job"),
+        (
+            "cluster: {backend: ray, nnodes: 2, processes: 5}",
+            "5 processes, which cluster.nnodes=2 does not divide; try 4",
+        ),
+        (
+            "cluster: {backend: ray, nnodes: 2, n_gpus_per_node: 8, processes: 4}",
+            "cluster.processes asks for 4 processes, one a GPU, and cluster.nnodes=2 with cluster.n_gpus_per_node=8 "
+            "make 16 GPUs; make the two equal",
+        ),
+        (
+            f"cluster: {{backend: ray, n_gpus_per_node: 2, placement: {TWO_POOLS}}}",
+            "the pools of cluster.placement have 3 processes, one a GPU, and cluster.nnodes=1 with",
+        ),
+        (f"cluster: {{processes: 2, placement: {TWO_POOLS}}}", "cluster.processes=2 is for one pool of all roles, and"),
+        (
+            "cluster: {placement: {train: {}, sample: {}}}",
+            "cluster.placement.sample.roles is empty, and roles that no pool names go to the first one, train; ",
+        ),
+        (
+            "cluster: {placement: {train: {}, sample: {roles: [rolout]}}}",
+            "cluster.placement.sample.roles has 'rolout'; did you mean rollout? There are actor, critic, ref",
+        ),
+        (
+            "cluster: {placement: {train: {roles: [actor]}, sample: {roles: [actor]}}}",
+            "cluster.placement names the role actor in train and in sample; a role is in one pool",
+        ),
+        (
+            "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {placement: {a: {processes: 3}}}}",
+            "cluster.placement.a.processes=3 is more than the 2 rows of an optimizer step",
+        ),
+        (
+            "{model: {lora: {rank: 4}}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
+            "cluster.placement puts ref into look and actor into train, and with model.lora.rank the reference is the",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_to_change(sections: str, said: str) -> None:
+    found = refusals(sections)
+    assert len(found) == 1, found
+    assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        f"cluster: {{placement: {TWO_POOLS}}}",
+        "cluster: {backend: ray, nnodes: 2}",
+        f"cluster: {{backend: ray, nnodes: 3, placement: {TWO_POOLS}}}",
+        "cluster: {n_gpus_per_node: 4}",
+        "{model: {lora: {rank: 4}}, ref: {model_path: x}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
+    ],
+)
+def test_what_goes_together_is_not_refused(sections: str) -> None:
+    assert refusals(sections) == []
+
+
+def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.config.cluster_checks.find_spec", lambda name: None)
+    assert refusals("cluster: {backend: ray}") == [
+        'cluster.backend=ray, and Ray is not installed; run pip install "whet[ray]"'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "processes"),
+    [
+        ({"nnodes": 2}, 2),
+        ({"nnodes": 2, "n_gpus_per_node": 8}, 16),
+        ({"n_gpus_per_node": 4}, 4),
+        ({"nnodes": 2, "processes": 6}, 6),
+        ({}, 1),
+    ],
+)
+def test_one_process_on_each_device_unless_said_otherwise(cluster: dict[str, Any], processes: int) -> None:
+    assert ClusterConfig.model_validate(cluster).processes == processes
+
+
+def test_every_role_has_a_pool() -> None:
+    cluster = ClusterConfig.model_validate({"placement": yaml.safe_load(TWO_POOLS)})
+    roles = ("actor", "critic", "ref", "rollout", "teacher:gsm8k")
+    assert [cluster.pool_of(role) for role in roles] == ["train", "train", "train", "sample", "train"]
+    assert [cluster.processes_of(role) for role in roles] == [2, 2, 2, 1, 2]
+    assert (cluster.world_size, cluster.stays_here) == (3, False)
+    judged = ClusterConfig.model_validate({"placement": {"all": {}, "judge": {"roles": ["teacher"]}}})
+    assert [judged.pool_of(role) for role in roles] == ["all", "all", "all", "all", "judge"]
+    alone = ClusterConfig()
+    assert (alone.pool_of("actor"), alone.processes_of("actor"), alone.stays_here) == ("main", 1, True)
+
+
+def test_slips_below_a_pool_are_named() -> None:
+    placement = {"train": {"proceses": 2}, "sample": {"processes": 0, "roles": "rollout"}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, None, {"cluster.placement": placement}, checked=False)
+    assert str(caught.value).splitlines() == [
+        "unknown key cluster.placement.train.proceses (argument); did you mean cluster.placement.train.processes?",
+        "cluster.placement.sample.processes=0 (argument) is a whole number; expected a whole number > 0",
+    ]
+    lines = ["cluster.placement.train.processes=2", "cluster.placement.sample.roles=[rollout]"]
+    config = load_config(TrainConfig, None, lines, checked=False).config
+    assert {name: (pool.processes, pool.roles) for name, pool in config.cluster.placement.items()} == {
+        "train": (2, []),
+        "sample": (1, ["rollout"]),
+    }

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in worker processes, on every backend: each failure is named soon, and no process stays behind."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from controller_workers import Actor, Misconfigured, Rollout, running, wait_until_gone
+
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import ConfigError, DeadlineError, LostWorkerError, WorkerError
+
+Launch = Callable[..., dict[str, WorkerGroup]]
+ACTOR = WorkerSpec("actor", Actor)
+HEARD_SECONDS = {"local": 1.0, "ray": 10.0}  # until a death is named
+GONE_SECONDS = {"local": 0.0, "ray": 5.0}  # Ray kills, but does not wait
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def started(backend: str, launch_on: Callable[[str], Launch]) -> Iterator[tuple[WorkerGroup, list[int]]]:
+    """The actor of two processes, and their ids."""
+    actor = launch_on(backend)([ACTOR, WorkerSpec("rollout", Rollout)], [ResourcePool(2)])["actor"]
+    pids = [pid for pid, _ in actor.process()]
+    yield actor, pids
+    actor.close()
+    wait_until_gone(pids, GONE_SECONDS[backend])
+
+
+def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
+    backend: str, started: tuple[WorkerGroup, list[int]]
+) -> None:
+    actor, pids = started
+    with pytest.raises(WorkerError, match=r"^actor.add: what it is given cannot travel to another process"):
+        actor.add(lambda: 1.0)
+    assert running(pids) == pids  # nothing was sent, so nothing is lost
+    waiting = [actor.start("weak_link", 1, "raise"), actor.start("zero", name="never reached")]
+    for call in waiting:
+        with pytest.raises(WorkerError, match=WHO + r": weak_link raised ValueError: no such token: 7(\n|$)") as caught:
+            call.result(deadline_seconds=10)
+        assert 'raise ValueError("no such token: 7")' in caught.value.__notes__[0]  # the traceback of over there
+    wait_until_gone(pids, GONE_SECONDS[backend])
+    with pytest.raises(WorkerError, match=r"actor.add: the workers are closed \(actor rank 1.*: weak_link raised"):
+        actor.add(1.0)
+
+
+WHO = r"^actor rank 1( on \d+\.\d+\.\d+\.\d+)?"
+
+
+def test_a_death_is_named_soon(backend: str, started: tuple[WorkerGroup, list[int]]) -> None:
+    actor, pids = started
+    call = actor.start("weak_link", 1, "sleep")
+    time.sleep(0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(LostWorkerError, match=WHO + r" died (by SIGKILL )?in weak_link") as caught:
+        call.result()
+    assert time.monotonic() - began < HEARD_SECONDS[backend]
+    assert "memory" in str(caught.value)
+    wait_until_gone(pids, GONE_SECONDS[backend])
+
+
+def test_a_death_between_two_calls_is_named_by_the_next(
+    backend: str, started: tuple[WorkerGroup, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, pids = started
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until_gone(pids, seconds=HEARD_SECONDS[backend])  # of all ranks: without any call
+    said = r"actor, rollout rank 0( on [\d.]+)? died (by SIGKILL )?between two calls"
+    with pytest.raises(LostWorkerError, match=rf"actor.add: the workers are closed \({said}"):
+        actor.add(1.0)
+    assert "between two calls" in caplog.text
+
+
+def test_a_deadline_names_who_is_late_and_ends_all(backend: str, started: tuple[WorkerGroup, list[int]]) -> None:
+    actor, pids = started
+    call = actor.start("weak_link", 1, "sleep")
+    with pytest.raises(DeadlineError, match=r"^actor rank 0, 1 did not answer weak_link within 0.3 s"):
+        call.result(deadline_seconds=0.3)
+    wait_until_gone(pids, GONE_SECONDS[backend])
+
+
+def test_an_error_in_a_constructor_stays_readable_and_leaves_nothing(
+    backend: str, launch_on: Callable[[str], Launch]
+) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError) as caught:
+        launch_on(backend)([ACTOR, WorkerSpec("critic", Misconfigured, (1,))], [ResourcePool(2)])
+    assert str(caught.value) == "actor.mini_batch_size=3 must divide data.train_batch_size=8"
+    assert caught.value.__notes__[0].startswith("raised in critic rank 1")
+    assert caught.value.__notes__[0].endswith(", __init__")
+    until = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.02)
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.slow
+def test_a_result_that_cannot_travel_is_an_error_of_the_call(
+    backend: str, started: tuple[WorkerGroup, list[int]]
+) -> None:
+    actor, pids = started
+    with pytest.raises(WorkerError, match=r"^its result, a function, cannot travel to another process"):
+        actor.unloadable()
+    wait_until_gone(pids, GONE_SECONDS[backend])

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that start a Ray of their own: how their code reaches the actors, and how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from controller_workers import wait_until_gone
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from whet.config.cluster import ClusterConfig
+from whet.controller.dispatch import register
+from whet.controller.launch import launch_roles
+from whet.controller.worker import Worker, WorkerSpec
+from whet.registry import POLICY_LOSSES, load_target, register_policy_loss
+
+@register_policy_loss("own_loss")
+def own_loss(log_probs, advantages, response_mask, *, scale=1.0):
+    return -scale * advantages * log_probs
+
+class Own(Worker):
+    @register()
+    def look(self):
+        beside = load_target("beside.py:answer")()  # a relative path, as a config has it
+        return os.getpid(), POLICY_LOSSES["own_loss"].columns, beside, str(Path.cwd())
+
+{guard}
+    cluster = ClusterConfig(backend="ray", address="local", processes=2)
+    group = launch_roles([WorkerSpec("actor", Own)], cluster)["actor"]
+    found = group.look()
+    assert {{each[1:] for each in found}} == {{(("log_probs", "advantages", "response_mask"), 42, os.getcwd())}}, found
+    print(*(pid for pid, *_ in found), flush=True)
+    {deed}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A project of two files."""
+    (tmp_path / "beside.py").write_text("def answer():\n    return 42\n")
+    yield tmp_path
+
+
+def start(folder: Path, guard: str, deed: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM.format(guard=guard, deed=deed))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
+    )
+
+
+GUARD = 'if __name__ == "__main__":'
+
+
+def test_own_classes_functions_and_files_are_found_and_an_orderly_end_leaves_nothing(folder: Path) -> None:
+    with start(folder, GUARD, "group.close()") as program:
+        before = ray_processes_of(program)
+        stdout, stderr = program.communicate(timeout=120)
+    assert program.returncode == 0, stderr
+    wait_until_gone([*map(int, stdout.split()), *before], seconds=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_however_the_program_ends_nothing_is_left(folder: Path, number: signal.Signals) -> None:
+    with start(folder, GUARD, "time.sleep(100)") as program:
+        assert program.stdout is not None and program.stderr is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(pids) == 2, program.stderr.read()
+        everything = [*pids, *ray_processes_of(program)]
+        assert len(everything) > 5  # the control store, a raylet, ...
+        program.send_signal(number)
+        wait_until_gone(pids, seconds=20)
+        wait_until_gone(everything, seconds=120)  # Ray's agents speak to the control store for a minute first
+
+
+def test_an_unguarded_script_is_told_so(folder: Path) -> None:
+    with start(folder, "if True:", "group.close()") as program:
+        _, stderr = program.communicate(timeout=120)
+    assert "workers are launched inside of a worker" in stderr
+    assert 'it needs `if __name__ == "__main__":` around what it runs' in stderr
+
+
+def ray_processes_of(program: subprocess.Popen[str]) -> list[int]:
+    """All below the program: Ray's own and the workers."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, level = [], [program.pid]
+    while level:
+        level = [child for parent in level for child in children.get(parent, [])]
+        found += level
+    return found

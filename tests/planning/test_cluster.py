@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings; how they are gathered is tested on two nodes in tests/controller/test_ray_nodes.py."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+from whet.controller.ray.session import Node
+from whet.controller.ray.survey import Report
+from whet.planning.cluster import of_node
+
+HERE = {"python": "3.11.7", "whet": "0.1.0", "torch": "2.13.0"}
+NODE = Node("1f", "10.0.0.2", 40001, {"CPU": 8.0, "GPU": 2.0})
+
+
+def findings(report: Report) -> list[tuple[str, str, str, str]]:
+    found = of_node(report, HERE, ["/runs, where runs are written", "model.path=/model"])
+    return [(each.status, each.what, each.found, each.advice) for each in found]
+
+
+def test_what_does_not_fit_has_its_finding() -> None:
+    report = Report(
+        NODE,
+        versions={"python": "3.11.9", "whet": "0.1.0"},
+        clock_seconds=-4.25,
+        temporary=("/tmp", 300 * 2**20),
+        seen=(True, False),
+        unreached={"10.0.0.3": "timed out"},
+    )
+    assert findings(report) == [
+        ("ok", "resources", "10.0.0.2 (8 CPUs, 2 GPUs)", ""),
+        ("problem", "python", "3.11.9", "3.11.7 is used here: install the same"),
+        ("ok", "whet", "0.1.0", ""),
+        ("problem", "torch", "not installed", "install torch 2.13.0, which is used here"),
+        ("problem", "disk", "/tmp, 300 MiB free", "make room"),
+        ("ok", "files", "/runs, where runs are written", ""),
+        (
+            "problem",
+            "files",
+            "model.path=/model: not there",
+            "put it on a file system that all nodes see under this path",
+        ),
+        ("note", "clock", "-4.250 s against this one", "times in logs do not fit together: set it by NTP"),
+        (
+            "problem",
+            "network",
+            "no connection to 10.0.0.3: timed out",
+            "open all ports between the nodes: workers connect on free ones",
+        ),
+    ]
+
+
+def test_a_node_that_says_nothing() -> None:
+    [silent] = findings(Report(NODE, failure="Get timed out: some object(s) not ready."))
+    assert silent[:3] == ("problem", "node", "Get timed out: some object(s) not ready.")
+    gone = Node("2f", "10.0.0.3", 40001, {}, is_alive=False)
+    assert findings(Report(gone, failure="it has left the cluster, or died"))[0][0] == "note"

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.errors import ConfigError, DeadlineError, LostWorkerError
+from whet.trainers.build import train
+from whet.trainers.restart import going_on, with_restarts
+
+MakeConfig = Callable[..., TrainConfig]
+KILLS_A_WORKER = """
+import os, signal
+from pathlib import Path
+
+def at_step_three(run, step, numbers):
+    mark = Path({mark!r})
+    if step == 3 and not mark.exists():
+        mark.touch()
+        peer = run.roles["actor"]._transport.peers[1]
+        os.kill(peer.site.pid if run.config.cluster.backend == "ray" else peer.process.pid, signal.SIGKILL)
+"""
+
+
+def config_of(run_dir: Path, **trainer: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"trainer": {"run_dir": str(run_dir), **trainer}})
+
+
+def checkpoint_at(run_dir: Path, step: int) -> Path:
+    folder = run_dir / "checkpoints" / f"global_step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(json.dumps({"step": step}))
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_lost_workers_are_started_again_so_many_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resumed: list[str] = []
+    losses = [LostWorkerError("rank 1 died"), DeadlineError("rank 0 did not answer"), LostWorkerError("rank 0 died")]
+
+    def attempt(config: TrainConfig) -> str:
+        resumed.append(config.trainer.resume)
+        if len(resumed) <= len(losses):
+            raise losses[len(resumed) - 1]
+        return "trained"
+
+    config = config_of(tmp_path, max_restarts=3, resume="never")
+    assert with_restarts(config, attempt) == "trained"
+    assert resumed == ["never", "auto", "auto", "auto"]  # once begun, the folder is this run's own
+    assert "rank 1 died; starting again afresh (2 more of trainer.max_restarts)" in caplog.text
+    resumed.clear()
+    with pytest.raises(LostWorkerError, match="rank 0 died"):
+        with_restarts(config_of(tmp_path, max_restarts=2), attempt)
+    assert len(resumed) == 3
+    resumed.clear()
+    with pytest.raises(LostWorkerError, match="rank 1 died"):
+        with_restarts(config_of(tmp_path), attempt)
+    assert len(resumed) == 1
+
+
+def test_other_errors_end_the_run(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def attempt(config: TrainConfig) -> None:
+        calls.append("called")
+        raise ConfigError("a key")
+
+    with pytest.raises(ConfigError, match="a key"):
+        with_restarts(config_of(tmp_path, max_restarts=3), attempt)
+    assert len(calls) == 1
+
+
+def test_it_goes_on_from_what_the_run_itself_has_saved(tmp_path: Path) -> None:
+    elsewhere, run_dir = checkpoint_at(tmp_path / "before", 4), tmp_path / "run"
+    config = config_of(run_dir, resume=str(elsewhere))
+    assert going_on(config).trainer.resume == str(elsewhere)  # nothing saved yet
+    checkpoint_at(run_dir, 6)
+    assert going_on(config).trainer.resume == "auto"
+
+
+def pays_for_sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_restarted_run_is_that_of_one_never_disturbed(
+    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, backend: str
+) -> None:
+    if backend == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+    (tmp_path / "kills.py").write_text(KILLS_A_WORKER.format(mark=str(tmp_path / "killed")))
+    shared = {"cluster.processes": 2, "trainer.total_steps": 5, "trainer.save_freq": 2, "trainer.save_limit": None}
+    calm = train_config({**shared, "trainer.run_dir": tmp_path / "calm"})
+    train(calm, reward=pays_for_sevens, data=additions)
+    disturbed = {"trainer.max_restarts": 1, "trainer.callbacks": [f"{tmp_path / 'kills.py'}:at_step_three"]}
+    disturbed |= {"cluster.backend": "ray", "cluster.address": "local"} if backend == "ray" else {}
+    config = train_config({**shared, **disturbed, "trainer.run_dir": tmp_path / "again"})
+    run = train(config, reward=pays_for_sevens, data=iter(additions))
+    assert (tmp_path / "killed").exists()
+    assert run.step == 5
+    assert (tmp_path / "again" / "metrics.jsonl").read_bytes() == (tmp_path / "calm" / "metrics.jsonl").read_bytes()
+    manifests = [
+        json.loads((tmp_path / name / "checkpoints" / "global_step_5" / "manifest.json").read_text())
+        for name in ("calm", "again")
+    ]
+    assert manifests[0]["actor.state"] == manifests[1]["actor.state"]  # weights and optimizer, by their checksum

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's own code on every node: functions and classes that a run names are imported there as they are here.
+
+The caller's working folder and what it added to the Python path are compared by the checksums of their Python files.
+Where a node has them too (the same machine, a shared file system) they are used in place, and relative paths mean what
+they mean here; elsewhere the files are unpacked into a temporary folder, which is then the working folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+MOST_FILES, MOST_SEEN = 5_000, 200_000  # Python files, files of any kind
+CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "VLLM_", "WHET_")
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What the caller's process finds its code by."""
+
+    folder: str  # the working folder
+    path: tuple[str, ...]  # entries of sys.path that are the user's
+    main: Mapping[str, str]  # which module or file was started, as multiprocessing has it
+    digests: Mapping[str, str]  # of every file, by its path
+    archive: bytes  # the files, zipped
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> UserCode:
+        """The code around the caller."""
+        folder, path = str(Path.cwd()), [entry for entry in map(_whole, sys.path) if _is_users(entry)]
+        files = list(_python_files([folder, *path]))
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+            for file in files:
+                archive.write(file, str(file.relative_to(file.anchor)))
+        return cls(
+            folder=folder,
+            path=tuple(path),
+            main={k: v for k, v in spawn.get_preparation_data("").items() if k.startswith("init_main") and v},
+            digests={str(file): _digest(file) for file in files},
+            archive=packed.getvalue(),
+            environment={name: value for name, value in os.environ.items() if name.startswith(CARRIED)},
+        )
+
+    def settle(self) -> None:
+        """Makes this process find the code, and imports the caller's main module as a spawned process does."""
+        os.environ.update(self.environment)
+        root = "" if self._is_here() else self._unpacked()
+        sys.path[:0] = [entry for entry in (f"{root}{each}" for each in self.path) if entry not in sys.path]
+        main = dict(self.main)
+        if "init_main_from_path" in main:
+            main["init_main_from_path"] = f"{root}{main['init_main_from_path']}"
+        if not Path(main.get("init_main_from_path", "/")).exists():
+            main = {}
+        spawn.prepare({"dir": f"{root}{self.folder}", **main})
+
+    def _is_here(self) -> bool:
+        if not Path(self.folder).is_dir():
+            return False
+        return all(Path(file).is_file() and _digest(Path(file)) == digest for file, digest in self.digests.items())
+
+    def _unpacked(self) -> str:
+        root = tempfile.mkdtemp(prefix="whet-code-")
+        with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
+            archive.extractall(root)
+        Path(f"{root}{self.folder}").mkdir(parents=True, exist_ok=True)
+        return root
+
+
+def _whole(entry: str) -> str:
+    return str(Path(entry or ".").resolve())
+
+
+def _is_users(entry: str) -> bool:
+    """Whether an entry of sys.path is a folder that no installation made."""
+    installed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
+    path = Path(entry)
+    return path.is_dir() and "site-packages" not in path.parts and not any(map(path.is_relative_to, installed))
+
+
+def _python_files(folders: list[str]) -> Iterator[Path]:
+    """Those below the folders, without hidden ones and virtual environments."""
+    found: dict[Path, None] = {}
+    seen = 0
+    for folder in dict.fromkeys(folders):
+        for place, names, files in os.walk(folder):
+            hidden = [name for name in names if name.startswith(".") or name in ("__pycache__", "site-packages")]
+            here = Path(place)
+            names[:] = [name for name in names if name not in hidden and not (here / name / "pyvenv.cfg").exists()]
+            found |= dict.fromkeys(here / name for name in files if name.endswith(".py"))
+            seen += len(files)
+            if len(found) > MOST_FILES or seen > MOST_SEEN:
+                log.warning(
+                    "%s has too many files to send its Python code to the nodes; start in a smaller one", folder
+                )
+                return
+    yield from found
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether machines can be reached: Ray itself takes half a minute and more to say that one is gone.
+
+Each is asked for a connection to a port on which it listens. One that refuses has lost the process that listened; one
+that is silent twice in a row is gone, or the network to it is cut. Ten seconds are enough for either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+PERIOD_SECONDS = 1.0
+SILENCE_SECONDS = 3.5  # one lost packet is sent again after 1 s, a second one after 2 s more
+
+Address = tuple[str, int]
+
+
+class Watch:
+    """Asks all of them again and again, in a thread, until `stop` or until it has called `lost` with what is gone (a
+    name of `addresses`) and why."""
+
+    def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
+        self._addresses, self._lost = dict(addresses), lost
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="whet-watch")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks no more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        suspected: set[str] = set()
+        while not self._stopped.wait(PERIOD_SECONDS):
+            failures = asyncio.run(_failures(self._addresses))
+            for name, failure in failures.items():
+                if name in suspected or isinstance(failure, ConnectionRefusedError):
+                    address, port = self._addresses[name]
+                    if not self._stopped.is_set():
+                        self._lost(name, _reason(failure, address, port))
+                    return
+            suspected = set(failures)
+
+
+async def _failures(addresses: Mapping[str, Address]) -> dict[str, OSError]:
+    """What went wrong, by name, with those that do not answer."""
+    answers = await asyncio.gather(*(_ask(*address) for address in addresses.values()))
+    return {name: failure for name, failure in zip(addresses, answers, strict=True) if failure is not None}
+
+
+async def _ask(address: str, port: int) -> OSError | None:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), SILENCE_SECONDS)
+    except OSError as error:  # TimeoutError is one
+        return error
+    writer.close()
+    return None
+
+
+def _reason(failure: OSError, address: str, port: int) -> str:
+    if isinstance(failure, ConnectionRefusedError):
+        return f"nobody listens at {address}:{port} any more"
+    said = f" ({os.strerror(failure.errno)})" if failure.errno else ""
+    return f"{address}:{port} does not answer{said}: the machine is gone, or the network to it is cut"
