@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Claim, Completion, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.weight_sync.routes import Site
 
 
 def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
@@ -97,6 +99,18 @@ class Trainer(TrainWorker):
 
 class Rollout(RolloutWorker):
     """Says what its module computes."""
+
+    machines: tuple[str, ...] = ()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def move_to(self, machines: tuple[str, ...]) -> None:
+        """From now on the ranks say that they run on these machines; an empty name is the truth."""
+        self.machines = machines
+
+    def site(self) -> Site:
+        """Where this rank says that it runs."""
+        machine = self.machines[self.rank] if self.machines else ""
+        return replace(super().site(), machine=machine) if machine else super().site()
 
     @register(Dispatch.ONE_TO_ALL)
     def log_probs(self, batch: DataProto) -> torch.Tensor:

@@ -119,6 +119,13 @@ def test_one_rank_each(
     check(config, actor, rollout, model_folder)
 
 
+def test_another_machine(train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path) -> None:
+    config = train_config({"rollout.dtype": "bfloat16"})
+    actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
+    rollout.move_to(("elsewhere",))
+    check(config, actor, rollout, model_folder)
+
+
 @pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
 def test_an_adapter_is_added_in_on_the_way(
     pools: tuple[int, ...], train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
@@ -194,6 +201,16 @@ def test_several_ranks(
 ) -> None:
     config = train_config()
     actor, rollout = two_roles(config, groups, pools, sharded)
+    check(config, actor, rollout, model_folder)
+
+
+@pytest.mark.slow
+def test_one_machine_and_two_others(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+) -> None:
+    config = train_config()
+    actor, rollout = two_roles(config, groups, (2, 3), sharded=True)
+    rollout.move_to(("", "elsewhere", "far away"))
     check(config, actor, rollout, model_folder)
 
 

@@ -26,7 +26,7 @@ from whet.trainers.workers import TrainWorker, actor_beside, torch_dtype
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Inlet, receive
 from whet.weight_sync.digest import Digest
-from whet.weight_sync.routes import Route, Site, open_inlet
+from whet.weight_sync.routes import Route, Site, device_here, open_inlet
 
 
 class RolloutWorker(Worker):
@@ -135,7 +135,7 @@ class RolloutWorker(Worker):
         assert model.path is not None
         module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
         module.requires_grad_(False)
-        self.engine.attach(module.to(self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+        self.engine.attach(module.to(device_here(), self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True
 
     def _computes_alike(self, engine: SingleEngine, module: PreTrainedModel) -> bool:
