@@ -122,6 +122,17 @@ def test_a_value_model(optioned: dict[str, WorkerGroup], model_folder: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", [EngineConfig(compile=True, logits_chunk_tokens=16), fsdp(compile=True)])
+def test_compiled_layers(engine: EngineConfig, model_folder: Path) -> None:
+    plain, compiled = (
+        suite.drive(suite.launched({"actor": suite.settings(model_folder, each)}, 1)["actor"], steps=range(4))
+        for each in (None, engine)
+    )
+    suite.check_records(plain, compiled)
+    assert plain.distance(compiled) > 0  # another order of sums
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
