@@ -80,8 +80,8 @@ def _check_model(key: str, engine: EngineConfig, model: ModelConfig) -> None:
         )
     if engine.compile and model.gradient_checkpointing:
         raise ConfigError(
-            f"{key}.compile=true compiles layers, and torch runs those that model.gradient_checkpointing computes twice "
-            "as they are; unset one of them"
+            f"{key}.compile=true compiles layers, and torch runs those that model.gradient_checkpointing computes "
+            "twice as they are; unset one of them"
         )
     if engine.tensor_parallel_size > 1 and model.lora.rank is not None:
         raise ConfigError(
