@@ -36,6 +36,7 @@ MakeConfig = Callable[..., TrainConfig]
             {"optim.weight_rounding": "kahan"},
             r"keeps weights in bfloat16, and model\.dtype=float32; set model\.dtype=bfloat16",
         ),
+        ({"engine.compile": True}, r"compiles layers, and torch runs those that model\.gradient_checkpointing"),
         ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is for adamw"),
         (
             {"engine.name": "fsdp", "engine.tensor_parallel_size": 2, "optim.state_dtype": "int8"},
@@ -45,7 +46,8 @@ MakeConfig = Callable[..., TrainConfig]
 )
 def test_what_does_not_go_together(overrides: dict[str, Any], message: str, train_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=message):
-        train_config({"cluster.processes": 4, **{f"actor.{key}": value for key, value in overrides.items()}})
+        both = {"cluster.processes": 4, "model.gradient_checkpointing": True}
+        train_config({**both, **{f"actor.{key}": value for key, value in overrides.items()}})
 
 
 def test_what_does(train_config: MakeConfig) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import register
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import Placement, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Objective, TrainEngine
 from whet.protocol import DataProto
@@ -139,6 +140,27 @@ class Probe(TrainWorker):
         self.engine.onload()
 
 
+class Pool(Worker):
+    """Ranks of which the last two train: the group of a role may be a part of all processes."""
+
+    @register()
+    def train(self, settings: RoleSettings, path: str, steps: int) -> dict[str, torch.Tensor] | None:
+        """The weights after some steps, saved and loaded in the middle."""
+        group = dist.new_group([self.world_size - 2, self.world_size - 1])
+        rank = self.rank - (self.world_size - 2)
+        if rank < 0:
+            return None
+        probe, other = (Probe(Placement("actor", rank, 2, group, {}), settings) for _ in range(2))
+        for step in range(steps):
+            if step == steps // 2:
+                probe.save(path)
+                other.load(path)
+                probe = other
+            batch = batch_of(step, 12)
+            probe.update(batch[list(range(rank, len(batch), 2))], OBJECTIVES[1])
+        return probe.weights()
+
+
 @dataclass(frozen=True)
 class Record:
     """What a run of some steps showed."""
@@ -177,10 +199,10 @@ def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, Wor
 def drive(
     group: WorkerGroup, objective: Objective | None = None, steps: range | None = None, needs: tuple[str, ...] = NEEDS
 ) -> Record:
-    """Updates on one mini-batch a step, of 4 to 12 rows: some ranks have more micro-batches than others."""
+    """Updates on one mini-batch a step, of 3 to 12 rows: some ranks have more micro-batches than others, or no row."""
     objective, metrics = objective or OBJECTIVES[1], []
     for step in steps if steps is not None else range(STEPS):
-        rows = (12, 4, 9)[step % 3]
+        rows = (12, 3, 9)[step % 3]
         metrics.append(group.update(batch_of(step, rows), objective).reduce())
     outputs = group.forward(ragged_batch()[:7], needs, 0.9)
     return Record(metrics, outputs, group.weights()[0])

@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.controller.local import launch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.trainers.objectives import ValueObjective
 from whet.trainers.workers import RoleSettings
@@ -122,6 +125,17 @@ def test_a_value_model(optioned: dict[str, WorkerGroup], model_folder: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", [EngineConfig(compile=True, logits_chunk_tokens=16), fsdp(compile=True)])
+def test_compiled_layers(engine: EngineConfig, model_folder: Path) -> None:
+    plain, compiled = (
+        suite.drive(suite.launched({"actor": suite.settings(model_folder, each)}, 1)["actor"], steps=range(4))
+        for each in (None, engine)
+    )
+    suite.check_records(plain, compiled)
+    assert plain.distance(compiled) > 0  # another order of sums
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,6 +153,19 @@ def test_four_ranks(options: dict[str, Any], reference: suite.Record, model_fold
     assert group.dp_size == 4 // max(options.get("sequence_parallel_size", 1), options.get("tensor_parallel_size", 1))
     suite.check_records(reference, suite.drive(group))
     group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"shard_size": 1}], ids=str)
+def test_a_part_of_the_processes(options: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+    pool = launch([WorkerSpec("pool", suite.Pool)], ResourcePool(3), deadline_seconds=240)["pool"]
+    _, weights, _ = pool.train(suite.settings(model_folder, fsdp(**options)), str(tmp_path / "actor.state"), 6)
+    pool.close()
+    one = suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"]
+    for step in range(6):
+        one.update(suite.batch_of(step, 12), suite.OBJECTIVES[1])
+    expected = one.weights()[0]
+    assert suite.Record([], {}, weights).distance(suite.Record([], {}, expected)) < suite.BOUND
 
 
 @pytest.mark.slow

@@ -147,3 +147,14 @@ def test_supervised_runs_have_one_phase(model_folder: Path, tmp_path: Path) -> N
     memory = plan_memory(sft.setup(config, [30] * 8))
     assert memory.phases == ("actor update",) and memory.micro_batch_tokens == {"actor": 240}
     assert memory.untouched_bytes == 0
+
+
+def test_shards_divide_what_lies_still_and_layers_are_gathered(train_config: MakeConfig, model_folder: Path) -> None:
+    """Of two processes: half of weights, moments and gradients each; both layers and all outside them are whole."""
+    whole, half = (
+        planned(train_config({"cluster.processes": 2, "actor.engine.name": name})) for name in ("single", "fsdp")
+    )
+    for kind, during in (("weights", "rollout"), ("optimizer", "rollout"), ("gradients", "rollout")):
+        assert item(half, f"actor: {kind}", during) == item(whole, f"actor: {kind}", during) // 2
+    assert item(half, "actor: gathered weights", "actor update") == item(whole, "actor: weights", "rollout")
+    assert item(whole, "actor: gathered weights", "actor update") == 0

@@ -81,6 +81,11 @@ def _check_model(key: str, engine: EngineConfig, model: ModelConfig) -> None:
             f"{key}.name=fsdp merges no adapter while it loads, and model.lora.path={model.lora.path}; export the "
             "merged model first, and name its folder as model.path"
         )
+    if engine.compile and model.gradient_checkpointing:
+        raise ConfigError(
+            f"{key}.compile=true compiles layers, and torch runs those that model.gradient_checkpointing computes "
+            "twice as they are; unset one of them"
+        )
     if engine.tensor_parallel_size > 1 and model.lora.rank is not None:
         raise ConfigError(
             f"{key}.tensor_parallel_size={engine.tensor_parallel_size} splits layers that model.lora.rank="

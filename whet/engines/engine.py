@@ -182,6 +182,8 @@ class Engine(ABC):
         return self._split(columns, block)
 
     def _split(self, columns: Columns, block: int) -> list[list[int]]:
+        if not len(columns["response_mask"]):  # more ranks than rows
+            return []
         counted = columns["response_mask"].bool().any(1)
         lengths = (columns["attention_mask"].sum(1) * counted).tolist()
         settings, prompts = self.forward_settings, None

@@ -75,6 +75,7 @@ def attention(
     return token_share.to_tokens(_packed(query, key, value, scale, sliding_window, softcap, packed)), None
 
 
+@torch.compiler.disable  # its shapes are other ones in every batch: what is compiled around it stays
 def _packed(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -114,10 +114,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.rank = dist.get_rank(group)
-        size = dist.get_world_size(group)
-        everyone = own.new_empty(size * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(everyone, own.contiguous(), group=group)
-        return everyone.unflatten(0, (size, -1))
+        everyone = own.new_empty(dist.get_world_size(group), *own.shape)
+        dist.all_gather(list(everyone.unbind()), own.contiguous(), group=group)
+        return everyone
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]

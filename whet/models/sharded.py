@@ -53,7 +53,8 @@ def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int,
             "model first, and name its folder"
         )
     body = body_of(model)
-    folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=["*.safetensors*"]))
+    kinds = ["*.safetensors*", *(["*.bin*"] if allow_pickle else [])]
+    folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=kinds))
     check_weights(folder, allow_pickle=allow_pickle)
     layers = adapted_layers(body)
     with ExitStack() as files, without_weight_bars():

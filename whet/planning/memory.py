@@ -108,18 +108,23 @@ def plan_memory(setup: Setup) -> Memory:
         if size:
             kept.setdefault(name, Counter()).update(dict.fromkeys(during, size))
 
+    shards = {name: role.shards(config.cluster.processes) for name, role in roles.items()}
     for name, model in outlines.items():
-        keep(f"{name}: weights", model.weight_bytes)
-        keep(f"{name}: optimizer", model.moment_bytes)
+        keep(f"{name}: weights", model.weight_bytes // shards[name])
+        if shards[name] > 1:
+            keep(f"{name}: gathered weights", model.gathered_bytes, updates)
+        keep(f"{name}: optimizer", model.moment_bytes // shards[name])
         if name in objectives:  # they stay until the role's next update begins
-            keep(f"{name}: gradients", model.gradient_bytes, [each for each in phases if each != f"{name} update"])
+            others = [each for each in phases if each != f"{name} update"]
+            keep(f"{name}: gradients", model.gradient_bytes // shards[name], others)
     sizes: dict[str, int] = {}
     for name, objective in objectives.items():
         split = _micro_batches(config, name, roles[name], lengths)
         sizes[name] = max(_tokens(rows, roles[name]) for rows in split)
         taken = _update_bytes(outlines[name], split, objective.needs)
         for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
-            keep(f"{name}: {kind}", taken[kind], (f"{name} update",))
+            parts = shards[name] if kind == "gradients" else 1
+            keep(f"{name}: {kind}", taken[kind] // parts, (f"{name} update",))
     untouched = 0
     if isinstance(config, TrainConfig):
         actor, dtype = outlines["actor"], config.rollout.dtype or config.model.dtype

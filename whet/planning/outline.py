@@ -19,7 +19,7 @@ from whet.engines.engine import narrow_weights
 from whet.engines.optim import OptimSettings, optimizer_for, optimizers_of
 from whet.errors import ModelError
 from whet.models.freeze import freeze
-from whet.models.load import outline, recompute_activations
+from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
@@ -48,6 +48,7 @@ class Role(Protocol):
     def forward(self) -> ForwardSettings: ...
     @property
     def micro_batch_tokens(self) -> int: ...
+    def shards(self, processes: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class Outline:
     def weight_bytes(self) -> int:
         """As they are trained from, tied ones once, an adapter's among them."""
         return sum(weight.nbytes for weight in self.model.parameters())
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What an engine that shards weights has whole at once: two layers, and all outside the layers."""
+        sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers(body_of(self.model))]
+        return self.weight_bytes - sum(sizes) + 2 * max(sizes, default=0)
 
     @property
     def is_adapted(self) -> bool:

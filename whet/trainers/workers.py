@@ -81,6 +81,10 @@ class RoleSettings:
         tokens = self.max_tokens_per_micro_batch
         return MICRO_BATCH_TOKENS[self.device] if tokens is None else tokens
 
+    def shards(self, processes: int) -> int:
+        """The parts that its weights, gradients and optimizer state lie in."""
+        return (self.engine.shard_size or processes) if self.engine.name == "fsdp" else 1
+
     @property
     def engine_options(self) -> dict[str, Any]:
         """What engines of all kinds are told."""

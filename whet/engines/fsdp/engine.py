@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, narrow_weights
@@ -99,11 +99,9 @@ class FSDPEngine(Engine):
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, gathered one at a time; on every rank, in one order."""
+        self._reshard()
         for name, weight in super().named_weights():
-            if isinstance(weight, DTensor):
-                here: Any = weight.to(self.device)
-                weight = here.full_tensor()
-            yield name, weight
+            yield name, _gathered(weight.to(self.device)) if isinstance(weight, DTensor) else weight
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
@@ -209,6 +207,16 @@ class FSDPEngine(Engine):
             for grad in grads:
                 grad.to_local().mul_(scale.to(grad.device))
         return norm
+
+
+def _gathered(weight: Any) -> torch.Tensor:
+    """The whole of a sharded weight: over one dimension of ranks after another, of which torch warns if it does it."""
+    placements = list(weight.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        weight = weight.redistribute(placements=placements)
+    whole: torch.Tensor = weight.to_local()
+    return whole
 
 
 def _shards(tensor: DTensor) -> int:
