@@ -77,11 +77,11 @@ def batch(rows: int = 6) -> DataProto:
 
 
 def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_folder: Path) -> None:
-    """Versions 0 to 2: log-probs of the rollout's module, and what it samples, are those of the trainer's weights."""
+    """Versions 0 and 1: log-probs of the rollout's module, and what it samples, are those of the trainer's weights."""
     dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
     sync = weight_sync(actor, rollout, config.rollout.dtype or config.model.dtype, SECONDS)
-    made, digests = suite.requests(groups=3, n=4), []
-    for version in range(3):
+    made, digests = suite.requests(groups=2, n=4), []
+    for version in range(2):
         actor.change(version)
         digests.append(sync(version))
         own = load_policy(model_folder)
@@ -96,15 +96,17 @@ def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_f
         reference = NativeEngine(dtype=dtype)
         reference.attach(own, version)
         assert sampler(rollout)(made) == reference.generate(made)
-    assert len(set(digests)) == 3
+    assert digests[0] != digests[1]
 
 
 # ---- in this process: one rank each
 
 
-@pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("pools", "sharded", "dtype"),
+    [((1,), False, None), ((1,), True, None), ((1,), False, "bfloat16"), ((1, 1), True, "bfloat16")],
+    ids=str,
+)
 def test_one_rank_each(
     pools: tuple[int, ...],
     sharded: bool,
@@ -126,12 +128,11 @@ def test_another_machine(train_config: MakeConfig, groups: list[Mapping[str, Wor
     check(config, actor, rollout, model_folder)
 
 
-@pytest.mark.parametrize("pools", [(1,), (1, 1)], ids=["together", "apart"])
 def test_an_adapter_is_added_in_on_the_way(
-    pools: tuple[int, ...], train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
 ) -> None:
     config = train_config({"model.lora.rank": 2})
-    actor, rollout = two_roles(config, groups, pools, sharded=False)
+    actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
     check(config, actor, rollout, model_folder)
 
 
