@@ -6,7 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from benchmarks import algorithms, cold_start, exactness, grpo_step, machine, packing, quickstart, recipes, rollout
+from benchmarks import (
+    algorithms,
+    cold_start,
+    exactness,
+    grpo_step,
+    machine,
+    packing,
+    quickstart,
+    recipes,
+    rollout,
+    transport,
+)
 from benchmarks.setting import Setting
 
 
@@ -33,6 +44,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "quickstart": quickstart,
     "recipes": recipes,
     "algorithms": algorithms,
+    "transport": transport,
     "packing": packing,
     "exactness": exactness,
     "cold_start": cold_start,

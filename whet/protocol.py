@@ -19,12 +19,16 @@ from whet.column_rules import (
     ObjectArray,
     Rows,
     check_columns,
+    check_places,
     check_same_columns,
     listed,
     merged,
     object_array,
     pick,
+    put_objects,
+    put_rows,
     row_numbers,
+    take_rows,
 )
 from whet.errors import DataError
 
@@ -82,8 +86,9 @@ class DataProto:
         return cls.from_dict(tensors, objects, meta_info)
 
     @classmethod
-    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts in order. Columns, dtypes and trailing sizes must agree.
+    def concat(cls, parts: Sequence[DataProto], places: Sequence[Sequence[int]] | None = None) -> DataProto:
+        """The rows of all parts in order, or each at its place: part i's at rows `places[i]` of the result, every row
+        once. Columns, dtypes and trailing sizes must agree.
 
         `meta_info` is the union: a key may be missing in some parts, and must be equal in all that have it.
         """
@@ -94,13 +99,16 @@ class DataProto:
             check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
             check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
             meta_info = merged(meta_info, part.meta_info, "meta_info")
-        if len(parts) == 1:
+        if len(parts) == 1 and places is None:
             return first.select()
-        tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
+        ends = np.cumsum([len(part) for part in parts])
+        rows = [np.arange(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        where = rows if places is None else check_places(places, rows)
+        tensors = {name: put_rows([part.tensors()[name] for part in parts], where) for name in first.tensors()}
         objects = {
-            name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
+            name: put_objects([part.non_tensor_batch[name] for part in parts], where) for name in first.non_tensor_batch
         }
-        return _assemble(tensors, objects, meta_info, sum(map(len, parts)))
+        return _assemble(tensors, objects, meta_info, int(ends[-1]))
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -139,9 +147,8 @@ class DataProto:
         if isinstance(index, int | np.integer):
             return self._row(int(index))
         rows = row_numbers(index, len(self))
-        tensor_rows = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         return self._map(
-            lambda tensor: tensor[tensor_rows],
+            lambda tensor: tensor[rows] if isinstance(rows, slice) else take_rows(tensor, rows),
             lambda array: array[rows],
             len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows),
         )
