@@ -16,7 +16,6 @@ ObjectArray = npt.NDArray[np.object_]
 Names = str | Iterable[str]
 Rows = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 Column = TypeVar("Column")
-HUGE_BYTES = 1 << 22  # from here on memory has huge pages
 
 
 def check_columns(
@@ -96,56 +95,42 @@ def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
     outside = array[(array < -rows) | (array >= rows)]
     if outside.size:
         raise IndexError(f"rows {outside[:8].tolist()} of a batch with {rows} rows")
-    return np.where(array < 0, array + rows, array).astype(np.int64)
+    return array.astype(np.int64)
 
 
-def take_rows(tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-    """These rows, in this order."""
-    index = torch.from_numpy(rows)
-    if tensor.device.type != "cpu" or tensor.requires_grad:
-        return tensor[index.to(tensor.device)]
-    return torch.index_select(tensor, 0, index, out=_memory(len(rows), tensor))
+Places = Sequence[npt.NDArray[np.int64]]
 
 
-def put_rows(parts: Sequence[torch.Tensor], places: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
-    """All parts in one tensor, the rows of each where `places` says."""
-    if parts[0].device.type != "cpu" or any(part.requires_grad for part in parts):
-        back = torch.from_numpy(np.concatenate(places)).argsort().to(parts[0].device)
-        return torch.cat(list(parts))[back]
-    result = _memory(sum(map(len, parts)), parts[0])
+def joined(parts: Sequence[torch.Tensor], places: Places | None) -> torch.Tensor:
+    """All parts in one tensor, the rows of each where `places` says, else end to end."""
+    if places is None:
+        return torch.cat(list(parts))
+    result = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
     for part, rows in zip(parts, places, strict=True):
-        result.index_copy_(0, torch.from_numpy(rows), part)
+        result.index_copy_(0, torch.from_numpy(rows).to(result.device), part)
     return result
 
 
-def put_objects(parts: Sequence[ObjectArray], places: Sequence[npt.NDArray[np.int64]]) -> ObjectArray:
-    """`put_rows` of object columns."""
+def joined_objects(parts: Sequence[ObjectArray], places: Places | None) -> ObjectArray:
+    """`joined` of object columns."""
+    if places is None:
+        return np.concatenate(parts)
     result = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=object)
     for part, rows in zip(parts, places, strict=True):
         result[rows] = part
     return result
 
 
-def check_places(places: Sequence[Sequence[int]], rows: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
     """The places as arrays.  Raises: DataError unless each row of every part has one and none has two rows."""
     found = [np.asarray(each, dtype=np.int64) for each in places]
-    total = sum(map(len, rows))
-    fits = [len(each) for each in found] == [len(each) for each in rows]
-    if not fits or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
+    total = sum(sizes)
+    if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
         raise DataError(
-            f"concat got places for {[len(each) for each in found]} rows of parts with {[len(each) for each in rows]}; "
-            f"each of the rows 0 to {total - 1} of the result needs one"
+            f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)}; each of the rows "
+            f"0 to {total - 1} of the result needs one"
         )
     return found
-
-
-def _memory(rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for so many rows, from numpy: it asks for huge pages, with which memory is written to for the first time
-    three times as fast as torch's own."""
-    size = rows * like[:1].numel() * like.itemsize if len(like) else 0
-    if size < HUGE_BYTES:
-        return torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
-    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(like.dtype).view(rows, *like.shape[1:])
 
 
 def listed(keys: Names) -> list[str]:

@@ -21,14 +21,13 @@ from whet.column_rules import (
     check_columns,
     check_places,
     check_same_columns,
+    joined,
+    joined_objects,
     listed,
     merged,
     object_array,
     pick,
-    put_objects,
-    put_rows,
     row_numbers,
-    take_rows,
 )
 from whet.errors import DataError
 
@@ -101,14 +100,13 @@ class DataProto:
             meta_info = merged(meta_info, part.meta_info, "meta_info")
         if len(parts) == 1 and places is None:
             return first.select()
-        ends = np.cumsum([len(part) for part in parts])
-        rows = [np.arange(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-        where = rows if places is None else check_places(places, rows)
-        tensors = {name: put_rows([part.tensors()[name] for part in parts], where) for name in first.tensors()}
+        where = None if places is None else check_places(places, [len(part) for part in parts])
+        tensors = {name: joined([part.tensors()[name] for part in parts], where) for name in first.tensors()}
         objects = {
-            name: put_objects([part.non_tensor_batch[name] for part in parts], where) for name in first.non_tensor_batch
+            name: joined_objects([part.non_tensor_batch[name] for part in parts], where)
+            for name in first.non_tensor_batch
         }
-        return _assemble(tensors, objects, meta_info, int(ends[-1]))
+        return _assemble(tensors, objects, meta_info, sum(map(len, parts)))
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -147,8 +145,9 @@ class DataProto:
         if isinstance(index, int | np.integer):
             return self._row(int(index))
         rows = row_numbers(index, len(self))
+        tensor_rows = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         return self._map(
-            lambda tensor: tensor[rows] if isinstance(rows, slice) else take_rows(tensor, rows),
+            lambda tensor: tensor[tensor_rows],
             lambda array: array[rows],
             len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows),
         )
