@@ -17,6 +17,7 @@ from benchmarks import (
     recipes,
     rollout,
     scaling,
+    transport,
 )
 from benchmarks.setting import Setting
 
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "quickstart": quickstart,
     "recipes": recipes,
     "algorithms": algorithms,
+    "transport": transport,
     "packing": packing,
     "exactness": exactness,
     "scaling": scaling,

@@ -31,6 +31,7 @@ class Scale:
     estimator_shape: tuple[int, int]  # rows and positions
     gae_shape: tuple[int, int]
     loss_shape: tuple[int, int]
+    transport_shape: tuple[int, int]
     gemm_size: int
     copy_bytes: int
     cold_starts: int
@@ -62,6 +63,7 @@ FULL = Scale(
     estimator_shape=(65_536, 1024),
     gae_shape=(1024, 8192),
     loss_shape=(65_536, 1024),
+    transport_shape=(16_384, 2048),
     gemm_size=2048,
     copy_bytes=2**28,
     cold_starts=9,
@@ -82,6 +84,7 @@ QUICK = Scale(
     estimator_shape=(64, 16),
     gae_shape=(8, 64),
     loss_shape=(64, 16),
+    transport_shape=(64, 16),
     gemm_size=256,
     copy_bytes=2**22,
     cold_starts=2,

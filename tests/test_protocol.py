@@ -297,6 +297,23 @@ def test_concat_undoes_split(rows: int, size: int) -> None:
     assert_same(DataProto.concat(data.split(size)), data)
 
 
+def test_concat_puts_rows_at_their_places() -> None:
+    data = batch_of(7)
+    places = [[4, 0], [], [6, 1, 2], [3, 5]]
+    parts = [data[rows] for rows in places]
+    assert_same(DataProto.concat(parts, places), data)
+    assert_same(DataProto.concat([data[[2, 0, 1, 3, 4, 5, 6]]], [[2, 0, 1, 3, 4, 5, 6]]), data)
+    for wrong in ([[4, 0], [], [6, 1, 2], [3, 3]], [[4], [0], [6, 1, 2], [3, 5]], [[4, 0], [], [7, 1, 2], [3, 5]]):
+        with pytest.raises(DataError, match=r"each of the rows 0 to 6 of the result needs one"):
+            DataProto.concat(parts, wrong)
+
+
+def test_gradients_pass_through_rows() -> None:
+    needs_gradient = DataProto.from_dict({"x": torch.ones(4, 2, requires_grad=True)})
+    assert needs_gradient[[3, 1]]["x"].requires_grad
+    assert DataProto.concat([needs_gradient[[0, 2]], needs_gradient[[1, 3]]], [[0, 2], [1, 3]])["x"].requires_grad
+
+
 def test_concat_meta_info_and_conflicts() -> None:
     one, other = batch_of(2), batch_of(1)
     joined = DataProto.concat(

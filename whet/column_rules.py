@@ -98,6 +98,41 @@ def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+Places = Sequence[npt.NDArray[np.int64]]
+
+
+def joined(parts: Sequence[torch.Tensor], places: Places | None) -> torch.Tensor:
+    """All parts in one tensor, the rows of each where `places` says, else end to end."""
+    if places is None:
+        return torch.cat(list(parts))
+    result = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+    for part, rows in zip(parts, places, strict=True):
+        result.index_copy_(0, torch.from_numpy(rows).to(result.device), part)
+    return result
+
+
+def joined_objects(parts: Sequence[ObjectArray], places: Places | None) -> ObjectArray:
+    """`joined` of object columns."""
+    if places is None:
+        return np.concatenate(parts)
+    result = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=object)
+    for part, rows in zip(parts, places, strict=True):
+        result[rows] = part
+    return result
+
+
+def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
+    """The places as arrays.  Raises: DataError unless each row of every part has one and none has two rows."""
+    found = [np.asarray(each, dtype=np.int64) for each in places]
+    total = sum(sizes)
+    if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
+        raise DataError(
+            f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)}; each of the rows "
+            f"0 to {total - 1} of the result needs one"
+        )
+    return found
+
+
 def listed(keys: Names) -> list[str]:
     """One name or several, as a list."""
     return [keys] if isinstance(keys, str) else list(keys)

@@ -19,7 +19,10 @@ from whet.column_rules import (
     ObjectArray,
     Rows,
     check_columns,
+    check_places,
     check_same_columns,
+    joined,
+    joined_objects,
     listed,
     merged,
     object_array,
@@ -82,8 +85,9 @@ class DataProto:
         return cls.from_dict(tensors, objects, meta_info)
 
     @classmethod
-    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts in order. Columns, dtypes and trailing sizes must agree.
+    def concat(cls, parts: Sequence[DataProto], places: Sequence[Sequence[int]] | None = None) -> DataProto:
+        """The rows of all parts in order, or each at its place: part i's at rows `places[i]` of the result, every row
+        once. Columns, dtypes and trailing sizes must agree.
 
         `meta_info` is the union: a key may be missing in some parts, and must be equal in all that have it.
         """
@@ -94,11 +98,13 @@ class DataProto:
             check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
             check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
             meta_info = merged(meta_info, part.meta_info, "meta_info")
-        if len(parts) == 1:
+        if len(parts) == 1 and places is None:
             return first.select()
-        tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
+        where = None if places is None else check_places(places, [len(part) for part in parts])
+        tensors = {name: joined([part.tensors()[name] for part in parts], where) for name in first.tensors()}
         objects = {
-            name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
+            name: joined_objects([part.non_tensor_batch[name] for part in parts], where)
+            for name in first.non_tensor_batch
         }
         return _assemble(tensors, objects, meta_info, sum(map(len, parts)))
 

@@ -28,10 +28,10 @@ class Turns:
         self.settings: dict[str, Any] = json.loads(sys.stdin.readline())
         self._start: float | None = None
 
-    def ready(self, *packages: str) -> None:
+    def ready(self, *packages: str, **numbers: Any) -> None:
         """Everything is loaded. `packages` are those whose version matters beside torch and transformers."""
         versions = {name: version(name) for name in (*PACKAGES, *packages)}
-        self._reply({"versions": versions, "loaded_bytes": _memory("VmRSS")})
+        self._reply({"versions": versions, "loaded_bytes": _memory("VmRSS"), **numbers})
 
     def wait(self) -> None:
         """Returns when it is this worker's turn.  Raises: SystemExit when there is none any more."""

@@ -41,6 +41,7 @@ class Sharded:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.group, self.model = group, model
         rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.dp_rank, self.dp_size, self.is_reporting = rank, self.size, True
         self.shards: dict[str, tuple[torch.Size, torch.Tensor]] = {}
         for name, weight in model.named_parameters():
             flat = nn.functional.pad(weight.detach().flatten(), (0, -weight.numel() % self.size))

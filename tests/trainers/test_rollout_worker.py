@@ -27,7 +27,6 @@ from whet.errors import WeightSyncError, WorkerError
 from whet.models.load import load_policy
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
-from whet.trainers import build as building
 from whet.trainers.build import build, build_scorer, plan, worker_specs
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import sampler
@@ -154,27 +153,21 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
 
 
 def test_a_whole_run_with_the_rollout_elsewhere_is_the_same_run(
-    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
     """Metrics, answers, and the digests that say which weights gave them."""
 
-    def trained(folder: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-        config = train_config({"trainer.run_dir": str(tmp_path / folder), "trainer.total_steps": 3})
+    def trained(folder: str, **pools: Any) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        placement = {"cluster.placement": pools}
+        config = train_config({"trainer.run_dir": str(tmp_path / folder), "trainer.total_steps": 3, **placement})
         run = build(config, build_scorer(config.reward, length), additions)
         fit(run)
         run.close()
         files = sorted((tmp_path / folder / "rollouts").glob("step_*.jsonl"))
         return run.history, [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
-    def launch_apart(specs: list[WorkerSpec], pool: ResourcePool, deadline_seconds: float) -> dict[str, WorkerGroup]:
-        return {
-            **launch(specs[:-1], pool, deadline_seconds),
-            **launch(specs[-1:], pool, deadline_seconds),
-        }
-
     history, answers = trained("together")
-    monkeypatch.setattr(building, "launch", launch_apart)
-    assert trained("apart") == (history, answers)
+    assert trained("apart", train={"roles": ["actor"]}, rollout={"roles": ["rollout"]}) == (history, answers)
     digests = {answer["policy_version"]: answer["policy_digest"] for answer in answers}
     assert list(digests) == [0, 1, 2] and len(set(digests.values())) == 3
     assert all(answer["policy_digest"] == digests[answer["policy_version"]] for answer in answers)

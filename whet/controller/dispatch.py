@@ -236,11 +236,10 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
     results = [result for result, _ in parts]
     if len(results) == 1:
         return results[0]
-    positions = inverse_order(shard for _, shard in parts)
+    shards = [shard for _, shard in parts]
     if isinstance(results[0], list):
         joined = [item for result in results for item in result]
-        return [joined[position] for position in positions]
+        return [joined[position] for position in inverse_order(shards)]
     if isinstance(results[0], dict):
-        batch = DataProto.concat([DataProto.from_dict(result) for result in results])
-        return {name: batch[name][positions] for name in results[0]}
-    return DataProto.concat(results).reorder(positions)
+        return DataProto.concat([DataProto.from_dict(result) for result in results], shards).tensors() if sizes else {}
+    return DataProto.concat(results, shards)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; without its head Ray
 IDLE_SECONDS = 2.0  # without a call, before a rank is asked for a sign of life
 LOOK_SECONDS = 1.0  # how often a wait looks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller ones travel with the call; larger ones are put into the object store, once
+REASON_LENGTH = 600  # Ray has much to say of a process that ran out of memory
 HEAD = "the head of the Ray cluster"
 
 
@@ -212,7 +214,7 @@ class RayTransport(RemoteTransport[_Actor]):
                 "same versions: `whet doctor --cluster` compares them"
             )
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
-        reason = " ".join(lines[1:] or lines)
+        reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")
         return LostWorkerError(f"{who} died {what}: {reason}")
 
     def _lost(self, machine: str, reason: str) -> None:

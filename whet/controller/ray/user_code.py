@@ -8,6 +8,7 @@ they mean here; elsewhere the files are unpacked into a temporary folder, which 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -41,16 +42,19 @@ class UserCode:
     def of_this_process(cls) -> UserCode:
         """The code around the caller."""
         folder, path = str(Path.cwd()), [entry for entry in map(_whole, sys.path) if _is_users(entry)]
-        files = list(_python_files([folder, *path]))
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-            for file in files:
-                archive.write(file, str(file.relative_to(file.anchor)))
+        sent = [entry for entry in path if not Path(entry, "whet", "controller").is_dir()]  # nodes have whet
+        digests, packed = {}, io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in _python_files([folder, *sent]):
+                with contextlib.suppress(OSError):  # one that is not ours to read, or has just gone
+                    content = file.read_bytes()
+                    digests[str(file)] = hashlib.sha256(content).hexdigest()
+                    archive.writestr(str(file.relative_to(file.anchor)), content)
         return cls(
             folder=folder,
             path=tuple(path),
             main={k: v for k, v in spawn.get_preparation_data("").items() if k.startswith("init_main") and v},
-            digests={str(file): _digest(file) for file in files},
+            digests=digests,
             archive=packed.getvalue(),
             environment={name: value for name, value in os.environ.items() if name.startswith(CARRIED)},
         )
@@ -70,7 +74,12 @@ class UserCode:
     def _is_here(self) -> bool:
         if not Path(self.folder).is_dir():
             return False
-        return all(Path(file).is_file() and _digest(Path(file)) == digest for file, digest in self.digests.items())
+        try:
+            return all(
+                hashlib.sha256(Path(file).read_bytes()).hexdigest() == digest for file, digest in self.digests.items()
+            )
+        except OSError:
+            return False
 
     def _unpacked(self) -> str:
         root = tempfile.mkdtemp(prefix="whet-code-")
@@ -108,7 +117,3 @@ def _python_files(folders: list[str]) -> Iterator[Path]:
                 )
                 return
     yield from found
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs in the calling process, where workers return at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import torch
+
+from benchmarks.workers.turns import Turns
+from whet.controller.dispatch import Arguments, Dispatch, register
+from whet.controller.worker import Layout, Worker
+from whet.controller.worker_group import Reply, WorkerGroup
+from whet.errors import WhetError
+from whet.protocol import DataProto
+
+RANKS = 8
+
+
+class Zeros(Worker):
+    """Says what it would return."""
+
+    @register(Dispatch.DP_COMPUTE)
+    def forward(self, batch: DataProto) -> dict[str, torch.Tensor]:
+        """One column."""
+        raise NotImplementedError
+
+
+class AtOnce:
+    """A transport whose workers need no time."""
+
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
+        """A column of zeros from each rank."""
+        replies: dict[int, Reply] = {}
+        for rank, given in arguments.items():
+            replies[rank] = Future()
+            shape = given.args[0]["response_mask"].shape
+            replies[rank].set_result({"log_probs": torch.zeros(shape)})
+        return replies
+
+    def abort(self, error: WhetError) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def main() -> None:
+    """A turn is one call."""
+    turns = Turns()
+    rows, tokens = turns.settings["shape"]
+    draw = torch.Generator().manual_seed(0)
+    mask = (torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1), generator=draw)).long()
+    columns = {name: mask.clone() for name in ("input_ids", "attention_mask", "position_ids")}
+    columns |= {name: mask[:, tokens // 2 :].float() for name in ("old_log_probs", "advantages", "response_mask")}
+    batch = DataProto.from_dict(columns, {"uid": [str(row) for row in range(rows)]})
+    group = WorkerGroup("actor", Zeros, [Layout(rank, RANKS, True) for rank in range(RANKS)], AtOnce(), 60.0)
+    turns.ready()
+    while True:
+        turns.wait()
+        group.forward(batch)
+        turns.done()
+
+
+if __name__ == "__main__":
+    main()
