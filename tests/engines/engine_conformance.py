@@ -157,7 +157,7 @@ class Pool(Worker):
                 other.load(path)
                 probe = other
             batch = batch_of(step, 12)
-            probe.update(batch[list(range(rank, len(batch), 2))], OBJECTIVES[1])
+            probe.update(batch[list(range(probe.dp_rank, len(batch), probe.dp_size))], OBJECTIVES[1])
         return probe.weights()
 
 

@@ -21,7 +21,7 @@ from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.trainers.objectives import ValueObjective
-from whet.trainers.workers import RoleSettings
+from whet.trainers.workers import AdapterOffWorker, RoleSettings
 
 FSDP = EngineConfig(name="fsdp", logits_chunk_tokens=16)
 
@@ -166,6 +166,23 @@ def test_a_part_of_the_processes(options: dict[str, Any], model_folder: Path, tm
         one.update(suite.batch_of(step, 12), suite.OBJECTIVES[1])
     expected = one.weights()[0]
     assert suite.Record([], {}, weights).distance(suite.Record([], {}, expected)) < suite.BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel_size": 2}], ids=str)
+def test_the_reference_of_an_adapter_is_the_model_without_it(options: dict[str, Any], model_folder: Path) -> None:
+    """Also before the first update: what is switched off for a pass is trained after it."""
+    given, batch = {"lora": LoraConfig(rank=4)}, suite.batch_of(1, 12)
+    [base] = suite.launched({"actor": suite.settings(model_folder)}, 1).values()
+    expected = base.forward(batch, ("log_probs",))["log_probs"]
+    one = suite.launched({"actor": suite.settings(model_folder, **given)}, 1)["actor"]
+    actor = WorkerSpec("actor", suite.Probe, (suite.settings(model_folder, fsdp(**options), **given),))
+    groups = launch([actor, WorkerSpec("ref", AdapterOffWorker)], ResourcePool(2), deadline_seconds=240)
+    for _ in range(2):
+        got = groups["ref"].forward(batch, ("log_probs",))["log_probs"]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        suite.check_records(suite.drive(one, steps=range(2)), suite.drive(groups["actor"], steps=range(2)))
+    groups["actor"].close()
 
 
 @pytest.mark.slow

@@ -191,9 +191,8 @@ def _mix(bits: torch.Tensor) -> None:
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """float32 numbers that bfloat16 has: one between two goes up as often as it is near the upper one; `bits` are 16
-    random ones each. Numbers that are none stay so."""
-    rounded = (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values)
+    random ones each. Infinity and NaN stay what they are: what is added to their upper halves never carries."""
+    return (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -312,4 +311,5 @@ def _nearest(signed: bool) -> torch.Tensor:
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
     """[rows, columns] -> [rows, blocks, BLOCK], zeros at the end of a row."""
-    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    missing = -rows.shape[1] % BLOCK
+    return (F.pad(rows, (0, missing)) if missing else rows).unflatten(1, (-1, BLOCK))

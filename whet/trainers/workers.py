@@ -202,6 +202,21 @@ class TrainWorker(WeightSender):
 class AdapterOffWorker(Worker):
     """The reference where the actor trains an adapter: the actor's own module, with the adapter off."""
 
+    @property
+    def dp_rank(self) -> int:
+        """As the actor's: its module is read."""
+        return _actor_beside(self).dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """As the actor's."""
+        return _actor_beside(self).dp_size
+
+    @property
+    def is_reporting(self) -> bool:
+        """As the actor's."""
+        return _actor_beside(self).is_reporting
+
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
