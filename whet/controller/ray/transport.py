@@ -36,6 +36,7 @@ IDLE_SECONDS = 2.0  # without a call, before a rank is asked for a sign of life
 LOOK_SECONDS = 1.0  # how often a wait looks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller ones travel with the call; larger ones are put into the object store, once
 REASON_LENGTH = 600  # Ray has much to say of a process that ran out of memory
+DISCONNECTED = LostWorkerError("the connection to Ray was ended (ray.shutdown)")
 HEAD = "the head of the Ray cluster"
 
 
@@ -111,6 +112,9 @@ class RayTransport(RemoteTransport[_Actor]):
     def hand_over(self, peer: _Actor, waiting: Waiting, header: bytes, payload: Any) -> None:
         """Submits the call; its name is what Ray's dashboard shows."""
         name = f"{waiting.role}.{waiting.method}"
+        if not ray.is_initialized():  # `remote` would start a cluster of its own
+            self.abort(DISCONNECTED)
+            return
         try:
             peer.calls.put((waiting, peer.handle.serve.options(name=name).remote(header, payload)))
         except RayError as error:
@@ -183,6 +187,9 @@ class RayTransport(RemoteTransport[_Actor]):
             try:
                 waiting, answer = peer.calls.get(timeout=IDLE_SECONDS)
             except queue.Empty:
+                if not ray.is_initialized():
+                    self.abort(DISCONNECTED)
+                    return
                 answer = peer.handle.ping.remote()
             try:
                 message = self._get(answer)
