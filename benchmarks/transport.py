@@ -20,26 +20,29 @@ out, there and back, in one process: what any transport between two processes ne
 written to for the first time costs several times as much, and a run sends batches of a size again and again.
 `controller` is a call of eight workers that return one column of zeros at once: whet's own time in the calling process.
 """
+OPPONENTS = {"verl": "verl", "bytes alone": "memory"}  # and their modules
 CONTROLLER = "controller"
 WARM_UP = 6  # until all of an object store has been written to once
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """All in verl's environment, with its Ray; nothing where it is not there."""
+    """All in verl's environment, with its Ray; nothing where it is not there. Two by two: verl needs ten times the
+    memory of the batch."""
     if setting.verl_python is None:
         return {}
     rows, positions = setting.scale.transport_shape
-    entries = {
-        name: setting.beside_verl(f"{module}_transport", rows=rows, positions=positions)
-        for name, module in (("verl", "verl"), ("whet", "whet"), ("bytes alone", "memory"))
-    }
     rounds, warm_up = (setting.scale.rounds, WARM_UP) if setting.scale.is_thorough else (1, 1)
-    records = take_turns(entries, rounds=rounds, warm_up=warm_up, scratch=setting.scratch)
-    shape = setting.scale.estimator_shape
-    entry = setting.beside_verl("whet_controller", shape=shape)
-    records |= take_turns({CONTROLLER: entry}, rounds=1 + rounds // 2, warm_up=1, scratch=setting.scratch)
-    found = {name: asdict(record) for name, record in records.items()}
-    return {"rows": rows, "positions": positions, "controller_shape": shape, "records": found}
+    found: dict[str, Any] = {"rows": rows, "positions": positions, "controller_shape": setting.scale.estimator_shape}
+    for against, module in OPPONENTS.items():
+        entries = {
+            name: setting.beside_verl(f"{each}_transport", rows=rows, positions=positions)
+            for name, each in ((against, module), ("whet", "whet"))
+        }
+        records = take_turns(entries, rounds=rounds, warm_up=warm_up, scratch=setting.scratch)
+        found[against] = {name: asdict(record) for name, record in records.items()}
+    entry = setting.beside_verl("whet_controller", shape=setting.scale.estimator_shape)
+    records = take_turns({CONTROLLER: entry}, rounds=1 + rounds // 2, warm_up=1, scratch=setting.scratch)
+    return {**found, CONTROLLER: asdict(records[CONTROLLER])}
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
@@ -47,17 +50,15 @@ def report(results: Mapping[str, Any]) -> list[str]:
     section = results["transport"]
     if not section:
         return ["verl was not there."]
-    records = {name: Record(**record) for name, record in section["records"].items()}
-    verl, whet, alone = (records[name] for name in ("verl", "whet", "bytes alone"))
-    size = verl.ready["batch_bytes"]
-    rows, positions = section["controller_shape"]
+    pairs = {name: {who: Record(**record) for who, record in section[name].items()} for name in OPPONENTS}
+    size = pairs["verl"]["verl"].ready["batch_bytes"]
     lines = [
-        f"| {section['rows']:,} rows, {size / 2**30:.2f} GiB | seconds | against verl | of the bytes alone |",
+        f"| {section['rows']:,} rows, {size / 2**30:.2f} GiB | seconds | whet | |",
         "|---|---|---|---|",
-        f"| verl | {verl.seconds:.2f} | | {verl.seconds / alone.seconds:.1f}x |",
-        f"| whet | {whet.seconds:.2f} | {speed_up(verl, whet)} | {whet.seconds / alone.seconds:.1f}x |",
-        f"| bytes alone | {alone.seconds:.2f} | | |",
-        "",
-        f"whet's controller: {records[CONTROLLER].seconds:.2f} s a call with {rows:,} rows of {positions:,} tokens.",
     ]
-    return lines
+    for name, records in pairs.items():
+        other, whet = records[name], records["whet"]
+        lines.append(f"| {name} | {other.seconds:.2f} | {whet.seconds:.2f} | {speed_up(other, whet)} |")
+    rows, positions = section["controller_shape"]
+    seconds = Record(**section[CONTROLLER]).seconds
+    return [*lines, "", f"whet's controller: {seconds:.2f} s a call with {rows:,} rows of {positions:,} tokens."]

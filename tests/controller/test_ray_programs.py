@@ -2,9 +2,11 @@
 """Programs that start a Ray of their own: how their code reaches the actors, and how they end."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +36,7 @@ class Own(Worker):
         return os.getpid(), POLICY_LOSSES["own_loss"].columns, beside, str(Path.cwd())
 
 {guard}
-    cluster = ClusterConfig(backend="ray", address="local", processes=2)
+    cluster = ClusterConfig(backend="ray", address="{address}", processes=2)
     group = launch_roles([WorkerSpec("actor", Own)], cluster)["actor"]
     found = group.look()
     assert {{each[1:] for each in found}} == {{(("log_probs", "advantages", "response_mask"), 42, os.getcwd())}}, found
@@ -50,8 +52,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def start(folder: Path, guard: str, deed: str) -> subprocess.Popen[str]:
-    (folder / "program.py").write_text(PROGRAM.format(guard=guard, deed=deed))
+def start(folder: Path, guard: str, deed: str, address: str = "local") -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM.format(guard=guard, deed=deed, address=address))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "program.py"],
@@ -108,3 +110,24 @@ def ray_processes_of(program: subprocess.Popen[str]) -> list[int]:
         level = [child for parent in level for child in children.get(parent, [])]
         found += level
     return found
+
+
+def test_nodes_without_whet_are_told_so(folder: Path) -> None:
+    stand_in = folder / "node" / "whet" / "__init__.py"  # comes before the installed one
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("raise ModuleNotFoundError(\"No module named 'whet'\")")
+    ray = str(Path(sys.executable).with_name("ray"))
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {**own, "PYTHONPATH": str(folder / "node"), "RAY_AUTH_MODE": "disabled"}
+    address, session = "127.0.0.1:6391", tempfile.mkdtemp(dir="/tmp")  # a socket's path has to be short
+    command = [ray, "start", "--head", "--port=6391", "--num-cpus=2", f"--object-store-memory={100 * 2**20}", "--block"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={session}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as cluster:
+        assert cluster.stdout is not None
+        while "Ray runtime started" not in cluster.stdout.readline():
+            assert cluster.poll() is None
+        with start(folder, GUARD, "group.close()", address) as program:
+            _, stderr = program.communicate(timeout=120)
+        cluster.terminate()
+    shutil.rmtree(session, ignore_errors=True)
+    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet, and what it needs" in stderr

@@ -72,6 +72,7 @@ class RemoteTransport(ABC, Generic[P]):
         self.ended = threading.Event()
         self._state = threading.Lock()  # over _ended_by and every peer's `waiting`
         self._ended_by: WhetError | None = None
+        self._is_built = False
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Lets every process build its workers.  Returns the layout of each rank by role.
@@ -79,10 +80,12 @@ class RemoteTransport(ABC, Generic[P]):
         Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. The processes are gone then."""
         try:
             calls = [self._build(spec) for spec in specs]
-            return {spec.role: call.result() for spec, call in zip(specs, calls, strict=True)}
+            layouts = {spec.role: call.result() for spec, call in zip(specs, calls, strict=True)}
         except BaseException:
             self.abort(WorkerError("the workers could not be started"))
             raise
+        self._is_built = True
+        return layouts
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
         """As `Transport.send`. Arguments that several ranks share are pickled once."""
@@ -167,7 +170,7 @@ class RemoteTransport(ABC, Generic[P]):
             for peer in self.peers:
                 peer.waiting.clear()
         self.ended.set()
-        if not waiting and not is_orderly:
+        if self._is_built and not waiting and not is_orderly:
             log.error("%s", error)  # nobody waits for it: the next call will say so too
         self.end_processes(is_orderly=is_orderly)
         for each in waiting:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import textwrap
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from whet.controller import wire
@@ -36,6 +37,8 @@ IDLE_SECONDS = 2.0  # without a call, before a rank is asked for a sign of life
 LOOK_SECONDS = 1.0  # how often a wait looks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller ones travel with the call; larger ones are put into the object store, once
 REASON_LENGTH = 600  # Ray has much to say of a process that ran out of memory
+RAISED = re.compile(r"^[\w.]*(?:Error|Exception): .*", re.MULTILINE)  # last line of a traceback
+DISCONNECTED = LostWorkerError("the connection to Ray was ended (ray.shutdown)")
 HEAD = "the head of the Ray cluster"
 
 
@@ -111,6 +114,9 @@ class RayTransport(RemoteTransport[_Actor]):
     def hand_over(self, peer: _Actor, waiting: Waiting, header: bytes, payload: Any) -> None:
         """Submits the call; its name is what Ray's dashboard shows."""
         name = f"{waiting.role}.{waiting.method}"
+        if not ray.is_initialized():  # `remote` would start a cluster of its own
+            self.abort(DISCONNECTED)
+            return
         try:
             peer.calls.put((waiting, peer.handle.serve.options(name=name).remote(header, payload)))
         except RayError as error:
@@ -183,6 +189,9 @@ class RayTransport(RemoteTransport[_Actor]):
             try:
                 waiting, answer = peer.calls.get(timeout=IDLE_SECONDS)
             except queue.Empty:
+                if not ray.is_initialized():
+                    self.abort(DISCONNECTED)
+                    return
                 answer = peer.handle.ping.remote()
             try:
                 message = self._get(answer)
@@ -201,17 +210,14 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def _failure(self, peer: _Actor, waiting: Waiting | None, error: RayError) -> WhetError:
         """What Ray's error means."""
-        who, what = (
-            peer.name(waiting.role if waiting else ""),
-            f"in {waiting.method}" if waiting else "between two calls",
-        )
+        who = peer.name(waiting.role if waiting else "")
+        what = f"in {waiting.method}" if waiting else "between two calls" if peer.site else "at its start"
         if isinstance(error, RayTaskError):  # not from a worker's method: those answer with what they raised
             return WorkerError(f"{who}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
-        if isinstance(error, RayActorError) and error.actor_init_failed:
-            last = str(error).strip().rpartition("\n")[2]
+        if peer.site is None and (raised := RAISED.findall(str(error))):
             return WorkerError(
-                f"{who} could not be started: {last}; whet, and what it needs, must be installed on every node in the "
-                "same versions: `whet doctor --cluster` compares them"
+                f"{who} could not be started: {raised[-1]}; whet, and what it needs, must be installed on every node "
+                "in the same versions: `whet doctor --cluster` compares them"
             )
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")

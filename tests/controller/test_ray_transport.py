@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only Ray has: shared memory, names in its dashboard, a cluster that may be too small or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from controller_workers import Actor, Rollout
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+from whet.config.cluster import ClusterConfig
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.ray.launch import launch
+from whet.controller.ray.session import connect
+from whet.controller.ray.watch import Watch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import WorkerSpec
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import ConfigError, WorkerError
+from whet.protocol import DataProto
+
+Launch = Callable[..., dict[str, WorkerGroup]]
+
+
+class Reader(Actor):
+    """Two ranks that share a model, and say where the rows lie that they were given."""
+
+    @property
+    def dp_rank(self) -> int:
+        return 0
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+    @property
+    def is_reporting(self) -> bool:
+        return self.rank == 1
+
+    @register(Dispatch.DP_COMPUTE)
+    def mapped(self, batch: DataProto) -> list[str]:
+        """The file that the memory of `x` belongs to, and its place in that file, for each row."""
+        pointer = batch["x"].data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, offset, _, _, *file = line.split()
+            start, end = (int(each, 16) for each in span.split("-"))
+            if start <= pointer < end:
+                found = f"{file[0]} {pointer - start + int(offset, 16)}"
+        if self.process_group is not None:
+            both: list[Any] = [None, None]
+            torch.distributed.all_gather_object(both, found, group=self.process_group)
+            found = str(len(set(both))) + " " + found
+        return [found] * len(batch)
+
+
+@pytest.mark.slow
+def test_a_shard_lies_once_in_shared_memory_and_is_read_there(launch_on: Callable[[str], Launch]) -> None:
+    reader = launch_on("ray")([WorkerSpec("actor", Reader)], [ResourcePool(2)])["actor"]
+    found = reader.mapped(DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)}))
+    places, file, _ = found[0].split()
+    assert (places, Path(file).name[:6]) == ("1", "plasma")  # both ranks read the same bytes, in Ray's object store
+    back = reader.echo(DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)}))
+    reader.close()
+    assert back["x"].sum() == 200_000 * 199_999 // 2  # what it returned is still there
+
+
+@pytest.mark.slow
+def test_rays_dashboard_shows_roles_and_rank(launch_on: Callable[[str], Launch], ray_cluster: Any) -> None:
+    specs = [WorkerSpec("actor", Actor), WorkerSpec("rollout", Rollout), WorkerSpec("judge", Actor)]
+    pools = [ResourcePool(2, ("actor", "rollout"), "train"), ResourcePool(1, ("judge",), "look")]
+    groups = launch_on("ray")(specs, pools)
+    named = {each["name"] for each in ray_cluster.util.list_named_actors(all_namespaces=True)}
+    assert {"actor, rollout rank 0", "actor, rollout rank 1", "judge rank 0"} <= named
+    groups["actor"].close()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
+    cluster = ClusterConfig(backend="ray", n_gpus_per_node=2, deadline_seconds=1)
+    with pytest.raises(WorkerError) as caught:
+        launch([WorkerSpec("actor", Actor)], [ResourcePool(2)], cluster)
+    said = str(caught.value)
+    assert said.startswith("1 node with 2 CPUs and 2 GPUs were not free within 1 s: the Ray cluster has ")
+    assert "(8 CPUs, 0 GPUs), and {'CPU': 8.0} of all that is free" in said
+    assert said.endswith("add nodes (`ray start --address=...`), or lower cluster.nnodes and cluster.n_gpus_per_node")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        (
+            "127.0.0.1:9",
+            r"^no Ray cluster answers at 127.0.0.1:9 \(.*refused.*\); start one there",
+        ),
+        ("head", "^cluster.address=head is no address; write host:port, auto or local"),
+    ],
+)
+def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str, said: str) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=said):
+        connect(ClusterConfig(backend="ray", address=address))
+
+
+def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import queue
+    import socket
+
+    monkeypatch.setattr("whet.controller.ray.watch.PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr("whet.controller.ray.watch.SILENCE_SECONDS", 0.2)
+    told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        here = listening.getsockname()
+        watch = Watch({"here": here}, lambda *said: told.put(said))
+        with pytest.raises(queue.Empty):
+            told.get(timeout=0.5)  # it answers
+    assert told.get(timeout=5) == ("here", f"nobody listens at 127.0.0.1:{here[1]} any more")
+    watch.stop()
+    Watch({"far": ("192.0.2.77", 9)}, lambda *said: told.put(said))  # an address for documentation: nobody has it
+    name, why = told.get(timeout=10)
+    assert name == "far"
+    assert why.endswith("the machine is gone, or the network to it is cut")
