@@ -8,6 +8,7 @@ from benchmarks.page import BENCHMARKS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_benchmark_runs_and_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """At tiny sizes; with TRL where its environment was made."""
     main(["--quick"])
