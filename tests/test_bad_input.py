@@ -292,7 +292,7 @@ def spoiled(model: Path, name: str, *removed: str) -> Path:
     return Path(name)
 
 
-def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path) -> None:
     half = spoiled(qwen25_folder, "half", "model.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (half / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -68,7 +68,8 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
 def load(path: str | os.PathLike[str]) -> Any:
     """What `save` wrote, tensors on the CPU. Raises: FileNotFoundError; DataError for a damaged or foreign file."""
     try:
-        tensors = safetensors.torch.load_file(path)
+        with Path(path).open("rb") as file:  # safetensors opens by name twice: another file may stand there by then
+            tensors = safetensors.torch.load_file(f"/dev/fd/{file.fileno()}")
         document = json.loads(tensors["json"].numpy().tobytes())
         version = document["version"]
         if version == _VERSION:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,12 +93,11 @@ def test_python_m_whet_is_whet() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "train", "gsm8k"], ["algorithms"]])
 def test_what_answers_at_once_does(arguments: list[str]) -> None:
-    """The processor's seconds, which a busy machine changes little, of the best of three cold processes."""
+    """In under a second, in a cold process; those that a busy machine held up are started again."""
 
     def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = time.perf_counter()
         subprocess.run([sys.executable, "-m", "whet", *arguments], capture_output=True, timeout=60, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(3)) < 1.0
+    assert any(seconds() < 1.0 for _ in range(10))

@@ -46,6 +46,8 @@ def test_a_run_that_needs_more_memory_than_there_is_does_not_start(
     with pytest.raises(ConfigError) as error:
         train(config, reward=length, data=additions)
     first, *advice, last = str(error.value).splitlines()
+    untouched = plan_memory(build.setup(config, [len(row["prompt"]) for row in additions])).untouched_bytes
+    assert untouched and f"; not counted {size(untouched)} of the KV cache, reserved" in first
     assert "in its actor update (" in first and first.endswith("and the machine's memory has 4.0 MiB free")
     assert any("model.gradient_checkpointing=true saves " in line for line in advice)
     assert advice[-1].endswith("take a smaller model, or a machine with more memory")
