@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,15 @@ import torch
 from whet.config import TrainConfig
 from whet.errors import ConfigError, DataError
 from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.rewards.result import RewardResult
 from whet.rollout.batch import to_batch
+from whet.rollout.protocol import Completion
 from whet.trainers.build import build, build_scorer, plan, train
-from whet.trainers.columns import ROLLOUT_COLUMNS, Sources, plan_columns
-from whet.trainers.rl import add_advantages, fit
+from whet.trainers.columns import PROVIDERS, ROLLOUT_COLUMNS, ColumnPlan, Sources, plan_columns
+from whet.trainers.rl import add_advantages, fit, take
 from whet.trainers.run import Run
+from whet.types import Failure
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -203,3 +209,85 @@ def test_a_column_that_the_reward_never_reports_is_an_error_that_names_it(
     config = train_config({"algorithm.adv_estimator": f"{functions}:by_style", "reward.columns": ["style"]})
     with pytest.raises(DataError, match="'style', which no answer of this step reports; they report nothing"):
         train(config, reward=lambda solution_str: 1.0, data=additions)
+
+
+class Waited:
+    """A role whose calls are finished only when they are waited for, and which says when each happened."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def start(self, method: str, batch: DataProto, needs: tuple[str, ...], temperature: float) -> Any:
+        self.events.append(f"{self.name} begins")
+        return self
+
+    def result(self) -> dict[str, torch.Tensor]:
+        self.events.append(f"{self.name} is awaited")
+        return dict.fromkeys(("log_probs", "values"), torch.full((8, 6), float(len(self.name))))
+
+
+class Judge:
+    """A scorer that judges as slowly as it is asked for it, and fails on the first answer."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.count = events, 0
+
+    def submit_batch(self, items: Sequence[Any]) -> Any:
+        self.events.append("judge begins")
+        self.count = len(items)
+        return self
+
+    def result(self) -> list[Any]:
+        self.events.append("judge is awaited")
+        return [Failure("reward", "no opinion"), *[RewardResult(1.0, 1.0)] * (self.count - 1)]
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config: MakeConfig, additions: Rows) -> None:
+    """process_rewards reads ref_log_probs and so has to wait for it; old_log_probs and ref_log_probs for nobody."""
+    events: list[str] = []
+    run = build(
+        train_config(
+            {
+                "algorithm.adv_estimator": "prime",
+                "critic.value_loss": "implicit_reward",
+                "actor.mini_batch_size": 1,
+                "data.train_batch_size": 2,
+                "data.max_response_length": 6,
+            }
+        ),
+        Judge(events),
+        additions,
+    )
+    sampler = run.roles["rollout"]
+    run.roles = {name: Waited(name, events) for name in run.roles} | {"rollout": sampler}  # type: ignore[assignment,dict-item]
+    run.rollouts.collector.generate = lambda requests: [  # six tokens each
+        Completion((1, 2, 3, 4, 5, 6), (-1.0,) * 6, "length", 0) for _ in requests
+    ]
+    batch = take(run, 1, Metrics())
+    sampler.close()
+    assert events == [
+        "judge begins",
+        *("ref begins", "actor begins"),
+        *("ref is awaited", "actor is awaited"),
+        *("critic begins", "critic is awaited"),
+        "judge is awaited",
+    ]
+    failed, *others = batch["process_rewards"]
+    assert torch.equal(failed, torch.zeros(6)) and all(torch.equal(row, torch.full((6,), 3.0)) for row in others)
+    assert batch["response_mask"].sum(1).tolist() == [0, *[6] * 7]
+    assert batch["token_level_scores"][:, -1].tolist() == [0, *[1] * 7]
+    assert batch["accuracy"].tolist() == [0, *[1] * 7]
+
+
+def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
+    judged = dataclasses.replace(PROVIDERS["ref_log_probs"], marks={"roles": ("ref",)})
+    events: list[str] = []
+    columns = ColumnPlan((judged, PROVIDERS["process_rewards"]), frozenset({"ref", "critic"}))
+    sources = Sources(TrainConfig(), {name: Waited(name, events) for name in ("ref", "critic")}, None, [], 1)  # type: ignore[arg-type]
+    batch = DataProto.from_dict({"response_mask": torch.ones(8, 6)}, {"error": [None] * 8})
+    assert columns.add(batch, sources, Metrics(), is_scored=False) is batch and not events
+    columns.add(batch, sources, Metrics())
+    assert events == ["ref begins", "ref is awaited", "critic begins", "critic is awaited"]

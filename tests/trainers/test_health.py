@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
 from whet.metrics import Metrics
+from whet.rollout.batch import to_batch
 from whet.trainers import checkpoint
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health
@@ -108,14 +110,14 @@ def test_the_rows_that_caused_a_jump_are_named(
     """One answer is paid a thousand times more than all others: without a baseline it moves the policy alone."""
     config = train_config({"algorithm.adv_estimator": "reinforce_plus_plus", "actor.optim.lr": 1e-2})
     run = build(config, build_scorer(config.reward, sevens), additions)
-    groups = take(run, 1, Metrics())
-    from dataclasses import replace
+    groups = run.rollouts.take(4, step=1).groups
 
     answers = groups[2].trajectories
     odd = replace(answers[1], reward=1000.0)
     groups[2] = replace(groups[2], trajectories=(answers[0], odd, *answers[2:]))
     metrics = Metrics()
-    batch = train_step(run, groups, 1, metrics)
+    batch = to_batch(groups, pad_token_id=run.pad_token_id)
+    batch = train_step(run, run.columns.add(batch, run.sources(groups, 1), metrics), 1, metrics)
     run.health.load_state({name: [1e-6] * 5 for name in ("actor/grad_norm", "actor/ppo_kl")})
     metrics.mean("actor/ppo_kl", 99.0)
     new = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]

@@ -20,6 +20,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
 from whet.rollout.native import scheduler
+from whet.rollout.stream import Sampled
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, fit, mini_batches, train_step
 from whet.trainers.run import Run
@@ -310,7 +311,8 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
     def after(groups: Any, folder: str) -> torch.Tensor:
         again = train_config({"trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / folder)})
         fresh = build(again, build_scorer(again.reward, picky), additions)
-        fresh.rollouts.take = lambda n, step: replace(taken, groups=groups)  # type: ignore[method-assign]
+        given = Sampled(groups, lambda: replace(taken, groups=groups))
+        fresh.rollouts.start = lambda n, step: given  # type: ignore[method-assign]
         fit(fresh)
         fresh.close()
         return weights(tmp_path / folder, 1)
@@ -355,7 +357,7 @@ def test_a_trajectory_in_several_rows_counts_once(train_config: MakeConfig, addi
     expected = torch.tensor([0.0, -1.0, -1.0, 1.0])[:, None] * batch["response_mask"]
     torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=0)
     metrics = Metrics()
-    train_step(run, groups, 1, metrics)
+    train_step(run, to_batch(groups, pad_token_id=run.pad_token_id), 1, metrics)
     run.close()
     assert metrics.reduce()["actor/grad_norm"] > 0
 

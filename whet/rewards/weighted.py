@@ -3,13 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
 from whet.rewards.result import Outcome, RewardResult
 from whet.types import Failure
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Judgements of several functions, to come."""
+
+    pending: Sequence[Future[list[Outcome]]]  # by function
+    combine: Callable[[Sequence[Outcome]], Outcome]
+
+    def result(self) -> list[Outcome]:
+        """One outcome for each item, in order; waits for the functions."""
+        by_function = [future.result() for future in self.pending]
+        return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
 
 
 class WeightedRewards:
@@ -24,9 +38,11 @@ class WeightedRewards:
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """One outcome for each item, in order."""
-        pending = [pool.submit_batch(items) for _, pool, _ in self._pools]
-        by_function = [future.result() for future in pending]
-        return [self._combine(outcomes) for outcomes in zip(*by_function, strict=True)]
+        return self.submit_batch(items).result()
+
+    def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
+        """What `score` returns, to come."""
+        return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
     def close(self) -> None:
         """Ends all processes."""

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -93,27 +92,51 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
     A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
     Raises: DataError for a name in `columns` that no trajectory reports.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rows, owners = _rows_and_owners(groups, pad_token_id)
+    objects = {
+        "uid_name": [t.prompt.uid for t in owners],
+        "trajectory_uid_name": [t.uid for t in owners],
+        "data_source": [t.prompt.data_source for t in owners],
+    }
+    batch = DataProto.from_dict(_token_columns(rows, pad_token_id) | _owner_columns(owners), objects)
+    return _with_scores(batch, rows, owners, columns)
+
+
+def with_scores(batch: DataProto, groups: Sequence[Group], *, columns: Sequence[str] = ()) -> DataProto:
+    """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups."""
+    rows, owners = _rows_and_owners(groups, pad_token_id=0)
+    return _with_scores(batch, rows, owners, columns)
+
+
+def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
+    """All rows, and the trajectory of each."""
     rows: list[Row] = []
     owners: list[Trajectory] = []
-    for trajectory in trajectories:
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids)]
         for row in own:
             if not row.response_ids:
                 row.read([pad_token_id])
         rows += own
         owners += [trajectory] * len(own)
+    return rows, owners
 
-    part_names = sorted({name for trajectory in trajectories for name in trajectory.parts})
-    tensors = _token_columns(rows, pad_token_id) | _trajectory_columns(owners, part_names)
-    tensors |= {name: _reported(name, owners) for name in columns}
-    objects: dict[str, list[Any]] = {
-        "uid_name": [t.prompt.uid for t in owners],
-        "trajectory_uid_name": [t.uid for t in owners],
-        "data_source": [t.prompt.data_source for t in owners],
-        "error": [t.failure for t in owners],
+
+def _with_scores(
+    batch: DataProto, rows: Sequence[Row], owners: Sequence[Trajectory], columns: Sequence[str]
+) -> DataProto:
+    """The columns that follow from what answers were paid, or from their failure."""
+    part_names = sorted({name for trajectory in owners for name in trajectory.parts})
+    paid = {
+        "response_mask": _pad([row.mask for row in rows], 0, torch.int64),
+        "token_level_scores": _pad([row.scores for row in rows], 0.0, torch.float32),
+        "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
+        **{name: _reported(name, owners) for name in columns},
     }
-    return DataProto.from_dict(tensors, objects, {"reward_part_names": part_names})
+    if part_names:
+        paid["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
+    scored = batch.with_columns(**paid, error=[t.failure for t in owners])
+    return replace(scored, meta_info={**batch.meta_info, "reward_part_names": part_names})
 
 
 def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -128,25 +151,19 @@ def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Te
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "response_mask": _pad([row.mask for row in rows], 0, torch.int64),
         "turn_ids": _pad([row.turn_ids for row in rows], NOT_SAMPLED, torch.int64),
         "policy_version": _pad([row.versions for row in rows], 0, torch.int32),
         "rollout_log_probs": _pad([row.log_probs for row in rows], 0.0, torch.float32),
-        "token_level_scores": _pad([row.scores for row in rows], 0.0, torch.float32),
     }
 
 
-def _trajectory_columns(owners: Sequence[Trajectory], part_names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What is said of the trajectory that each row belongs to: [B], and [B, K] for the reward's parts."""
-    columns = {
+def _owner_columns(owners: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """What is said of the trajectory that each row belongs to   [B]."""
+    return {
         "uid": _numbered([t.prompt.uid for t in owners]),
         "trajectory_uid": _numbered([t.uid for t in owners]),
-        "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
         "truncated": torch.tensor([bool(t.turns) and t.turns[-1].finish_reason == "length" for t in owners]),
     }
-    if part_names:
-        columns["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
-    return columns
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +23,22 @@ from whet.rollout.protocol import SamplingParams
 from whet.types import Failure, Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Outcomes(Protocol):
+    """Judgements to come."""
+
+    def result(self) -> list[Outcome]:
+        """One for each item, in order; waits for them."""
+        ...
 
 
 class Scorer(Protocol):
     """What judges answers: a pool of reward processes."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order."""
+    def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
+        """Begins to judge, and returns at once."""
         ...
 
     def close(self) -> None:
@@ -74,6 +84,14 @@ class Taken:
     metrics: Metrics
 
 
+@dataclass(frozen=True)
+class Sampled(Generic[T]):
+    """Sampled answers that may still be judged."""
+
+    groups: list[Group]  # without rewards, unless they are known
+    result: Callable[[], T]  # the same answers judged; waits for that; to be called once
+
+
 class Rollouts:
     """Complete, scored, filtered groups.
 
@@ -106,26 +124,25 @@ class Rollouts:
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
+        return self.start(n, step=step).result()
+
+    def start(self, n: int, *, step: int) -> Sampled[Taken]:
+        """`take` up to where all answers are sampled. A filter reads their scores, and has them waited for here."""
         if self.prompts is None:
             raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
-        metrics, params = Metrics(), self.params_at(step)
-        kept: list[Group] = []
-        dropped: list[Group] = []
-        refills = self.group_filter.max_refills if self.group_filter is not None else 0
-        with self.sampling():
-            for _ in range(1 + refills):
-                groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
-                self.prompts.observe(groups)
-                for group in groups:
-                    (kept if self._is_kept(group) else dropped).append(group)
-                if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
-                    break
+        metrics = Metrics()
         if self.group_filter is not None:
-            metrics.sum("filter/dropped_groups", len(dropped))
-            metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
-        if len(kept) < n:
-            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
-        return Taken(kept or dropped[:n], metrics)
+            taken = self._filtered(n, self.group_filter, step, metrics)
+            return Sampled(taken.groups, lambda: taken)
+        prompts = self.prompts
+        sampled = self.start_sample(prompts.take(n), self.n, self.params_at(step), step=step, metrics=metrics)
+
+        def result() -> Taken:
+            groups = sampled.result()
+            prompts.observe(groups)
+            return Taken(groups, metrics)
+
+        return Sampled(sampled.groups, result)
 
     def params_at(self, step: int) -> SamplingParams:
         """How a step samples: within the length of its stage."""
@@ -146,19 +163,42 @@ class Rollouts:
     ) -> list[Group]:
         """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
         in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
+        return self.start_sample(prompts, n, params, step=step, metrics=metrics, purpose=purpose).result()
+
+    def start_sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        metrics: Metrics,
+        purpose: str = "rollout",
+    ) -> Sampled[list[Group]]:
+        """`sample` without the wait for the scores."""
         with metrics.time("time/rollout"), self.sampling():
             answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
         turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
         if preemptions := sum(turn.preemptions for turn in turns):
             metrics.sum("rollout/preemptions", preemptions)
+        trajectories = [trajectory for group in answers for trajectory in group]
         with metrics.time("time/reward"):
-            scored = self._score([trajectory for group in answers for trajectory in group])
-        for trajectory in scored:
-            if trajectory.failure is not None:
-                metrics.sum(f"failures/{trajectory.failure.source}", 1)
-                if trajectory.failure.timed_out:
-                    metrics.sum("failures/timed_out", 1)
-        return [Group(prompt, tuple(scored[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
+            outcomes = self._submit(trajectories)
+
+        def groups_of(given: Sequence[Trajectory]) -> list[Group]:
+            return [Group(prompt, tuple(given[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
+
+        def result() -> list[Group]:
+            with metrics.time("time/reward"):
+                scored = _judged_all(trajectories, outcomes.result())
+            for trajectory in scored:
+                if trajectory.failure is not None:
+                    metrics.sum(f"failures/{trajectory.failure.source}", 1)
+                    if trajectory.failure.timed_out:
+                        metrics.sum("failures/timed_out", 1)
+            return groups_of(scored)
+
+        return Sampled(groups_of(trajectories), result)
 
     def state(self) -> Mapping[str, Any]:
         """Where the next `take` starts."""
@@ -169,18 +209,32 @@ class Rollouts:
         if self.prompts is not None:
             self.prompts.load_state(state)
 
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        alive = [index for index, trajectory in enumerate(trajectories) if trajectory.failure is None]
-        outcomes: Sequence[Outcome]
+    def _filtered(self, n: int, group_filter: Filter, step: int, metrics: Metrics) -> Taken:
+        assert self.prompts is not None
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        params = self.params_at(step)
+        with self.sampling():
+            for _ in range(1 + group_filter.max_refills):
+                groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
+                self.prompts.observe(groups)
+                for group in groups:
+                    (kept if _is_kept(group, group_filter) else dropped).append(group)
+                if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
+                    break
+        metrics.sum("filter/dropped_groups", len(dropped))
+        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+        if len(kept) < n:
+            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+        return Taken(kept or dropped[:n], metrics)
+
+    def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
+        alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if self.scorer is not None:
-            outcomes = self.scorer.score([self._item(trajectories[index]) for index in alive])
-        else:
-            right = [trajectories[index].score >= self.correct_threshold for index in alive]
-            outcomes = [RewardResult(0.0, float(each)) for each in right]
-        scored = list(trajectories)
-        for index, outcome in zip(alive, outcomes, strict=True):
-            scored[index] = _judged(scored[index], outcome)
-        return scored
+            return self.scorer.submit_batch([self._item(trajectory) for trajectory in alive])
+        paid: Future[list[Outcome]] = Future()
+        paid.set_result([RewardResult(0.0, float(each.score >= self.correct_threshold)) for each in alive])
+        return paid
 
     def _item(self, trajectory: Trajectory) -> RewardItem:
         prompt = trajectory.prompt
@@ -203,12 +257,16 @@ class Rollouts:
     def _decode(self, ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _is_kept(self, group: Group) -> bool:
-        if self.group_filter is None:
-            return True
-        name = self.group_filter.metric
-        values = [_metric(trajectory, name) for trajectory in group.trajectories if trajectory.failure is None]
-        return self.group_filter.keeps(values, **self.group_filter.options)
+
+def _is_kept(group: Group, group_filter: Filter) -> bool:
+    values = [_metric(trajectory, group_filter.metric) for trajectory in group.trajectories if not trajectory.failure]
+    return group_filter.keeps(values, **group_filter.options)
+
+
+def _judged_all(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
+    """Each that has not failed with its outcome."""
+    left = iter(outcomes)
+    return [each if each.failure is not None else _judged(each, next(left)) for each in trajectories]
 
 
 def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:

@@ -4,17 +4,20 @@
 A provider is registered under the column's name; its marks say which roles it needs, and which columns it reads itself:
     @register_provider("ref_log_probs", roles=("ref",))
     def ref_log_probs(batch, sources): return sources.forward("ref", batch, "log_probs")
+It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
+side. One marked `unscored=True` needs no rewards, and is called while answers are still being judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from whet.config.schema import TrainConfig
+from whet.controller.worker_group import PendingCall
 from whet.errors import ConfigError
 from whet.keyed import key
 from whet.metrics import Metrics
@@ -38,11 +41,14 @@ ROLLOUT_COLUMNS = frozenset(
 )
 
 
-class Role(Protocol):
-    """What computes model outputs."""
+Column = torch.Tensor | Callable[[], torch.Tensor]
 
-    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R] without gradient."""
+
+class Role(Protocol):
+    """What computes model outputs: its method `forward` gives them [B, R] without gradient."""
+
+    def start(self, method: str, *args: Any) -> PendingCall:
+        """Begins a call of `method`."""
         ...
 
 
@@ -58,7 +64,12 @@ class Sources:
 
     def forward(self, role: str, batch: DataProto, output: str) -> torch.Tensor:
         """One output of a role's model [B, R], at the temperature at which answers were sampled."""
-        return self.roles[role].forward(batch, (output,), self.config.rollout.temperature or 1.0)[output]
+        return self.start(role, batch, output)()
+
+    def start(self, role: str, batch: DataProto, output: str) -> Callable[[], torch.Tensor]:
+        """Begins `forward`.  Returns what waits for it."""
+        call = self.roles[role].start("forward", batch, (output,), self.config.rollout.temperature or 1.0)
+        return lambda: call.result()[output]
 
 
 @dataclass(frozen=True)
@@ -68,14 +79,57 @@ class ColumnPlan:
     providers: tuple[Entry, ...]
     roles: frozenset[str]
 
-    def add(self, batch: DataProto, sources: Sources, metrics: Metrics) -> DataProto:
-        """The batch with every planned column that it does not have yet."""
-        for provider in self.providers:
-            if provider.name not in batch:
-                with metrics.time(f"time/{provider.marks.get('phase', 'columns')}"):
-                    given = provider.load()(batch, sources)
-                batch = batch.with_columns(**{provider.name: given})
+    def add(self, batch: DataProto, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> DataProto:
+        """The batch with every planned column that it does not have yet; before it is scored, with those that need no
+        scores. Providers that read no column of each other begin together."""
+        left = [each for each in self.providers if each.name not in batch]
+        if is_scored:
+            batch = self._without_failed(batch)
+        else:
+            left = _unscored(left)
+        while left:
+            missing = {provider.name for provider in left}
+            ready = [provider for provider in left if missing.isdisjoint(provider.marks.get("reads", ()))]
+            begun: list[Column] = []
+            for provider in ready:
+                with metrics.time(_timed_as(provider)):
+                    begun.append(provider.load()(batch, sources))
+            for provider, column in zip(ready, begun, strict=True):
+                with metrics.time(_timed_as(provider)):
+                    batch = batch.with_columns(**{provider.name: column() if callable(column) else column})
+            left = [provider for provider in left if provider not in ready]
         return batch
+
+    def _without_failed(self, batch: DataProto) -> DataProto:
+        """What models said of answers that then could not be judged is 0, as on everything that does not count."""
+        if not any(batch["error"]):
+            return batch
+        counted = batch["response_mask"].bool()
+        said = {each.name: batch[each.name] for each in self.providers if each.name in batch}
+        by_token = {name: column for name, column in said.items() if column.shape[:2] == counted.shape}
+        return batch.with_columns(
+            **{name: torch.where(_like(counted, column), column, 0) for name, column in by_token.items()}
+        )
+
+
+def _unscored(providers: Sequence[Entry]) -> list[Entry]:
+    """Those that need no scores, nor a column that needs some."""
+    later: set[str] = set()
+    chosen = []
+    for provider in providers:  # what one reads comes before it
+        if provider.marks.get("unscored") and later.isdisjoint(provider.marks.get("reads", ())):
+            chosen.append(provider)
+        else:
+            later.add(provider.name)
+    return chosen
+
+
+def _like(mask: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    return mask.view(*mask.shape, *[1] * (column.ndim - mask.ndim))
+
+
+def _timed_as(provider: Entry) -> str:
+    return f"time/{provider.marks.get('phase', 'columns')}"
 
 
 def plan_columns(readers: Mapping[str, Sequence[str]], fields: Sequence[str]) -> ColumnPlan:
@@ -112,54 +166,55 @@ def plan_columns(readers: Mapping[str, Sequence[str]], fields: Sequence[str]) ->
     return ColumnPlan(tuple(providers.values()), roles)
 
 
-@register_provider("old_log_probs", roles=("actor",), phase="log_probs")
-def old_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("old_log_probs", roles=("actor",), phase="log_probs", unscored=True)
+def old_log_probs(batch: DataProto, sources: Sources) -> Column:
     """log pi of the policy before the update, by the trainer's kernels or, if so configured, the sampler's."""
     if sources.config.algorithm.correction.old_log_probs == "rollout":
         return batch["rollout_log_probs"].clone()
-    return sources.forward("actor", batch, "log_probs")
+    return sources.start("actor", batch, "log_probs")
 
 
-@register_provider("entropy", roles=("actor",), phase="log_probs")
-def entropy(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("entropy", roles=("actor",), phase="log_probs", unscored=True)
+def entropy(batch: DataProto, sources: Sources) -> Column:
     """Entropy of the policy before the update, in the state where each token was chosen."""
-    return sources.forward("actor", batch, "entropy")
+    return sources.start("actor", batch, "entropy")
 
 
-@register_provider("sum_pi_squared", roles=("actor",), phase="log_probs")
-def sum_pi_squared(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("sum_pi_squared", roles=("actor",), phase="log_probs", unscored=True)
+def sum_pi_squared(batch: DataProto, sources: Sources) -> Column:
     """sum_v pi_v^2 of the policy before the update, in the state where each token was chosen."""
-    return sources.forward("actor", batch, "sum_pi_squared")
+    return sources.start("actor", batch, "sum_pi_squared")
 
 
-@register_provider("ref_log_probs", roles=("ref",), phase="log_probs")
-def ref_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("ref_log_probs", roles=("ref",), phase="log_probs", unscored=True)
+def ref_log_probs(batch: DataProto, sources: Sources) -> Column:
     """log pi of the reference policy."""
-    return sources.forward("ref", batch, "log_probs")
+    return sources.start("ref", batch, "log_probs")
 
 
-@register_provider("old_vocab_log_probs", roles=("actor",), phase="log_probs")
-def old_vocab_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("old_vocab_log_probs", roles=("actor",), phase="log_probs", unscored=True)
+def old_vocab_log_probs(batch: DataProto, sources: Sources) -> Column:
     """log pi of every token of the vocabulary, of the policy before the update.   [B, R, V]"""
-    return sources.forward("actor", batch, "vocab_log_probs")
+    return sources.start("actor", batch, "vocab_log_probs")
 
 
-@register_provider("ref_vocab_log_probs", roles=("ref",), phase="log_probs")
-def ref_vocab_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("ref_vocab_log_probs", roles=("ref",), phase="log_probs", unscored=True)
+def ref_vocab_log_probs(batch: DataProto, sources: Sources) -> Column:
     """log pi of every token of the vocabulary, of the reference policy.   [B, R, V]"""
-    return sources.forward("ref", batch, "vocab_log_probs")
+    return sources.start("ref", batch, "vocab_log_probs")
 
 
-@register_provider("values", roles=("critic",), phase="values")
-def values(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("values", roles=("critic",), phase="values", unscored=True)
+def values(batch: DataProto, sources: Sources) -> Column:
     """The critic's value of the state in which each token was chosen."""
-    return sources.forward("critic", batch, "values")
+    return sources.start("critic", batch, "values")
 
 
-@register_provider("process_rewards", roles=("critic",), reads=("ref_log_probs",), phase="values")
-def process_rewards(batch: DataProto, sources: Sources) -> torch.Tensor:
+@register_provider("process_rewards", roles=("critic",), reads=("ref_log_probs",), phase="values", unscored=True)
+def process_rewards(batch: DataProto, sources: Sources) -> Column:
     """log pi of the critic, a language model here, less that of the reference: an implicit reward of each token."""
-    return sources.forward("critic", batch, "log_probs") - batch["ref_log_probs"]
+    log_probs = sources.start("critic", batch, "log_probs")
+    return lambda: log_probs() - batch["ref_log_probs"]
 
 
 @register_provider("reward_baselines", phase="baselines")

@@ -23,7 +23,7 @@ from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
 from whet.protocol import DataProto
 from whet.registry import Registry, load_target
-from whet.trainers.columns import Sources, register_provider
+from whet.trainers.columns import Column, Sources, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
 HINTS = Registry("hint source", "trainers", "register_hint")
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @register_provider("teacher_log_probs", roles=("actor",), phase="log_probs")
-def teacher_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
+def teacher_log_probs(batch: DataProto, sources: Sources) -> Column:
     """log pi of the teacher of each row's data source, or of the policy, for the same answer to the hinted prompt.
 
     Raises: ConfigError for a row that has no teacher.
@@ -42,17 +42,22 @@ def teacher_log_probs(batch: DataProto, sources: Sources) -> torch.Tensor:
     settings = sources.config.teacher
     asked = batch if settings.hint is None else with_hints(batch, sources)
     if not settings.model_paths:
-        return sources.forward("actor", asked, "log_probs")
+        return sources.start("actor", asked, "log_probs")
     routed = [source if source in settings.model_paths else "*" for source in batch["data_source"]]
     if "*" in routed and "*" not in settings.model_paths:
         raise ConfigError(
             f"teacher.model_paths has {', '.join(settings.model_paths)} and no teacher for data source "
             f"{batch['data_source'][routed.index('*')]!r}; add it, or one for all others as '*'"
         )
-    given = torch.zeros(batch["response_mask"].shape)
-    for name in dict.fromkeys(routed):
-        rows = [row for row, each in enumerate(routed) if each == name]
-        given[rows] = sources.forward(teacher_role(name), asked[rows], "log_probs")
+    rows = {name: [row for row, each in enumerate(routed) if each == name] for name in dict.fromkeys(routed)}
+    begun = {name: sources.start(teacher_role(name), asked[own], "log_probs") for name, own in rows.items()}
+
+    def given() -> torch.Tensor:
+        column = torch.zeros(batch["response_mask"].shape)
+        for name, own in rows.items():
+            column[own] = begun[name]()
+        return column
+
     return given
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop. One step: take scored groups, add the columns that the algorithm reads, estimate advantages, update critic
-and actor, sync the rollout's weights, validate, save.
+"""The loop. One step: sample and score answers, add the columns that the algorithm reads, estimate advantages, update
+critic and actor, sync the rollout's weights, validate, save.
 
 Copy this file, change it, and name the copy: `trainer.loop=my_project/rl.py:fit`.
 """
@@ -14,13 +14,14 @@ import torch
 
 from whet.algorithms.adapters import estimate
 from whet.config.schema import ActorConfig
+from whet.controller.worker_group import PendingCall
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.rollout.batch import to_batch
+from whet.rollout.batch import to_batch, with_scores
 from whet.trainers.measure import measure_batch, measure_groups
 from whet.trainers.run import Run
-from whet.types import Group
+from whet.trainers.step_log import StepLog
 
 
 def fit(run: Run) -> None:
@@ -29,38 +30,44 @@ def fit(run: Run) -> None:
     validates = bool(run.val_prompts) and trainer.val_freq >= 0
     if run.step == 0 and trainer.val_before_train and validates:
         run.log(0, validate(run, step=0))
-    while run.step < run.total_steps:
-        step = run.step + 1
-        metrics = Metrics()
-        with metrics.time("time/step"):
-            with run.interruptible():
-                groups = take(run, step, metrics)
-            batch = train_step(run, groups, step, metrics)
-        run.step = step
-        if validates and run.is_due(trainer.val_freq):
-            metrics.merge(validate(run, step))
-        run.log(step, metrics)
-        run.health.look(run, batch, step, metrics)
-        if run.is_due(trainer.save_freq):
-            run.save()
+    with StepLog(run, validate) as steps:
+        while run.step < run.total_steps:
+            step = run.step + 1
+            metrics = Metrics()
+            with metrics.time("time/step"):
+                with run.interruptible():
+                    batch = take(run, step, metrics)
+                with steps.beside():
+                    batch = train_step(run, batch, step, metrics)
+                with metrics.time("time/sync"):
+                    run.sync(step)
+            run.step = step
+            steps.log(step, metrics, is_validated=validates and run.is_due(trainer.val_freq))
+            run.health.look(run, batch, step, metrics)
+            if run.is_due(trainer.save_freq):
+                run.save()
 
 
-def take(run: Run, step: int, metrics: Metrics) -> list[Group]:
-    """The groups of one step, sampled with the weights of the step before, and written to rollouts/.
+def take(run: Run, step: int, metrics: Metrics) -> DataProto:
+    """One batch of answers, sampled with the weights of the step before, scored, written to rollouts/, and with all
+    columns that the algorithm reads. What needs no scores is computed while the answers are being judged.
 
     Raises: RewardError and its like where every answer failed."""
-    taken = run.rollouts.take(run.config.data.train_batch_size, step=step)
+    sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
+    batch = to_batch(sampled.groups, pad_token_id=run.pad_token_id)
+    batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
+    taken = sampled.result()
     metrics.merge(taken.metrics)
     measure_groups(metrics, taken.groups)
     run.write_rollouts(step, taken.groups)
     run.rollouts.failures.see(taken.groups)
-    return taken.groups
+    batch = with_scores(batch, taken.groups, columns=run.config.reward.columns)
+    return run.columns.add(batch, run.sources(taken.groups, step), metrics)
 
 
-def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> DataProto:
-    """What one batch of groups teaches.  Returns it with all columns."""
-    batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=run.config.reward.columns)
-    batch = run.columns.add(batch, run.sources(groups, step), metrics)
+def train_step(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+    """What one batch teaches actor and critic, side by side where they have processes of their own.  Returns it with
+    its advantages."""
     with metrics.time("time/advantage"):
         batch = run.shaper.rewards(batch, metrics)
         batch = run.shaper.advantages(add_advantages(run, batch, metrics), metrics)
@@ -69,9 +76,11 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> Da
     measure_batch(metrics, batch, run.config.data.max_response_length)
 
     with metrics.time("time/update"):
+        learnt = list[PendingCall]()
         if run.value_objective is not None:
+            critic = run.roles["critic"]
             for mini_batch in mini_batches(run, batch, run.config.critic, step):
-                metrics.merge(run.roles["critic"].update(mini_batch, run.value_objective))
+                learnt.append(critic.start("update", mini_batch, run.value_objective))
         if run.value_objective is None or step > run.config.critic.warmup_steps:
             kl_coef, entropy_coef = run.shaper.kl_controller.coef, run.entropy_controller.coef
             objective = replace(run.policy_objective, kl_coef=kl_coef, entropy_coef=entropy_coef)
@@ -79,8 +88,8 @@ def train_step(run: Run, groups: list[Group], step: int, metrics: Metrics) -> Da
                 weighed = run.settlement.weigh(mini_batch, metrics)
                 metrics.merge(run.roles["actor"].update(weighed, objective))
             run.entropy_controller.update(metrics.value("actor/entropy"))
-    with metrics.time("time/sync"):
-        run.sync(step)
+        for call in learnt:
+            metrics.merge(call.result())
     return batch
 
 

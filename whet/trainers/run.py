@@ -89,6 +89,13 @@ class Run:
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
 
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the rollout has processes in which nothing else is."""
+        cluster = self.config.cluster
+        pools = [cluster.pool_of(role) for role in self.roles]
+        return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
+
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
         """What column providers draw on in one step."""
         return Sources(self.config, self.roles, self.rollouts, groups, step)

@@ -205,17 +205,17 @@ class AdapterOffWorker(Worker):
     @property
     def dp_rank(self) -> int:
         """As the actor's: its module is read."""
-        return _actor_beside(self).dp_rank
+        return actor_beside(self).dp_rank
 
     @property
     def dp_size(self) -> int:
         """As the actor's."""
-        return _actor_beside(self).dp_size
+        return actor_beside(self).dp_size
 
     @property
     def is_reporting(self) -> bool:
         """As the actor's."""
-        return _actor_beside(self).is_reporting
+        return actor_beside(self).is_reporting
 
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
