@@ -121,10 +121,9 @@ def main(command: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:
         print(f"network namespaces are not permitted here: {error.stderr.decode().strip()}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         nodes.start()
-        own = Path(sys.executable).with_name(command[0])  # whet, from the environment of this Python
+        own = Path(sys.executable).parent / command[0]  # whet, from the environment of this Python
         words = [str(own) if own.exists() else command[0], *command[1:]]
         return subprocess.run(nodes.on_head(*words), env=nodes.environment, check=False).returncode
     finally:
@@ -139,4 +138,5 @@ def _command(pid: int) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # then the nodes are removed, too
     sys.exit(main(sys.argv[1:]))
