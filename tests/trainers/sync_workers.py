@@ -21,6 +21,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Claim, Completion, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.weight_sync.buckets import Outlet
 from whet.weight_sync.routes import Site
 
 
@@ -91,6 +92,25 @@ class Trainer(TrainWorker):
             raise ValueError("no such shard")
 
         self.engine.named_weights = broken
+
+    @register(Dispatch.ONE_TO_ALL)
+    def damage(self) -> None:
+        """From now on a bit of every bucket changes on its way."""
+        for outlet in self._outlets.values():
+            self._flip(outlet)
+
+    def _flip(self, outlet: Outlet) -> None:
+        plain_buffer, plain_post, last = outlet.buffer, outlet.post, list[torch.Tensor]()
+
+        def buffer() -> torch.Tensor:
+            last[:] = [plain_buffer()]
+            return last[0]
+
+        def post(used: int) -> None:
+            last[0][used - 1] ^= 1
+            plain_post(used)
+
+        outlet.buffer, outlet.post = buffer, post  # type: ignore[method-assign]
 
     @register(Dispatch.ONE_TO_ALL)
     def whole(self) -> dict[str, torch.Tensor]:

@@ -226,3 +226,17 @@ def test_a_slow_rank_takes_less_and_changes_nothing(
     alone = NativeEngine()
     alone.attach(load_policy(model_folder), 0)
     assert alone.generate(made) == expected
+
+
+@pytest.mark.slow
+def test_weights_that_change_on_the_way_are_named_and_nothing_is_sampled(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]]
+) -> None:
+    actor, rollout = two_roles(train_config(), groups, (2, 1), sharded=True)
+    sync = BetweenPools(actor, rollout, "float32", SECONDS)
+    sync(0)
+    actor.damage()
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"of version 1 arrived with checksum [0-9a-f]{16}, and was sent with"):
+        sync(1)
+    assert time.monotonic() - began < 10
