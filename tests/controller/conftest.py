@@ -33,10 +33,10 @@ def launch_on(request: pytest.FixtureRequest) -> Callable[[str], Launch]:
 
     def choose(backend: str) -> Launch:
         if backend == "local":
-            return partial(local.launch, deadline_seconds=60)
+            return partial(local.launch, deadline_seconds=180)
         request.getfixturevalue("ray_cluster")
         from whet.controller.ray.launch import launch as launch_on_ray
 
-        return partial(launch_on_ray, cluster=ClusterConfig(backend="ray", deadline_seconds=60))
+        return partial(launch_on_ray, cluster=ClusterConfig(backend="ray", deadline_seconds=180))
 
     return choose

@@ -19,7 +19,7 @@ from whet.models.init import init_model
 from whet.trainers.export import export
 from whet.trainers.quickstart import warm_up, write_problems
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 STEPS = 100
 NOISE = 0.06  # of an accuracy over 512 problems, between two runs that round differently: three standard errors

@@ -24,7 +24,7 @@ from whet.errors import CheckpointError, DeadlineError
 from whet.trainers import checkpoint
 from whet.trainers.build import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
 NAMED_SECONDS = 10.0

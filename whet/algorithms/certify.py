@@ -350,10 +350,13 @@ def rows() -> list[Row]:
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
     found.append(Row(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
     found.append(Row(WEIGHTS.kind, "none", plain(), gap=GAP))
+    seen = list[AlgorithmConfig]()
     for name in shipped_recipes():
         if not name.endswith(("_sft", "_eval")):  # of other commands
             algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
-            found.append(Row("recipe", name, algorithm, mode=None))
+            if algorithm not in seen:  # or it is one of these on more processes
+                found.append(Row("recipe", name, algorithm, mode=None))
+            seen.append(algorithm)
     return found
 
 
