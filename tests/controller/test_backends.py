@@ -137,6 +137,7 @@ def test_a_message_larger_than_any_buffer(actor: WorkerGroup) -> None:
     assert all(torch.equal(call.result()["x"], data["x"]) for call in calls)
 
 
+@pytest.mark.slow
 def test_pools_have_processes_and_process_groups_of_their_own(
     backend: tuple[str, int], launch_on: Callable[[str], Launch]
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_death_between_two_calls_is_named_by_the_next(
     assert "between two calls" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_deadline_names_who_is_late_and_ends_all(backend: str, started: tuple[WorkerGroup, list[int]]) -> None:
     actor, pids = started
     call = actor.start("weak_link", 1, "sleep")
@@ -90,6 +91,7 @@ def test_a_deadline_names_who_is_late_and_ends_all(backend: str, started: tuple[
     wait_until_gone(pids, GONE_SECONDS[backend])
 
 
+@pytest.mark.slow
 def test_an_error_in_a_constructor_stays_readable_and_leaves_nothing(
     backend: str, launch_on: Callable[[str], Launch]
 ) -> None:

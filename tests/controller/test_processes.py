@@ -45,6 +45,7 @@ def script(folder: Path, guard: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
     with run_main([script(tmp_path, 'if __name__ == "__main__":')]) as main:  # a class of the script itself
         assert main.stdout is not None

@@ -165,6 +165,7 @@ RUNS: dict[str, dict[str, Any]] = {
 REWARDS = {"nothing but failures": broken, "a deadline": late}
 
 
+@pytest.mark.slow
 def test_runs_record_what_the_table_says_and_all_of_it(
     model_folder: Path, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
         engine.generate(suite.requests(groups=1))
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_the_rollout_elsewhere_is_the_same_run(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
