@@ -94,12 +94,13 @@ def nodes(two_nodes: TwoNodes) -> TwoNodes:
 
 
 def heard(driver: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver says next."""
+    """What the driver says next. Between its lines Ray may speak of a node that the test before has killed."""
     assert driver.stdout is not None
-    line = driver.stdout.readline()
-    assert line, "the driver has ended"
-    found: dict[str, Any] = json.loads(line)
-    return found
+    for line in driver.stdout:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise AssertionError("the driver has ended")
 
 
 def go_on(driver: subprocess.Popen[str], line: str = "") -> None:
