@@ -77,7 +77,7 @@ def test_an_object_that_stands_in_many_rows_is_stored_once(tmp_path: Path) -> No
 
 def test_types_of_whet_come_back(tmp_path: Path) -> None:
     prompt = Prompt("0:1", 1, (Message("user", "2+2?", {"name": "a"}),), (1, 2), "sums", "4", {"level": 1})
-    turn = Turn((1, 2), (3,), (-0.5,), "stop", 0)
+    turn = Turn((1, 2), (3,), (-0.5,), "stop", ((0, 1),))
     trajectory = Trajectory("0:1:0", prompt, (turn,), 0, failure=Failure("tool", "no calculator"))
     group = Group(prompt, (trajectory,))
     assert round_trip([group], tmp_path) == [group]

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image, video or audio of a prompt or an observation. The digest of its bytes is its identity."""
+
+    kind: Literal["image", "video", "audio"]
+    digest: str
+    source: Any = field(compare=False)  # the object, or the path or URL of its bytes
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data set as the run sees it: what is asked, and what the reward needs to judge an answer."""
+    """One row of the data set as the model reads it, with what the reward needs to score a response."""
 
     uid: str  # names the row in this run: "<epoch>:<index in the data set>"
     index: int  # row number in the data set, over all files
@@ -41,25 +51,32 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()  # in the order of their placeholders in `token_ids`
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the rollout engine: the tokens that it was fed and those that it sampled."""
+    """One completion inside a trajectory: the tokens that the model was fed and those that it sampled."""
 
     context_ids: tuple[int, ...]  # everything before the first sampled token
     token_ids: tuple[int, ...]  # sampled, the stop token included where one was sampled
     log_probs: tuple[float, ...]  # log_softmax(logits / temperature) of each sampled token
     finish_reason: FinishReason
-    policy_version: int
+    versions: Versions  # the weights that sampled its tokens
     reward: float = 0.0  # what the environment paid for this turn
     stop: str | None = None  # the stop string that ended it
     preemptions: int = field(default=0, compare=False)  # of its sampling, while memory was short
+    media: tuple[Media, ...] = ()  # of the context
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that sampled the last token."""
+        return self.versions[-1][0]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trajectory is not to be trained on, and where that arose."""
+    """The reason why a trajectory is not trained on, and the part that it arose in."""
 
     source: FailureSource
     message: str
@@ -68,7 +85,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One answer to one prompt: its turns, and what the reward said of it.
+    """The finished record of one sample of a prompt: its turns, and the reward's result.
 
     `reward` is what trains (None until scored), `accuracy` the 0/1 metric, `parts` all other numbers of the reward.
     A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and counted nowhere.
@@ -82,20 +99,20 @@ class Trajectory:
     accuracy: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     token_rewards: tuple[float, ...] | None = None  # one a response token, if given; `reward` is their sum
-    extracted: str | None = None  # the answer that the reward found in the text, for majority votes
+    extracted: str | None = None  # the final result that the reward found in the text, for majority votes
     failure: Failure | None = None
-    messages: tuple[Message, ...] = ()  # what was said after the prompt: answers, tool results
+    messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # what an environment reports: columns by name
 
     @property
     def score(self) -> float:
-        """What it was paid in all, by the reward function and by its environment; 0 where it failed."""
+        """The sum of what the reward function and the environment paid; 0 for a failed trajectory."""
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
 
 @dataclass(frozen=True)
 class Group:
-    """All answers to one prompt: what estimators compare."""
+    """The trajectories of one prompt, which group estimators compare."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]

@@ -19,7 +19,7 @@ from whet.models.load import load_policy
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.workers import RoleSettings, TrainWorker
 from whet.types import Group, Prompt, Trajectory, Turn
@@ -54,7 +54,7 @@ def main() -> None:
 def make_requests(requests: Sequence[tuple[list[int], int]]) -> list[Request]:
     """Requests at temperature 1 with these prompts and lengths."""
     return [
-        Request(tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))
+        Request(str(index), tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))
         for index, (prompt, length) in enumerate(requests)
     ]
 
@@ -64,7 +64,7 @@ def log_prob_gap(model_path: str, requests: Sequence[tuple[list[int], int]]) -> 
     made = make_requests(requests)
     engine = NativeEngine()
     engine.adopt(load_policy(model_path))
-    batch = as_batch(made, engine.generate(made))
+    batch = as_batch(made, generate(engine, made))
     actor = launch([spec(model_path, packing=True, max_tokens=16_384)], ResourcePool(processes=1), 600.0)["actor"]
     trained = actor.forward(batch, ("log_probs",))["log_probs"]
     gap = (trained - batch["rollout_log_probs"]).abs()[batch["response_mask"].bool()]
@@ -75,8 +75,8 @@ def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> 
     """What the loop would make of these answers."""
     groups = []
     for index, (request, done) in enumerate(zip(requests, completions, strict=True)):
-        prompt = Prompt(str(index), index, (), request.token_ids, "benchmark", None)
-        turn = Turn(request.token_ids, done.token_ids, done.log_probs, done.finish_reason, done.policy_version)
+        prompt = Prompt(str(index), index, (), request.prompt_ids, "benchmark", None)
+        turn = Turn(request.prompt_ids, done.token_ids, done.log_probs, done.finish_reason, done.versions)
         groups.append(Group(prompt, (Trajectory(f"{index}:0", prompt, (turn,), 0, reward=0.0),)))
     return to_batch(groups, pad_token_id=0)
 
@@ -128,10 +128,10 @@ def company(model_path: str, requests: Sequence[tuple[list[int], int]]) -> dict[
     made = make_requests(requests)
     engine = NativeEngine()
     engine.adopt(load_policy(model_path))
-    among_all = [each.token_ids for each in engine.generate(made)]
+    among_all = [each.token_ids for each in generate(engine, made)]
     some = list(range(0, len(made), max(1, len(made) // 8)))[:8]
-    among_seven = [each.token_ids for each in engine.generate([made[index] for index in some])]
-    alone = [engine.generate([made[index]])[0].token_ids for index in some]
+    among_seven = [each.token_ids for each in generate(engine, [made[index] for index in some])]
+    alone = [generate(engine, [made[index]])[0].token_ids for index in some]
     expected = [among_all[index] for index in some]
     return {"among 7": among_seven == expected, "alone": alone == expected}
 

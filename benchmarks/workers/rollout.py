@@ -13,7 +13,7 @@ from benchmarks.workers.turns import Turns
 from whet.keyed import key
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request, SamplingParams, generate
 
 Requests = Sequence[tuple[list[int], int]]  # prompt, tokens to sample
 
@@ -61,12 +61,12 @@ def native(model_path: str, requests: Requests, *, compiled: bool) -> Callable[[
     engine = NativeEngine(dtype=torch.bfloat16, compile_decode=compiled)
     engine.adopt(load_policy(model_path))
     made = [
-        Request(tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))
+        Request(str(index), tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))
         for index, (prompt, length) in enumerate(requests)
     ]
 
     def sample() -> int:
-        return sum(len(completion.token_ids) for completion in engine.generate(made))
+        return sum(len(completion.token_ids) for completion in generate(engine, made))
 
     return sample
 

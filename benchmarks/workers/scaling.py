@@ -16,10 +16,10 @@ from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.keyed import key
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request, SamplingParams, generate
+from whet.rollout.replicas import Replicas
 from whet.trainers.build import plan, worker_specs
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.rollout_worker import sampler
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
 
@@ -51,11 +51,11 @@ def launched(model: str, processes: int) -> dict[str, WorkerGroup]:
 def rollout(roles: dict[str, WorkerGroup], requests: Sequence[tuple[list[int], int]]) -> Callable[[], Any]:
     """Answers of these lengths."""
     asked = [
-        Request(tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "scaling", index))
+        Request(str(index), tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "scaling", index))
         for index, (prompt, length) in enumerate(requests)
     ]
-    generate = sampler(roles["rollout"])
-    return lambda: sum(len(completion.token_ids) for completion in generate(asked))
+    engine = Replicas(roles["rollout"], 256, gathers=roles["rollout"].world_size > 1)
+    return lambda: sum(len(completion.token_ids) for completion in generate(engine, asked))
 
 
 def update(roles: dict[str, WorkerGroup], requests: Sequence[tuple[list[int], int]]) -> Callable[[], Any]:

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from benchmarks.workers.turns import Turns
 from benchmarks.workload import score
 from whet.config import TrainConfig, load_config
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.protocol import Event, Request, RolloutEngine
 from whet.tracking.jsonl import read_records
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
 PHASES = ("rollout", "reward", "log_probs", "advantage", "update", "sync")
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     config = load_config(TrainConfig, None, overrides(settings), given={"reward", "data"}).config
     rows = [{"prompt": text, "answer": ""} for text in settings["texts"]]
     run = build(config, build_scorer(config.reward, compute_score), rows)
-    run.rollouts.collector.generate = with_lengths(run.rollouts.collector.generate, settings["lengths"])
+    run.rollouts.collector.engine = WithLengths(run.rollouts.collector.engine, settings["lengths"])
 
     def end_turn(run: Run, step: int, numbers: Mapping[str, float]) -> None:
         turns.done(
@@ -69,19 +69,18 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return score(solution_str)
 
 
-def with_lengths(generate: Generate, lengths: Sequence[int]) -> Generate:
-    """Answers of exactly these lengths, in the order of the requests."""
+class WithLengths:
+    """An engine whose responses have exactly these lengths, in the order of the requests, again and again."""
 
-    def generate_these(requests: Sequence[Request]) -> list[Completion]:
-        pairs = zip(requests, lengths, strict=True)
-        return generate(
-            [
-                replace(request, params=replace(request.params, max_new_tokens=length, stop_token_ids=()))
-                for request, length in pairs
-            ]
-        )
+    def __init__(self, engine: RolloutEngine, lengths: Sequence[int]) -> None:
+        self._engine, self._lengths = engine, cycle(lengths)
 
-    return generate_these
+    def submit(self, request: Request) -> bool:
+        params = replace(request.params, max_new_tokens=next(self._lengths), stop_token_ids=())
+        return self._engine.submit(replace(request, params=params))
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        return self._engine.poll(timeout_seconds)
 
 
 def phases(timings: Path) -> dict[str, float]:

@@ -51,9 +51,7 @@ KNOWS_TWO_ROLES = """\
 
 def sampled(tokenizer: PreTrainedTokenizerBase, text: str, finish_reason: FinishReason = "stop") -> Turn:
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return Turn(
-        context_ids=(), token_ids=ids, log_probs=(0.0,) * len(ids), finish_reason=finish_reason, policy_version=0
-    )
+    return Turn(context_ids=(), token_ids=ids, log_probs=(0.0,) * len(ids), finish_reason=finish_reason, versions=())
 
 
 def continuation(
@@ -147,7 +145,7 @@ def test_sampled_ids_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> Non
     """'the' sampled letter by letter: re-encoding the text would merge it, the row keeps three ids."""
     letters = tuple(tokenizer.convert_tokens_to_ids(["t", "h", "e", "<|im_end|>"]))
     assert tokenizer.encode("the<|im_end|>") != list(letters)
-    turn = Turn((), letters, (0.0,) * 4, "stop", 0)
+    turn = Turn((), letters, (0.0,) * 4, "stop", ((0, 4),))
     ids = encode_continuation(tokenizer, QUESTION, RESULT, turn=turn)
     assert tokenizer.decode(ids).startswith("\n<|im_start|>user\n")
 

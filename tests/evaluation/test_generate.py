@@ -23,6 +23,7 @@ from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import generate as sample_all
 
 MakeConfig = Callable[..., GenerateConfig]
 PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]
@@ -62,20 +63,20 @@ def test_every_line_is_the_engines_own_answer_in_the_order_of_the_prompts(
     lines = [json.loads(line) for line in done.output.read_text().splitlines()]
     kept = [index for index in range(20) if index != 6]
     assert [line["uid"] for line in lines] == [f"0:{index}:{sample}" for index in kept for sample in (0, 1)]
-    tokenizer, engine = load_tokenizer(model_folder), NativeEngine()
-    engine.load_tokenizer = lambda: tokenizer
+    tokenizer = load_tokenizer(model_folder)
+    engine = NativeEngine(load_tokenizer=lambda: tokenizer)
     engine.attach(load_policy(model_folder), 0)
     params = SamplingParams(12, stop_token_ids=stop_token_ids(model_folder, tokenizer), stop=("ab", "1"))
     requests = [
-        Request(tuple(tokenizer.encode(PROMPTS[index])), params, key(3, "generate", index, sample))
+        Request(f"{index}:{sample}", tuple(tokenizer.encode(PROMPTS[index])), params, key(3, "generate", index, sample))
         for index in kept
         for sample in (0, 1)
     ]
-    for line, request, completion in zip(lines, requests, engine.generate(requests), strict=True):
+    for line, request, completion in zip(lines, requests, sample_all(engine, requests), strict=True):
         assert line == {
             "index": int(line["uid"].split(":")[1]),
             "uid": line["uid"],
-            "prompt": tokenizer.decode(list(request.token_ids)),
+            "prompt": tokenizer.decode(list(request.prompt_ids)),
             "response": tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
             "tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,

@@ -86,7 +86,7 @@ def test_blocks_of_the_cache_by_hand(train_config: MakeConfig, model_folder: Pat
 )
 def test_bytes_of_a_logit_while_it_is_sampled_from(dtype: torch.dtype, options: dict[str, Any]) -> None:
     rows, vocabulary = 32, 5000
-    request = Request(token_ids=(1,), params=SamplingParams(max_new_tokens=1, **options), key=0)
+    request = Request(uid="", prompt_ids=(1,), params=SamplingParams(max_new_tokens=1, **options), key=0)
     state = SamplingState.of([request] * rows, vocabulary, torch.device("cpu"))
     with TensorBytes() as counted:
         logits = torch.zeros(rows, vocabulary, dtype=dtype)

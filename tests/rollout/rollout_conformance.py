@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.keyed import key
-from whet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
+from whet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, generate
 from whet.rollout.sampling import SamplingState, sample
 
 STOP = 7
@@ -26,14 +26,15 @@ def requests(groups: int = 4, n: int = 3, seed: int = 0, longest: int = 24, **pa
         prompt = tuple(draw.randrange(3, 40) for _ in range(draw.randint(1, 40)))
         for sample_ in range(n):
             options = {"max_new_tokens": draw.randint(1, longest), "stop_token_ids": (STOP, 9), **params}
-            made.append(Request(prompt, SamplingParams(**options), key(seed, "test", group, sample_)))  # type: ignore[arg-type]
+            sampling = SamplingParams(**options)  # type: ignore[arg-type]
+            made.append(Request(f"{group}:{sample_}", prompt, sampling, key(seed, "test", group, sample_)))
     return made
 
 
 def check_log_probs(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request]) -> None:
     """Log-probs are those of the model's own forward: mean gap below 5e-6, largest below 1e-4 (float32)."""
     gaps = []
-    for request, completion in zip(made, engine.generate(made), strict=True):
+    for request, completion in zip(made, generate(engine, made), strict=True):
         log_probs = own_log_probs(model, request, completion)
         gaps.append((log_probs - torch.tensor(completion.log_probs)).abs())
     gap = torch.cat(gaps)
@@ -42,20 +43,20 @@ def check_log_probs(engine: RolloutEngine, model: PreTrainedModel, made: Sequenc
 
 def own_log_probs(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:
     """The model's forward over the whole sequence, one row, no cache."""
-    ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
     log_pi = (logits / (request.params.temperature or 1.0)).log_softmax(-1)
-    return log_pi.gather(1, ids[0, len(request.token_ids) :, None])[:, 0]
+    return log_pi.gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
 
 
 def check_choices(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request]) -> None:
     """Every token is the one that `sample` draws from the model's own logits, and the limits and stops are kept."""
-    for request, completion in zip(made, engine.generate(made), strict=True):
+    for request, completion in zip(made, generate(engine, made), strict=True):
         assert 1 <= len(completion.token_ids) <= request.params.max_new_tokens
-        ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
         state = SamplingState.of([request] * len(logits), logits.shape[1], torch.device("cpu"))
         so_far = torch.tensor([completion.token_ids] * len(logits))
         tokens, _ = sample(logits, state, torch.arange(len(logits)), so_far)
@@ -69,7 +70,7 @@ def check_choices(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[
 
 def check_rules(engine: RolloutEngine, made: Sequence[Request]) -> None:
     """Nothing but allowed tokens, and no bad word."""
-    for request, completion in zip(made, engine.generate(made), strict=True):
+    for request, completion in zip(made, generate(engine, made), strict=True):
         ids, params = completion.token_ids, request.params
         assert params.allowed_token_ids is None or set(ids) <= set(params.allowed_token_ids)
         for word in params.bad_words:
@@ -81,7 +82,7 @@ def check_stop_strings(
 ) -> None:
     """With stop strings taken from its own text an answer ends with the token after which its text first has one, and
     is else what it was; the others do not notice."""
-    free = engine.generate(made)
+    free = generate(engine, made)
     stopping: list[Request] = []
     for row, (request, completion) in enumerate(zip(made, free, strict=True)):
         text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
@@ -89,7 +90,7 @@ def check_stop_strings(
         stop = (text[middle : middle + length], "never said") if text[middle:] and row % 3 else ()
         stopping.append(replace(request, params=replace(request.params, stop=stop)))
     ended = 0
-    for request, before, after in zip(stopping, free, engine.generate(stopping), strict=True):
+    for request, before, after in zip(stopping, free, generate(engine, stopping), strict=True):
         texts = [
             tokenizer.decode(list(before.token_ids[: count + 1]), skip_special_tokens=True)
             for count in range(len(before.token_ids))
@@ -107,23 +108,24 @@ def check_stop_strings(
 
 def check_company_does_not_matter(engine: RolloutEngine, made: Sequence[Request]) -> None:
     """A request gives the same tokens and log-probs alone, among 7 and among all others, in any order."""
-    together = engine.generate(made)
-    backwards = engine.generate(made[::-1])[::-1]
+    together = generate(engine, made)
+    backwards = generate(engine, made[::-1])[::-1]
     assert together == backwards
     some = list(range(0, len(made), max(1, len(made) // 7)))[:7]
-    assert engine.generate([made[index] for index in some]) == [together[index] for index in some]
+    assert generate(engine, [made[index] for index in some]) == [together[index] for index in some]
     for index in some:
-        assert engine.generate([made[index]]) == [together[index]]
+        assert generate(engine, [made[index]]) == [together[index]]
 
 
 def check_weights(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request]) -> None:
     """New weights are used at once, and the completions say which version answered."""
-    engine.load_weights(((name, weight * 1.5) for name, weight in model.named_parameters()), version=5)
-    changed = engine.generate(made)
-    engine.load_weights(model.named_parameters(), version=6)
-    back = engine.generate(made)
-    assert {c.policy_version for c in changed} == {5} and {c.policy_version for c in back} == {6}
+    engine.load(((name, weight * 1.5) for name, weight in model.named_parameters()), version=5)
+    changed = generate(engine, made)
+    engine.load(model.named_parameters(), version=6)
+    back = generate(engine, made)
+    assert {c.versions for c in changed} == {((5, len(c.token_ids)),) for c in changed}
+    assert {v for c in back for v, _ in c.versions} == {6}
     assert all(a.log_probs != b.log_probs for a, b in zip(changed, back, strict=True))
     engine.sleep()
     engine.wake()
-    assert engine.generate(made) == back
+    assert generate(engine, made) == back

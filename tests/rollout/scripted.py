@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.protocol import Completion, Event, Finished, Request, Status, Weights
 from whet.types import Message, Prompt
 
 VERSION = 3
@@ -19,17 +19,37 @@ class Scripted:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str) -> None:
         self.tokenizer, self.answers = tokenizer, answers
         self.requests: list[Request] = []
+        self._events: list[Event] = []
 
-    def __call__(self, requests: Sequence[Request]) -> list[Completion]:
-        first = len(self.requests)
-        self.requests += requests
-        return [self._say(self.answers[(first + at) % len(self.answers)], each) for at, each in enumerate(requests)]
+    def submit(self, request: Request) -> bool:
+        answer = self.answers[len(self.requests) % len(self.answers)]
+        self.requests.append(request)
+        self._events.append(Finished(request.uid, request.attempt, self.say(answer, request)))
+        return True
 
-    def _say(self, answer: str, request: Request) -> Completion:
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, uids: Collection[str]) -> None:
+        self._events = [event for event in self._events if event.uid not in uids]
+
+    def status(self) -> Status:
+        return Status(VERSION, 0, len(self._events))
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def load(self, weights: Weights, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def say(self, answer: str, request: Request) -> Completion:
         ids = (*self.tokenizer.encode(answer), self.tokenizer.eos_token_id)[: request.params.max_new_tokens]
         stopped = ids[-1] == self.tokenizer.eos_token_id
         log_probs = tuple(-0.5 - 0.25 * position for position in range(len(ids)))
-        return Completion(ids, log_probs, "stop" if stopped else "length", VERSION)
+        return Completion(ids, log_probs, "stop" if stopped else "length", ((VERSION, len(ids)),))
 
 
 def text_prompt(tokenizer: PreTrainedTokenizerBase, text: str = "2+2=", index: int = 0) -> Prompt:

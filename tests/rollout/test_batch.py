@@ -24,7 +24,7 @@ def prompt(*token_ids: int, uid: str = "0:0") -> Prompt:
 
 def turn(context: tuple[int, ...], *token_ids: int, reward: float = 0.0, version: int = 4) -> Turn:
     log_probs = tuple(-token / 8 for token in token_ids)
-    return Turn(context, token_ids, log_probs, "stop", version, reward)
+    return Turn(context, token_ids, log_probs, "stop", ((version, len(token_ids)),), reward)
 
 
 def trajectory(*turns: Turn, of: Prompt | None = None, sample: int = 0, **said: Any) -> Trajectory:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,16 +122,17 @@ def test_answers_come_by_prompt_and_every_draw_has_a_key_of_its_own(tokenizer: P
 
 
 def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    scripted, prompt = Scripted(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
+    class Stopping(Scripted):
+        def say(self, answer: str, request: Request) -> Completion:
+            said = super().say(answer, request)
+            if len(self.requests) > 1:
+                return said
+            ids, log_probs = said.token_ids[:-1], said.log_probs[:-1]  # no end token
+            versions = ((VERSION, len(ids)),)
+            return replace(said, token_ids=ids, log_probs=log_probs, versions=versions, stop="</calc>", preemptions=2)
 
-    def generate(requests: Sequence[Request]) -> list[Completion]:
-        [said] = scripted(requests)
-        if len(scripted.requests) > 1:
-            return [said]
-        ids, log_probs = said.token_ids[:-1], said.log_probs[:-1]  # no end token
-        return [replace(said, token_ids=ids, log_probs=log_probs, stop="</calc>", preemptions=2)]
-
-    answer = one(Collector(generate, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
+    engine, prompt = Stopping(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
+    answer = one(Collector(engine, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
     first, second = answer.turns
     assert (first.stop, first.preemptions, second.stop, second.preemptions) == ("</calc>", 2, None, 0)
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")  # the environment reads all of it

@@ -30,7 +30,7 @@ BAD_WORDS = ((3,), (4, 5), (1, 2, 6), (2, 7))
 
 
 def request(prompt: tuple[int, ...] = (1,), **params: object) -> Request:
-    return Request(prompt, SamplingParams(8, **params), 0)  # type: ignore[arg-type]
+    return Request("", prompt, SamplingParams(8, **params), 0)  # type: ignore[arg-type]
 
 
 def applied(logits: torch.Tensor, answers: list[list[int]], requests: list[Request]) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_repetition_is_that_of_transformers_over_prompt_and_answer() -> None:
     found = applied(logits, answers, requests)
     for row, asked in enumerate(requests):
         theirs = RepetitionPenaltyLogitsProcessor(penalty=asked.params.repetition_penalty)
-        ids = torch.tensor([[*asked.token_ids, *answers[row]]])
+        ids = torch.tensor([[*asked.prompt_ids, *answers[row]]])
         torch.testing.assert_close(found[row : row + 1], theirs(ids, logits[row : row + 1]), rtol=0, atol=0)
 
 

@@ -21,7 +21,21 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.hf import HFEngine
 from whet.rollout.native import scheduler
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Request, RolloutEngine, SamplingParams
+from whet.rollout.protocol import (
+    Completion,
+    Event,
+    Failed,
+    Finished,
+    Partial,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    SharesModule,
+    Sleeps,
+    generate,
+)
+from whet.rollout.stop_strings import StopStringsByRequest
+from whet.types import Media
 
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "native": NativeEngine,
@@ -86,13 +100,13 @@ def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: Pre
     engine.attach(model, 0)
     for wrong in ((), (5, 10**6)):
         with pytest.raises(EngineError, match="allowed_token_ids"):
-            engine.generate(suite.requests(allowed_token_ids=wrong))
+            generate(engine, suite.requests(allowed_token_ids=wrong))
 
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int) -> None:
     engine.attach(model, 0)
-    engine.load_tokenizer = lambda: load_tokenizer(model.config._name_or_path)  # type: ignore[attr-defined]
+    engine.stops = StopStringsByRequest(lambda: load_tokenizer(model.config._name_or_path))  # type: ignore[attr-defined]
     tokenizer = load_tokenizer(model.config._name_or_path)
     suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
 
@@ -108,7 +122,7 @@ def test_preemption_changes_nothing(
     short = NativeEngine(kv_cache_bytes=block_bytes(model) * blocks)
     roomy.attach(model, 0)
     short.attach(model, 0)
-    undisturbed, disturbed = roomy.generate(made), short.generate(made)
+    undisturbed, disturbed = generate(roomy, made), generate(short, made)
     assert sum(each.preemptions for each in undisturbed) == 0
     assert sum(each.preemptions for each in disturbed) >= 3
     for before, after in zip(undisturbed, disturbed, strict=True):
@@ -120,10 +134,10 @@ def test_preemption_changes_nothing(
 
 def test_the_oldest_answer_is_never_preempted(model: PreTrainedModel) -> None:
     # 4 requests of 1 + 79 tokens need 5 blocks each, and 9 blocks are there: the first two go on at once
-    made = [Request((3 + index,), SamplingParams(79), index) for index in range(4)]
+    made = [Request(str(index), (3 + index,), SamplingParams(79), index) for index in range(4)]
     native = NativeEngine(kv_cache_bytes=block_bytes(model) * 9)
     native.attach(model, 0)
-    completions = native.generate(made)
+    completions = generate(native, made)
     assert completions[0].preemptions == 0 and sum(each.preemptions for each in completions) > 0
     assert [len(each.token_ids) for each in completions] == [79] * 4
 
@@ -143,9 +157,13 @@ def test_weights_from_outside(model: PreTrainedModel, engine: RolloutEngine) -> 
 def test_different_sampling_in_one_batch(model: PreTrainedModel) -> None:
     native = NativeEngine()
     native.attach(model, 0)
-    mixed = [made for params in SAMPLING for made in suite.requests(groups=2, n=2, **params)]
-    alone = [native.generate(suite.requests(groups=2, n=2, **params)) for params in SAMPLING]
-    assert [c.token_ids for c in native.generate(mixed)] == [c.token_ids for part in alone for c in part]
+    mixed = [
+        replace(made, uid=f"{number}:{made.uid}")
+        for number, params in enumerate(SAMPLING)
+        for made in suite.requests(groups=2, n=2, **params)
+    ]
+    alone = [generate(native, suite.requests(groups=2, n=2, **params)) for params in SAMPLING]
+    assert [c.token_ids for c in generate(native, mixed)] == [c.token_ids for part in alone for c in part]
 
 
 def test_equal_prompts_are_computed_once(model: PreTrainedModel) -> None:
@@ -161,7 +179,7 @@ def test_equal_prompts_are_computed_once(model: PreTrainedModel) -> None:
     native._forward = counted  # type: ignore[method-assign]
     native._decode = counted
     prompt = tuple(range(3, 36))
-    native.generate([Request(prompt, SamplingParams(1), key) for key in range(20)])
+    generate(native, [Request(str(key), prompt, SamplingParams(1), key) for key in range(20)])
     assert seen == [48]  # 33 tokens, padded to a multiple of 16, once for 20 requests; one token needs no decode step
 
 
@@ -170,13 +188,13 @@ def test_attached_module_is_not_copied_and_goes_back_to_training(model: PreTrain
     model.train()
     native.attach(model, 0)
     made = suite.requests(groups=2)
-    before = native.generate(made)
+    before = generate(native, made)
     assert model.training
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     try:
-        assert native.generate(made) != before
+        assert generate(native, made) != before
     finally:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -188,35 +206,36 @@ def test_a_request_that_can_never_fit_is_refused(model: PreTrainedModel) -> None
     native = NativeEngine(kv_cache_bytes=2 * 2 * 2 * 16 * 32 * 4 * 4)
     native.attach(model, 0)
     with pytest.raises(EngineError, match=r"may need 110 tokens, the KV cache holds 48; raise rollout.kv_cache_bytes"):
-        native.generate([Request(tuple(range(3, 13)), SamplingParams(100), 0)])
+        generate(native, [Request("0", tuple(range(3, 13)), SamplingParams(100), 0)])
 
 
 def test_empty_prompts_and_limits_are_refused(model: PreTrainedModel) -> None:
     native = NativeEngine()
     native.attach(model, 0)
-    with pytest.raises(EngineError, match="at least 1"):
-        native.generate([Request((), SamplingParams(4), 0)])
+    with pytest.raises(EngineError, match="needs a prompt token"):
+        generate(native, [Request("0", (), SamplingParams(4), 0)])
 
 
 @pytest.mark.parametrize("make", [NativeEngine, HFEngine])
 def test_a_rollout_that_takes_too_long_is_named(
     make: type[NativeEngine] | type[HFEngine], model: PreTrainedModel
 ) -> None:
-    late = make(deadline_seconds=0.0)
+    late = make()
     late.attach(model, 0)
-    with pytest.raises(DeadlineError, match=r"answers; raise rollout\.deadline_seconds"):
-        late.generate(suite.requests())
+    with pytest.raises(DeadlineError, match=r"12 responses .* raise rollout\.deadline_seconds"):
+        generate(late, suite.requests(), deadline_seconds=0.0)
+    assert late.status().running == late.status().waiting == 0
 
 
 def test_no_weights_yet(engine: RolloutEngine) -> None:
     with pytest.raises(EngineError, match="no weights yet"):
-        engine.generate(suite.requests())
+        generate(engine, suite.requests())
 
 
 def test_blocks_come_back(model: PreTrainedModel) -> None:
     native = NativeEngine(max_batch_size=4)
     native.attach(model, 0)
-    native.generate(suite.requests(groups=6, n=5))
+    generate(native, suite.requests(groups=6, n=5))
     cache = native._require_cache()
     assert cache.num_free == cache.num_blocks
 
@@ -239,3 +258,165 @@ def test_compiled_decode_gives_the_same_log_probs(model: PreTrainedModel) -> Non
     native = NativeEngine(compile_decode=True)
     native.attach(model, 0)
     suite.check_log_probs(native, model, suite.requests())
+
+
+# -- a stream of requests ----------------------------------------------------------------------------------------------
+
+
+def drain(engine: RolloutEngine) -> list[Event]:
+    """All events until nothing is left."""
+    events: list[Event] = []
+    while (status := engine.status()).running + status.waiting:
+        events += engine.poll(0.0)
+    return events + engine.poll(0.0)
+
+
+def completions(events: list[Event]) -> dict[str, Completion]:
+    return {event.uid: event.completion for event in events if isinstance(event, Finished)}
+
+
+def sharpened(model: PreTrainedModel, factor: float) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.detach() * factor) for name, weight in model.named_parameters()]
+
+
+LONG: dict[str, Any] = {"stop_token_ids": (), "max_new_tokens": 20}
+
+
+def test_requests_may_come_while_others_run(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    made = suite.requests(groups=3, n=2, **LONG)
+    undisturbed = generate(engine, made)
+    events: list[Event] = []
+    for request in made:
+        assert engine.submit(request)
+        events += engine.poll(0.0)
+    assert engine.status().oldest == made[0].uid and engine.status().version == 0
+    assert engine.submit(made[0])  # is there already: not taken twice
+    found = completions(events + drain(engine))
+    assert [found[request.uid].token_ids for request in made] == [each.token_ids for each in undisturbed]
+    assert engine.status().oldest is None
+
+
+def test_an_aborted_request_gives_its_tokens_and_a_later_attempt_the_rest(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    engine.attach(model, 0)
+    made = suite.requests(groups=2, n=2, **LONG, repetition_penalty=1.3)
+    whole = {request.uid: completion for request, completion in zip(made, generate(engine, made), strict=True)}
+    for request in made:
+        engine.submit(request)
+    for _ in range(6):
+        assert engine.poll(0.0) == []
+    engine.abort([request.uid for request in made[1:]] + ["nobody"])
+    cut = completions(engine.poll(0.0))
+    assert set(cut) == {request.uid for request in made[1:]}
+    for uid, completion in cut.items():
+        assert completion.finish_reason == "abort"
+        assert completion.token_ids == whole[uid].token_ids[: len(completion.token_ids)]
+    again = [replace(request, attempt=1, sampled_ids=cut[request.uid].token_ids) for request in made[1:]]
+    rest = completions([event for request in again for event in _submitted(engine, request)] + drain(engine))
+    assert rest[made[0].uid] == whole[made[0].uid]
+    for uid, completion in cut.items():
+        assert completion.token_ids + rest[uid].token_ids == whole[uid].token_ids
+        assert rest[uid].finish_reason == "length"
+        assert rest[uid].log_probs == pytest.approx(whole[uid].log_probs[len(completion.token_ids) :], abs=2e-5)
+    assert any(len(completion.token_ids) > 0 for completion in cut.values())
+
+
+def _submitted(engine: RolloutEngine, request: Request) -> list[Event]:
+    assert engine.submit(request)
+    return engine.poll(0.0)
+
+
+def test_a_paused_engine_gives_what_it_has_and_is_silent(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 4)
+    made = suite.requests(groups=1, n=3, **LONG)
+    whole = generate(engine, made)
+    for request in made:
+        engine.submit(request)
+    for _ in range(5):
+        engine.poll(0.0)
+    engine.pause()
+    partial = engine.poll(0.0)
+    assert [type(event) for event in partial] == [Partial] * 3
+    for event, completion in zip(partial, whole, strict=True):
+        assert isinstance(event, Partial) and event.offset == 0 and 4 <= len(event.token_ids) < 20
+        assert event.token_ids == completion.token_ids[: len(event.token_ids)]
+        assert event.versions == ((4, len(event.token_ids)),)
+    assert engine.poll(0.0) == [] and engine.status().running + engine.status().waiting == 3
+    engine.resume()
+    found = completions(drain(engine))
+    assert [found[request.uid] for request in made] == whole
+
+
+def test_weights_change_between_two_tokens(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """Tokens before the change are the old weights' and those after it a full recompute's under the new ones."""
+    engine.adopt(model)
+    engine.load(sharpened(model, 1.0), version=1)
+    made = suite.requests(groups=2, n=2, **LONG)
+    old = dict(zip([request.uid for request in made], generate(engine, made), strict=True))
+    for request in made:
+        engine.submit(request)
+    for _ in range(8):
+        engine.poll(0.0)
+    engine.load(sharpened(model, 0.5), version=2)
+    found = completions(drain(engine))
+    changed = load_policy(model.config._name_or_path).eval()
+    with torch.no_grad():
+        for own, (_, weight) in zip(changed.parameters(), sharpened(model, 0.5), strict=True):
+            own.copy_(weight)
+    mixed = 0
+    for request in made:
+        completion = found[request.uid]
+        assert sum(count for _, count in completion.versions) == 20
+        before = dict(completion.versions).get(1, 0)
+        mixed += 0 < before < 20
+        assert completion.token_ids[:before] == old[request.uid].token_ids[:before]
+        new = suite.own_log_probs(changed, request, completion)[before:]
+        assert torch.allclose(new, torch.tensor(completion.log_probs[before:]), atol=1e-4)
+    assert mixed >= 2
+
+
+def test_a_kept_cache_is_not_computed_again(model: PreTrainedModel) -> None:
+    found = {}
+    for keeps in (True, False):
+        native = NativeEngine(keep_cache=keeps)
+        native.adopt(model)
+        native.load(sharpened(model, 1.0), version=1)
+        [request] = suite.requests(groups=1, n=1, **LONG)
+        native.submit(request)
+        for _ in range(8):
+            native.poll(0.0)
+        native.load(sharpened(model, 0.5), version=2)
+        [found[keeps]] = completions(drain(native)).values()
+        assert found[keeps].versions == ((1, 8), (2, 12)) and found[keeps].preemptions == 0
+    assert found[True].log_probs[:8] == found[False].log_probs[:8]
+    assert found[True].log_probs[8] != found[False].log_probs[8]
+
+
+def test_a_request_past_its_deadline_fails_alone(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    late, other = suite.requests(groups=2, n=1, **LONG)
+    engine.submit(replace(late, deadline_seconds=0.0))
+    engine.submit(other)
+    events = drain(engine)
+    [failed] = [event for event in events if isinstance(event, Failed)]
+    assert failed.uid == late.uid and failed.failure.timed_out and failed.failure.source == "engine"
+    assert completions(events).keys() == {other.uid}
+
+
+def test_equal_uids_are_refused(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    with pytest.raises(EngineError, match="share uids"):
+        generate(engine, [*suite.requests(groups=1, n=1), *suite.requests(groups=1, n=1)])
+
+
+def test_media_are_refused_by_an_engine_that_reads_text(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.attach(model, 0)
+    [request] = suite.requests(groups=1, n=1)
+    with pytest.raises(EngineError, match="has images, and this rollout engine reads text"):
+        engine.submit(replace(request, media=(Media("image", "d1", None),)))
+
+
+def test_what_engines_can_do(engine: RolloutEngine) -> None:
+    assert isinstance(engine, SharesModule) and isinstance(engine, Sleeps)

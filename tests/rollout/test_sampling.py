@@ -14,7 +14,7 @@ from whet.rollout.sampling import SamplingState, _cut, is_stop, sample, uniforms
 
 
 def state(count: int, **params: object) -> SamplingState:
-    made = [Request((1,), SamplingParams(5, **params), key(0, "t", i)) for i in range(count)]  # type: ignore[arg-type]
+    made = [Request("", (1,), SamplingParams(5, **params), key(0, "t", i)) for i in range(count)]  # type: ignore[arg-type]
     return SamplingState.of(made, 16, torch.device("cpu"))
 
 
@@ -77,7 +77,7 @@ def test_min_p_keeps_a_share_of_the_likeliest() -> None:
 
 
 def test_a_row_that_is_not_cut_keeps_all_its_tokens_beside_one_that_is() -> None:
-    mixed = [Request((1,), SamplingParams(5, top_p=p), 0) for p in (1.0, 0.5)]
+    mixed = [Request("", (1,), SamplingParams(5, top_p=p), 0) for p in (1.0, 0.5)]
     logits = torch.cat([torch.zeros(2, 1), torch.full((2, 5000), -17.0)], 1)  # rounded sums reach 1 early
     of = SamplingState.of(mixed, logits.shape[1], torch.device("cpu"))
     left = _cut(logits.log_softmax(-1), of) > -torch.inf
@@ -108,7 +108,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_stops_of_unequal_number() -> None:
-    made = [Request((1,), SamplingParams(5, stop_token_ids=stops), 0) for stops in ((), (3,), (3, 4))]
+    made = [Request("", (1,), SamplingParams(5, stop_token_ids=stops), 0) for stops in ((), (3,), (3, 4))]
     of = SamplingState.of(made, 16, torch.device("cpu"))
     assert is_stop(torch.tensor([3, 3, 4]), of).tolist() == [False, True, True]
     assert is_stop(torch.tensor([0, 4, 0]), of).tolist() == [False, False, False]

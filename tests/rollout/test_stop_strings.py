@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.errors import EngineError
 from whet.models.load import load_tokenizer
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.stop_strings import StopStrings, stop_strings_of
+from whet.rollout.stop_strings import StopStrings, StopStringsByRequest
 
 TEXT = "The answer is 42. Größe: 7 €, 🙂🙃 done.\n\nObservation: 東京 </tool_call>\nnext one"
 
@@ -92,8 +92,8 @@ def test_a_piece_with_a_space_before_it(tmp_path: Path) -> None:
 
 
 def test_only_who_has_stop_strings_needs_a_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    plain = Request((1,), SamplingParams(4), 0)
-    asking = Request((1,), SamplingParams(4, stop=("7",)), 0)
+    plain = Request("", (1,), SamplingParams(4), 0)
+    asking = Request("", (1,), SamplingParams(4, stop=("7",)), 0)
     loads = 0
 
     def load() -> PreTrainedTokenizerBase:
@@ -101,8 +101,8 @@ def test_only_who_has_stop_strings_needs_a_tokenizer(tokenizer: PreTrainedTokeni
         loads += 1
         return tokenizer
 
-    assert stop_strings_of([plain, plain], load) == [None, None] and loads == 0
-    first, second, third = stop_strings_of([asking, plain, asking], load)
-    assert second is None and first is third is not None and loads == 1
+    stops = StopStringsByRequest(load)
+    assert stops.of(plain) is None and loads == 0
+    assert stops.of(asking) is stops.of(asking) is not None and loads == 1
     with pytest.raises(EngineError, match=r"stop strings \('7',\) need a tokenizer"):
-        stop_strings_of([asking], None)
+        StopStringsByRequest(None).of(asking)

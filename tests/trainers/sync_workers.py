@@ -18,7 +18,7 @@ from whet.engines.single import SingleEngine
 from whet.models.outputs import ForwardSettings
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Claim, Completion, Request
+from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import RoleSettings, TrainWorker
 from whet.weight_sync.buckets import Outlet
@@ -122,6 +122,7 @@ class Rollout(RolloutWorker):
     """Says what its module computes."""
 
     machines: tuple[str, ...] = ()
+    count = 0
 
     @register(Dispatch.ONE_TO_ALL)
     def move_to(self, machines: tuple[str, ...]) -> None:
@@ -137,23 +138,28 @@ class Rollout(RolloutWorker):
     def log_probs(self, batch: DataProto) -> torch.Tensor:
         """The forward of the module that it samples from."""
         assert isinstance(self.engine, NativeEngine)
-        return log_probs(self.engine._policy.require_whole(), batch)
+        return log_probs(self.engine.policy.require_whole(), batch)
 
     @register(Dispatch.ONE_TO_ALL)
     def delay(self, seconds: Sequence[float]) -> None:
-        """Makes each rank so much slower before it takes requests."""
-        plain = self.engine.answer
+        """Makes each rank this much slower whenever it is asked for events."""
+        plain = self.engine.poll
 
-        def late(requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
-            def claim_late(unfinished: int, most: int) -> Sequence[int]:
-                time.sleep(seconds[self.rank])
-                return claim(unfinished, most)
+        def late(timeout_seconds: float) -> list[Event]:
+            time.sleep(seconds[self.rank])
+            return plain(timeout_seconds)
 
-            return plain(requests, claim_late)
+        self.engine.poll = late  # type: ignore[method-assign]
 
-        self.engine.answer = late  # type: ignore[method-assign]
+    def serve(
+        self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
+    ) -> list[Event]:
+        """Counts the requests."""
+        self.count += len(requests)
+        return super().serve(requests, aborted, timeout_seconds, gathers)
 
     @register(Dispatch.ONE_TO_ALL)
-    def who_answers(self, requests: list[Request]) -> list[int]:
-        """The requests that this rank would take."""
-        return sorted(self.answer(requests))
+    def taken(self) -> int:
+        """The number of requests that this rank was given since the last call."""
+        count, self.count = self.count, 0
+        return count

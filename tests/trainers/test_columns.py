@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+from scripted import Scripted
+
 from whet.config import TrainConfig
 from whet.errors import ConfigError, DataError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rewards.result import RewardResult
 from whet.rollout.batch import to_batch
-from whet.rollout.protocol import Completion
+from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
 from whet.trainers.columns import PROVIDERS, ROLLOUT_COLUMNS, ColumnPlan, Sources, plan_columns
 from whet.trainers.rl import add_advantages, fit, take
@@ -50,6 +54,13 @@ def distant(log_probs, old_log_probs, ref_log_probs, advantages, entropy):
 def distant_values(values, old_values, returns, ref_log_probs):
     return (values - returns).square() + ref_log_probs
 """
+
+
+class SixTokens(Scripted):
+    """Six tokens to every request."""
+
+    def say(self, answer: str, request: Request) -> Completion:
+        return Completion((1, 2, 3, 4, 5, 6), (-1.0,) * 6, "length", ((0, 6),))
 
 
 @pytest.fixture
@@ -263,9 +274,7 @@ def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config
     )
     sampler = run.roles["rollout"]
     run.roles = {name: Waited(name, events) for name in run.roles} | {"rollout": sampler}  # type: ignore[assignment,dict-item]
-    run.rollouts.collector.generate = lambda requests: [  # six tokens each
-        Completion((1, 2, 3, 4, 5, 6), (-1.0,) * 6, "length", 0) for _ in requests
-    ]
+    run.rollouts.collector.engine = SixTokens(run.tokenizer, "")
     batch = take(run, 1, Metrics())
     sampler.close()
     assert events == [

@@ -84,7 +84,7 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
                 for deed in ("offload", "onload", "update"):
                     watched(worker.engine, deed, lambda deed, role=role: deeds.append(f"{role} {deed}"))
         watched(rollout.engine, "sleep", lambda deed: deeds.append(f"{deed}"))
-        watched(rollout.engine, "generate", lambda deed: deeds.append(deed))
+        watched(rollout.engine, "submit", lambda deed: deeds[-1:] == ["generate"] or deeds.append("generate"))
         watched(
             workers["actor"].engine,  # type: ignore[attr-defined]
             "update",

@@ -112,6 +112,12 @@ class WorkerGroup:
         replies = self._transport.send(self.role, method, plan.arguments)
         return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
 
+    def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
+        """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
+        plan = Plan({rank: Arguments(args, {})}, lambda results: results[rank])
+        replies = self._transport.send(self.role, method, plan.arguments)
+        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+
     def close(self) -> None:
         """Lets the workers of all roles of the launch close, and ends their processes. May be called twice."""
         self._transport.close()

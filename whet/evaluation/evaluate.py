@@ -19,18 +19,18 @@ from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
-from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
 from whet.tracking.console import progress
 from whet.trainers.build import build_collector, sampling_params, scorer_of
 from whet.trainers.export import find_model, model_folder
-from whet.trainers.rollout_worker import RolloutWorker, sampler
+from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import readable
 from whet.types import Prompt
 
@@ -93,7 +93,7 @@ def evaluate(
         n, threshold = config.rollout.n, config.reward.correct_threshold
         stop_ids = stop_token_ids(model_path, tokenizer)
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
-        collector = build_collector(config, tokenizer, sampler(engine), config.seed)
+        collector = build_collector(config, tokenizer, engine, config.seed)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
         def answers_to(asked: Sequence[Prompt]) -> list[Row]:
@@ -116,11 +116,12 @@ def evaluate(
     return evaluation
 
 
-def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> WorkerGroup:
+def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> Replicas:
     """An engine that samples from the model in the folder `model_path`, in this process."""
     tokenizer, own = model.tokenizer_path or model_path, model.model_copy(update={"path": model_path})
     spec = WorkerSpec("rollout", RolloutWorker, (rollout, model.dtype, tokenizer, own))
-    return launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+    group = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
+    return Replicas(group, rollout.max_batch_size, gathers=False)
 
 
 def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:

@@ -28,6 +28,7 @@ from whet.evaluation.evaluate import launch_rollout
 from whet.keyed import key
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.protocol import generate as sample_all
 from whet.tracking.console import progress
 from whet.trainers.build import sampling_params
 from whet.trainers.checkpoint import MANIFEST
@@ -99,14 +100,20 @@ class Answers(ExitStack):
         config = self._config
         asked = [(prompt, sample) for prompt in prompts for sample in range(config.rollout.n)]
         requests = [
-            Request(prompt.token_ids, self._params, key(config.seed, "generate", prompt.index, sample))
+            Request(
+                uid=f"{prompt.uid}:{sample}",
+                prompt_ids=prompt.token_ids,
+                params=self._params,
+                key=key(config.seed, "generate", prompt.index, sample),
+                media=prompt.media,
+            )
             for prompt, sample in asked
         ]
         if self._engine is None:
             self._engine = launch_rollout(config.rollout, config.model, self._model_path)
             self.callback(self._engine.close)
         started = time.monotonic()
-        completions = self._engine.generate(requests, block=config.rollout.n)
+        completions = sample_all(self._engine, requests, config.rollout.deadline_seconds)
         self.seconds += time.monotonic() - started
         self.num_tokens += sum(len(completion.token_ids) for completion in completions)
         return [self._line(*each, completion) for each, completion in zip(asked, completions, strict=True)]

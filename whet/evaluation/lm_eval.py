@@ -22,7 +22,7 @@ from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.export import model_folder
 from whet.trainers.rollout_worker import rollout_engine
 from whet.trainers.workers import torch_dtype
@@ -102,7 +102,7 @@ class WhetLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text of each answer before the first of its stop strings. Sampling without one temperature is greedy."""
         asked = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
-        completions = self.engine.generate([request for request, _ in asked])
+        completions = generate(self.engine, [request for request, _ in asked])
         texts = []
         for instance, (_, until), completion in zip(requests, asked, completions, strict=True):
             text = self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
@@ -191,7 +191,7 @@ class WhetLM(TemplateLM):
             stop=tuple(until),
         )
         ids = tuple(self.tok_encode(context)[-(self.max_length - new) :])
-        return Request(ids, params, key(self.seed, "lm-eval", number)), until
+        return Request(str(number), ids, params, key(self.seed, "lm-eval", number)), until
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -35,7 +35,8 @@ class Row:
     def write(self, turn: Turn, turn_id: int) -> None:
         """Appends what the policy sampled; the environment's reward is paid on its last token."""
         count = len(turn.token_ids)
-        self._append(turn.token_ids, [1] * count, turn.log_probs, [turn_id] * count, [turn.policy_version] * count)
+        versions = [version for version, tokens in turn.versions for _ in range(tokens)]
+        self._append(turn.token_ids, [1] * count, turn.log_probs, [turn_id] * count, versions)
         self.scores[-1] += turn.reward
 
     def pay(self, rewards: Sequence[float]) -> None:

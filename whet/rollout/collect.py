@@ -1,67 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes: the engine samples a turn for each that is not done, its environment answers, until all are done."""
+"""The synchronous driver of episodes: runs them side by side, none waiting for another, until all are over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import encode_continuation, encode_rendered
 from whet.environments.protocol import Environment, Observation
-from whet.keyed import key
 from whet.registry import ENVIRONMENTS
 from whet.rewards.adapter import describe
-from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.rollout.episode import Close, Command, Episode, Reset, Rules, Sample, Score, Step
+from whet.rollout.protocol import POLL_SECONDS, Failed, Finished, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
+Result = tuple[str, Observation | Failure]  # of a reset or a step: the episode's uid, and what came of it
 
 
-@dataclass
-class Episode:
-    """One answer to one prompt while it is being given."""
+class Environments(Protocol):
+    """The place where environments run."""
 
-    prompt: Prompt
-    sample: int
-    environment: Environment | None
-    context_ids: tuple[int, ...]
-    turns: list[Turn] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
-    failure: Failure | None = None
+    def carry_out(self, command: Reset | Step | Close) -> None:
+        """Begins a reset, a step or a close; its result comes out of `poll`."""
+        ...
 
-    @property
-    def uid(self) -> str:
-        """Names the trajectory in the run."""
-        return f"{self.prompt.uid}:{self.sample}"
-
-    @property
-    def tokens_used(self) -> int:
-        """How long the response is so far, what the environment said included."""
-        return len(self.context_ids) - len(self.prompt.token_ids)
-
-    def trajectory(self) -> Trajectory:
-        """The episode as a value, not scored yet."""
-        return Trajectory(
-            uid=self.uid,
-            prompt=self.prompt,
-            turns=tuple(self.turns),
-            sample=self.sample,
-            failure=self.failure,
-            messages=tuple(self.messages),
-            fields=self.fields,
-        )
+    def poll(self, timeout_seconds: float) -> list[Result]:
+        """Returns results as soon as there are any, at the latest after `timeout_seconds`."""
+        ...
 
 
-class Collector:
-    """Runs episodes of one environment. What an environment raises fails its episode and no other."""
+class TemplateCodec:
+    """The tokenizer and its chat template; without the template, text follows text."""
 
     def __init__(
         self,
-        generate: Generate,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        apply_chat_template: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
+        self.chat_template_kwargs = chat_template_kwargs or {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, special tokens left out."""
+        return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+        """The ids between a sampled turn and the next.  Raises: DataError."""
+        if self.apply_chat_template:
+            return encode_continuation(
+                self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
+            )
+        return encode_rendered(self.tokenizer, "".join(str(message.content) for message in new))
+
+
+class Collector:
+    """Runs episodes of one environment on one engine. A failure of an environment or a request ends its own episode."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         *,
         environment: str = "single_turn",
@@ -70,79 +73,102 @@ class Collector:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
+        deadline_seconds: float = 3600.0,
     ) -> None:
-        entry = ENVIRONMENTS[environment]
-        self._make = entry.load()
-        self._options = entry.resolve_options(environment_options or {}, "environment.options")
-        self.generate, self.tokenizer, self.max_turns, self.seed = generate, tokenizer, max_turns, seed
-        self.apply_chat_template, self.chat_template_kwargs = apply_chat_template, chat_template_kwargs or {}
+        self.engine, self.max_turns, self.seed = engine, max_turns, seed
+        self.environments: Environments = InlineEnvironments(environment, environment_options or {})
+        self.codec = TemplateCodec(
+            tokenizer, apply_chat_template=apply_chat_template, chat_template_kwargs=chat_template_kwargs
+        )
+        self.deadline_seconds = deadline_seconds
 
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """n unscored trajectories for each prompt, in order.
+        """Samples n trajectories for each prompt, not scored yet, and returns them in order.
 
-        `params.max_new_tokens` bounds the whole response: all turns and what the environment says between them.
-        `purpose` and `step` name the random draws, so that validation never disturbs training.
-        """
-        episodes = [self._start(prompt, sample) for prompt in prompts for sample in range(n)]
-        active = [episode for episode in episodes if episode.failure is None]
-        for turn in range(self.max_turns):
-            if not active:
-                break
-            requests = [self._request(episode, params, step, purpose, turn) for episode in active]
-            for episode, request, completion in zip(active, requests, self.generate(requests), strict=True):
-                self._answer(episode, request, completion)
-            active = [e for e in active if e.environment is not None and e.tokens_used < params.max_new_tokens]
-        done = [episode.trajectory() for episode in episodes]
-        return [done[start : start + n] for start in range(0, len(done), n)]
+        Raises: DeadlineError; what the engine raises."""
+        rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
+        episodes = [Episode(prompt, sample, rules) for prompt in prompts for sample in range(n)]
+        done = self._run({episode.uid: episode for episode in episodes})
+        ordered = [done[episode.uid] for episode in episodes]
+        return [ordered[start : start + n] for start in range(0, len(ordered), n)]
 
-    def _start(self, prompt: Prompt, sample: int) -> Episode:
-        episode = Episode(prompt, sample, None, prompt.token_ids)
+    def _run(self, episodes: Mapping[str, Episode]) -> dict[str, Trajectory]:
+        """The trajectories of all episodes, by uid."""
+        deadline = time.monotonic() + self.deadline_seconds
+        commands = deque(command for episode in episodes.values() for command in episode.start())
+        unsent, running = deque[Sample](), dict[str, Episode]()  # the latter by the uid of the request
+        stepping: set[str] = set()  # episodes whose environment is at work
+        done: dict[str, Trajectory] = {}
         try:
-            episode.environment = self._make(prompt, **self._options)
-        except Exception as error:  # other people's code
-            episode.failure = Failure("environment", describe(error))
-        return episode
+            while len(done) < len(episodes):
+                while commands:
+                    match commands.popleft():
+                        case Sample() as command:
+                            unsent.append(command)
+                        case Score(trajectory):
+                            done[trajectory.uid] = trajectory
+                        case command:
+                            self.environments.carry_out(command)
+                            if not isinstance(command, Close):
+                                stepping.add(command.uid)
+                while unsent and self.engine.submit(unsent[0].request):
+                    sample = unsent.popleft()
+                    running[sample.request.uid] = episodes[sample.uid]
+                for uid, result in self.environments.poll(0.0 if running else POLL_SECONDS) if stepping else []:
+                    stepping.discard(uid)
+                    commands += _after(episodes[uid], result)
+                if not commands and running:
+                    commands += self._sampled(running, POLL_SECONDS if not stepping else 0.0)
+                if time.monotonic() > deadline:
+                    raise late(self.engine, self.deadline_seconds, len(episodes) - len(done), len(episodes))
+        except BaseException:
+            drop(self.engine, list(running))
+            raise
+        return done
 
-    def _request(self, episode: Episode, params: SamplingParams, step: int, purpose: str, turn: int) -> Request:
-        draw = key(self.seed, purpose, step, episode.prompt.uid, episode.sample, turn)
-        left = params.max_new_tokens - episode.tokens_used
-        own = params if left == params.max_new_tokens else replace(params, max_new_tokens=left)
-        return Request(episode.context_ids, own, draw)
+    def _sampled(self, running: dict[str, Episode], timeout_seconds: float) -> list[Command]:
+        """The commands that follow from the engine's events."""
+        commands: list[Command] = []
+        for event in self.engine.poll(timeout_seconds):
+            if isinstance(event, Finished) and event.uid in running:
+                commands += running.pop(event.uid).on_completion(event.completion)
+            elif isinstance(event, Failed) and event.uid in running:
+                commands += running.pop(event.uid).on_failure(event.failure)
+        return commands
 
-    def _answer(self, episode: Episode, request: Request, completion: Completion) -> None:
-        """Appends the turn, lets the environment answer, and sets the next turn's context, or ends the episode."""
-        assert episode.environment is not None
-        text = cast(str, self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+
+class InlineEnvironments:
+    """Environments that step in this process, in the call."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        entry = ENVIRONMENTS[name]
+        self._make = entry.load()
+        self._options = entry.resolve_options(options, "environment.options")
+        self._living: dict[str, Environment] = {}
+        self._results: list[Result] = []
+
+    def carry_out(self, command: Reset | Step | Close) -> None:
+        """Does it now. An exception of the environment is a failure of its episode."""
+        uid = command.uid
         try:
-            observation = episode.environment.step(text)
+            match command:
+                case Reset(prompt=prompt):
+                    self._living[uid] = self._make(prompt, **self._options)
+                    self._results.append((uid, Observation(done=False)))
+                case Step(text=text):
+                    self._results.append((uid, self._living[uid].step(text)))
+                case Close():
+                    self._living.pop(uid, None)
         except Exception as error:  # other people's code
-            observation, episode.failure = Observation(done=True), Failure("environment", describe(error))
-        turn = Turn(
-            context_ids=request.token_ids,
-            token_ids=completion.token_ids,
-            log_probs=completion.log_probs,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            reward=observation.reward,
-            stop=completion.stop,
-            preemptions=completion.preemptions,
-        )
-        before = [*episode.prompt.messages, *episode.messages]
-        episode.turns.append(turn)
-        episode.messages.append(Message("assistant", text))
-        episode.fields.update(observation.fields)
-        if observation.done or completion.finish_reason == "length":
-            episode.environment = None
-            return
-        episode.messages += observation.messages
-        read = self._encode(before, observation.messages, turn)
-        episode.context_ids = request.token_ids + completion.token_ids + tuple(read)
+            self._results.append((uid, Failure("environment", describe(error))))
 
-    def _encode(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
-        if self.apply_chat_template:
-            return encode_continuation(
-                self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
-            )
-        return encode_rendered(self.tokenizer, "".join(str(message.content) for message in new))
+    def poll(self, timeout_seconds: float) -> list[Result]:
+        """The results since the last call."""
+        results, self._results = self._results, []
+        return results
+
+
+def _after(episode: Episode, result: Observation | Failure) -> list[Command]:
+    return episode.on_failure(result) if isinstance(result, Failure) else episode.on_observation(result)

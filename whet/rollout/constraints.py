@@ -40,7 +40,7 @@ class Constraints:
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
         prompts: dict[tuple[int, ...], int] = {}
-        prompt = [prompts.setdefault(request.token_ids, len(prompts)) for request in requests]
+        prompt = [prompts.setdefault(request.prompt_ids, len(prompts)) for request in requests]
         longest_prompt = max(map(len, prompts)) if any(p.repetition_penalty != 1 for p in params) else 1
         words = [(word, number) for (_, bad_words), number in rules.items() for word in bad_words]
         longest_word = max((len(word) for word, _ in words), default=1)
@@ -69,10 +69,16 @@ class Constraints:
             words_rule=column([number for _, number in words]),
         )
 
-    def rows(self, index: torch.Tensor) -> Constraints:
+    def rows(self, index: torch.Tensor | slice) -> Constraints:
         """The columns of some of the requests."""
-        names = ("repetition", "presence", "frequency", "prompt", "rule")
-        return replace(self, **{name: vars(self)[name][index] for name in names})
+        return replace(
+            self,
+            repetition=self.repetition[index],
+            presence=self.presence[index],
+            frequency=self.frequency[index],
+            prompt=self.prompt[index],
+            rule=self.rule[index],
+        )
 
     def apply(self, logits: torch.Tensor, generated: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """[S, V] logits as constrained. `generated` [S, T] holds the tokens sampled so far, row s counts[s] of them;

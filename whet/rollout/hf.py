@@ -3,142 +3,134 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
-from whet.errors import DeadlineError
-from whet.models.lora import plain_copy
-from whet.rollout.policy import Policy
-from whet.rollout.protocol import Claim, Completion, Request
+from whet.models.attention import NAME
+from whet.rollout.in_process import Done, InProcessEngine, LiveRequest
+from whet.rollout.protocol import Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
-from whet.rollout.stop_strings import StopStrings, stop_strings_of
+from whet.types import FinishReason
 
 
-class HFEngine:
+@dataclass
+class Batch:
+    """Rows that are sampled together, with padding on the left; a row that has ended goes on unread."""
+
+    rows: list[LiveRequest]
+    sampling: SamplingState
+    tokens: torch.Tensor  # [S, T] of the responses
+    log_probs: torch.Tensor  # [S, T]
+    counts: torch.Tensor  # [S] tokens of the responses so far
+    going_on: torch.Tensor  # [S] bool
+    ids: torch.Tensor  # [S, L] to be fed next
+    mask: torch.Tensor  # [S, L of all that was fed and is to be]
+    cache: DynamicCache
+    found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
+
+    @classmethod
+    def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> Batch:
+        """Rows that start, or go on behind their tokens."""
+        device, requests = module.device, [each.request for each in rows]
+        fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
+        width = max(map(len, fed))
+        longest = max(request.params.max_new_tokens for request in requests)
+
+        def filled(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([[*row, *[0] * (longest - len(row))] for row in values], dtype=dtype, device=device)
+
+        return cls(
+            rows=rows,
+            sampling=SamplingState.of(requests, module.config.get_text_config().vocab_size, device),
+            tokens=filled([each.tokens for each in rows], torch.int64),
+            log_probs=filled([each.log_probs for each in rows], torch.float32),
+            counts=torch.tensor([len(each.tokens) for each in rows], device=device),
+            going_on=torch.ones(len(rows), dtype=torch.bool, device=device),
+            ids=torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device),
+            mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in fed], device=device),
+            cache=DynamicCache(config=module.config),
+        )
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Appends the next token of every row.  Returns [S] bool: the row's token is a stop token."""
+        rows = torch.arange(len(self.rows), device=logits.device)
+        generated = self.tokens[:, : max(1, int(self.counts.max()))]
+        chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
+        at = self.counts.clamp(max=self.tokens.shape[1] - 1)
+        self.tokens[rows, at] = torch.where(self.going_on, chosen, self.tokens[rows, at])
+        self.log_probs[rows, at] = torch.where(self.going_on, log_probs, self.log_probs[rows, at])
+        self.counts += self.going_on
+        self.ids, self.mask = chosen[:, None], torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        return is_stop(chosen, self.sampling)
+
+    def read(self) -> None:
+        """Copies the tokens and log-probs so far into every row that goes on."""
+        columns = self.going_on.tolist(), self.counts.tolist(), self.tokens.tolist(), self.log_probs.tolist()
+        for each, going_on, count, tokens, log_probs in zip(self.rows, *columns, strict=True):
+            if going_on:
+                each.tokens, each.log_probs = tokens[:count], log_probs[:count]
+
+
+class HFEngine(InProcessEngine[LiveRequest]):
     """Works for every causal language model that transformers has; the native engine is measured against it."""
 
-    def __init__(
-        self,
-        *,
-        dtype: torch.dtype = torch.float32,
-        max_batch_size: int = 256,
-        deadline_seconds: float = 3600.0,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
-    ) -> None:
-        self.load_tokenizer = load_tokenizer  # called only where requests have stop strings
-        self.dtype, self.max_batch_size, self.deadline_seconds = dtype, max_batch_size, deadline_seconds
-        self._policy = Policy()
+    _batch: Batch | None = None
 
-    def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
-        """Samples from `module` itself from now on."""
-        self._policy.set(module, version, is_own=is_own)
+    @property
+    def _num_running(self) -> int:
+        return 0 if self._batch is None else int(self._batch.going_on.sum())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
-        self._policy.fill(weights, version)
+    def _use(self, module: PreTrainedModel) -> None:
+        pass
 
-    def adopt(self, module: PreTrainedModel) -> None:
-        """Makes an own module of the same shape, without adapters, in the rollout dtype."""
-        # mypy takes transformers' decorated `to` for a plain function
-        own = plain_copy(module).to(self.dtype).requires_grad_(False)  # type: ignore[arg-type]
-        self._policy.set(own, self._policy.version, is_own=True)
+    def _take(self, request: Request) -> LiveRequest:
+        earlier = list(request.sampled_ids)
+        return LiveRequest(request, earlier, [0.0] * len(earlier))
 
-    def sleep(self) -> None:
-        """Frees the device of an own module: the cache lives only during `generate`."""
-        self._policy.leave_device()
+    def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
+        """Runs the batch on by a token, or a new one of the oldest requests."""
+        batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
+        if (implementation := module.config._attn_implementation) == NAME:  # which works with whet's cache alone
+            module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
+            self._restore.callback(module.set_attn_implementation, implementation)
+        positions = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
+        out = module(
+            batch.ids,
+            attention_mask=batch.mask,
+            position_ids=positions,
+            past_key_values=batch.cache,
+            logits_to_keep=1,
+        )
+        stopped = batch.going_on & batch.sample(out.logits[:, -1])
+        for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():
+            stops = self.stops.of(batch.rows[row].request)
+            tokens = batch.tokens[row, : batch.counts[row]]
+            if stops is not None and (string := stops.found(int(tokens[-1]), tokens)) is not None:
+                batch.found[row], stopped[row] = string, True
+        ended = batch.going_on & (stopped | (batch.counts >= batch.sampling.limits))
+        if not bool(ended.any()):
+            return []
+        batch.read()
+        batch.going_on &= ~ended
+        if not bool(batch.going_on.any()):
+            self._batch = None
+        reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped.tolist()]
+        return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
 
-    def wake(self) -> None:
-        """Puts an own module back."""
-        self._policy.return_to_device()
+    def _read(self) -> None:
+        if self._batch is not None:
+            self._batch.read()
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order.  Raises: EngineError, WeightSyncError, DeadlineError."""
-        deadline = time.monotonic() + self.deadline_seconds
-        done: list[Completion] = []
-        for start in range(0, len(requests), self.max_batch_size):
-            done += self._generate_batch(requests[start : start + self.max_batch_size], deadline)
-        return done
+    def _drop(self, live: Sequence[LiveRequest]) -> None:
+        if self._batch is not None:
+            for row, each in enumerate(self._batch.rows):
+                if each in live:
+                    self._batch.going_on[row] = False
+            if not bool(self._batch.going_on.any()):
+                self._batch = None
 
-    def answer(self, requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
-        """Completions of the requests that `claim` gives: it is asked again when all of them are done."""
-        done: dict[int, Completion] = {}
-        while claimed := claim(0, self.max_batch_size):
-            done |= zip(claimed, self.generate([requests[index] for index in claimed]), strict=True)
-        return done
-
-    @torch.no_grad()
-    def _generate_batch(self, requests: Sequence[Request], deadline: float) -> list[Completion]:
-        module = self._policy.require_whole()
-        device = module.device
-        width = max(len(request.token_ids) for request in requests)
-        padding = [width - len(request.token_ids) for request in requests]
-        rows = zip(padding, requests, strict=True)
-        ids = torch.tensor([[0] * pad + list(request.token_ids) for pad, request in rows], device=device)
-        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
-        state = SamplingState.of(requests, module.config.get_text_config().vocab_size, device)
-        stops = stop_strings_of(requests, self.load_tokenizer)
-        cache = DynamicCache(config=module.config)
-        longest = max(request.params.max_new_tokens for request in requests)
-        tokens = torch.zeros(len(requests), longest, dtype=torch.int64, device=device)
-        log_probs = torch.zeros(len(requests), longest, device=device)
-        lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
-        stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        running = lengths < state.limits
-        found: dict[int, str] = {}
-        step = 0
-        with _plain_attention(module):
-            while bool(running.any()):
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"the rollout waited {self.deadline_seconds:g} s for answers; "
-                        "raise rollout.deadline_seconds or shorten the answers"
-                    )
-                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-                out = module(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-                chosen, log_probs[:, step] = sample(out.logits[:, -1], state, lengths, tokens[:, : max(1, step)])
-                tokens[:, step] = chosen
-                step += 1
-                lengths += running
-                stopped |= running & is_stop(chosen, state)
-                going_on = (running & ~stopped).nonzero().squeeze(1).tolist()
-                new = _found_stops(stops, going_on, tokens[:, :step]) if any(stops) else {}
-                stopped[list(new)] = True
-                found |= new
-                running &= ~stopped & (lengths < state.limits)
-                ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        ended = zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
-        return [
-            Completion(
-                *(tuple(ids_[:length]), tuple(values[:length]), "stop" if stop else "length", self._policy.version),
-                stop=found.get(row),
-            )
-            for row, (ids_, values, length, stop) in enumerate(ended)
-        ]
-
-
-def _found_stops(stops: Sequence[StopStrings | None], rows: Sequence[int], tokens: torch.Tensor) -> dict[int, str]:
-    """The stop string that the last of `tokens` [S, T] completes, by row."""
-    found: dict[int, str] = {}
-    for row, newest in zip(rows, tokens[list(rows), -1].tolist(), strict=True):
-        own = stops[row]
-        string = None if own is None else own.found(newest, tokens[row])
-        if string is not None:
-            found[row] = string
-    return found
-
-
-@contextmanager
-def _plain_attention(module: PreTrainedModel) -> Iterator[None]:
-    """transformers' own attention, and no dropout, for as long as the block lasts."""
-    implementation, training = module.config._attn_implementation, module.training
-    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-    module.eval()
-    try:
-        yield
-    finally:
-        module.set_attn_implementation(implementation)
-        module.train(training)
+    def _forget(self) -> None:
+        self._batch = None

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the collector asks of a rollout engine: token ids in, token ids and log-probs out."""
+"""The contract of rollout engines: a stream of requests goes in, events come out, weights change in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
 
-from whet.types import FinishReason
+from whet.errors import DeadlineError, EngineError, WhetError
+from whet.types import Failure, FinishReason, Media, Versions
+
+Identity = tuple[tuple[int, ...], tuple[str, ...]]  # of a prompt: token ids, digests of its media
+Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when an answer ends. The defaults are off; `temperature` 0 is greedy.
+    """The choice of tokens and the end of a response. The defaults are off; `temperature` 0 is greedy.
 
-    What changes the choice follows vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
+    Changes of the choice follow vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
     presence), temperature, min-p, top-k, top-p.
     """
 
@@ -27,73 +34,163 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # of tokens in prompt or answer: l / r where l > 0, l * r elsewhere (CTRL)
-    presence_penalty: float = 0.0  # taken off the logit of a token that the answer has (OpenAI)
-    frequency_penalty: float = 0.0  # taken off once for each time
-    stop: tuple[str, ...] = ()  # the answer ends with the token that completes one of them
-    bad_words: tuple[tuple[int, ...], ...] = ()  # never in an answer: the last token is not drawn behind the others
+    repetition_penalty: float = 1.0  # of tokens in prompt or response: l / r where l > 0, l * r elsewhere (CTRL)
+    presence_penalty: float = 0.0  # taken off the logit of a token that the response has (OpenAI)
+    frequency_penalty: float = 0.0  # taken off once for each occurrence
+    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
+    bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them."""
+    """One response to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them.
 
-    token_ids: tuple[int, ...]
+    `sampled_ids` are tokens of the response that an earlier attempt sampled. Draws, penalties, stops and
+    `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt.
+    """
+
+    uid: str  # names the request among those of the engine
+    prompt_ids: tuple[int, ...]
     params: SamplingParams
     key: int  # from whet.keyed.key
+    attempt: int = 0
+    sampled_ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()  # of the prompt
+    deadline_seconds: float | None = None  # from submission; a request that takes longer fails
+
+    @property
+    def identity(self) -> Identity:
+        """Token ids and media digests of the prompt: requests that agree in it share its computation."""
+        return self.prompt_ids, tuple(media.digest for media in self.media)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The sampled tokens, the stop token included where one ended them, and all tokens of a stop string.
+    """The tokens that one request sampled, the stop token included, and all tokens of a stop string.
 
-    The text of an answer is what all of its tokens say (vLLM's include_stop_str_in_output): rewards and environments
-    read what is trained on, the stop string and whatever else its last token brought along.
+    The text of a response is that of all its tokens (vLLM's include_stop_str_in_output): rewards and environments
+    read what is trained on, with the stop string and the rest of its last token.
     """
 
     token_ids: tuple[int, ...]
     # log_softmax(logits / temperature), temperature 1 when greedy, before anything else that changes the choice
     log_probs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int
+    versions: Versions  # the weights that sampled the tokens, stamped by the engine
     stop: str | None = None  # the stop string that ended it
-    preemptions: int = field(default=0, compare=False)  # how often it made room for others: no part of the answer
+    preemptions: int = field(default=0, compare=False)  # times it made room for others: no part of the response
 
 
-# Which requests, by their numbers, to take on beside those that are unfinished, up to about so many in all.
-Claim = Callable[[int, int], Sequence[int]]
+@dataclass(frozen=True)
+class Partial:
+    """Tokens of a request that is still running: those from `offset` (counted in the response) on."""
+
+    uid: str
+    attempt: int
+    offset: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: Versions
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a request, also of one that was aborted."""
+
+    uid: str
+    attempt: int
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that the engine gave up."""
+
+    uid: str
+    attempt: int
+    failure: Failure
+
+
+Event = Partial | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rollout engine at one moment."""
+
+    version: int  # of the weights
+    running: int  # requests
+    waiting: int  # requests
+    oldest: str | None = None  # uid of the unfinished request that was submitted first
+    oldest_seconds: float = 0.0  # since its submission
 
 
 class RolloutEngine(Protocol):
-    """Samples from a policy whose weights come from outside."""
+    """One replica that samples from a policy whose weights come from outside."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order.  Raises: EngineError for a request that can never fit."""
+    def submit(self, request: Request) -> bool:
+        """Takes a request without waiting; False when the engine is full. A request that is there already, by uid and
+        attempt, is not taken twice; a later attempt replaces an earlier one.
+
+        Raises: EngineError for a request that can never fit.
+        """
         ...
 
-    def answer(self, requests: Sequence[Request], claim: Claim) -> dict[int, Completion]:
-        """Completions of the requests that `claim` gives, by their numbers, until it gives none to an idle engine.
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Returns the events since the last call as soon as there are any, at the latest after `timeout_seconds`.
 
         Raises: EngineError; WeightSyncError where the last weights did not arrive whole.
         """
         ...
 
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends requests: each comes out as Finished with finish_reason "abort" and the tokens so far."""
+        ...
+
+    def pause(self) -> None:
+        """Stops sampling: every running request gives its tokens so far as Partial, then nothing until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        ...
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Fills the engine's own module between two decode steps. Running requests go on under the new weights; what
+        the engine remembers of their tokens (keys and values) is computed again, or kept where it was built so.
+
+        Raises: WeightSyncError for weights that do not fit; what `weights` raises. Then nothing is sampled until all
+        weights of a version came.
+        """
+        ...
+
+    def status(self) -> Status:
+        """Version of the weights, and what runs and waits."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything. Unfinished requests are lost."""
+        ...
+
+
+@runtime_checkable
+class SharesModule(Protocol):
+    """The ability to sample from a module of this process."""
+
     def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
-        """Samples from `module` itself, without a copy, from now on. Where it is the engine's own it may be filled, and
-        leaves the device while the engine sleeps."""
+        """Samples from `module` itself, without a copy, from now on; with its present weights as `version`. A module
+        that is the engine's own may be filled by `load`, and leaves the device while the engine sleeps."""
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load_weights`."""
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Fills the engine's own module with weights under their Hugging Face names.
 
-        Raises: WeightSyncError for weights that do not fit; what `weights` raises. Then nothing is sampled until all
-        weights of a version came."""
-        ...
+@runtime_checkable
+class Sleeps(Protocol):
+    """The ability to leave the device to others between rollouts."""
 
     def sleep(self) -> None:
         """Frees what sampling alone needs: the cache of keys and values, and an own module's place on the device."""
@@ -102,3 +199,48 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Undoes `sleep`."""
         ...
+
+
+POLL_SECONDS = 1.0
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_seconds: float = 3600.0) -> list[Completion]:
+    """Samples all requests and returns one completion a request, in their order.
+
+    Raises: DeadlineError; EngineError for a request that failed and for equal uids; what the engine raises.
+    """
+    if len({request.uid for request in requests}) < len(requests):
+        raise EngineError(f"{len(requests)} requests share uids, such as {requests[0].uid}; give each a uid of its own")
+    waiting, done, deadline = deque(requests), dict[str, Completion](), time.monotonic() + deadline_seconds
+    try:
+        while len(done) < len(requests):
+            while waiting and engine.submit(waiting[0]):
+                waiting.popleft()
+            for event in engine.poll(POLL_SECONDS):
+                if isinstance(event, Finished):
+                    done[event.uid] = event.completion
+                elif isinstance(event, Failed):
+                    raise EngineError(f"request {event.uid} failed in the rollout engine: {event.failure.message}")
+            if time.monotonic() > deadline:
+                raise late(engine, deadline_seconds, len(requests) - len(done), len(requests))
+    except BaseException:
+        drop(engine, [request.uid for request in requests])
+        raise
+    return [done[request.uid] for request in requests]
+
+
+def drop(engine: RolloutEngine, uids: Collection[str]) -> None:
+    """Ends requests whose completions nobody reads, after an error."""
+    with suppress(WhetError):  # of an engine that the error came from
+        engine.abort(uids)
+        engine.poll(0.0)
+
+
+def late(engine: RolloutEngine, deadline_seconds: float, unfinished: int, total: int) -> DeadlineError:
+    """The error of a rollout that did not end in time."""
+    status = engine.status()
+    return DeadlineError(
+        f"the rollout waited {deadline_seconds:g} s for {unfinished} of {total} responses ({status.running} running, "
+        f"{status.waiting} waiting, the oldest {status.oldest}); raise rollout.deadline_seconds or shorten the "
+        "responses with data.max_response_length"
+    )

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from whet.rollout.constraints import NEVER, Constraints
 from whet.rollout.protocol import Request
@@ -54,11 +55,39 @@ class SamplingState:
             constraints=constraints,
         )
 
-    def rows(self, index: torch.Tensor) -> SamplingState:
+    def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """The columns of some of the requests."""
-        names = ("keys", "temperature", "greedy", "top_p", "top_k", "min_p", "stop_ids", "limits")
-        some = replace(self, **{name: vars(self)[name][index] for name in names})
-        return some if self.constraints is None else replace(some, constraints=self.constraints.rows(index))
+        return SamplingState(
+            self.keys[index],
+            self.temperature[index],
+            self.greedy[index],
+            self.top_p[index],
+            self.top_k[index],
+            self.min_p[index],
+            self.stop_ids[index],
+            self.limits[index],
+            self.plain,
+            None if self.constraints is None else self.constraints.rows(index),
+        )
+
+    def joined(self, other: SamplingState, of_all: Callable[[], SamplingState]) -> SamplingState:
+        """These rows, then the others. With constraints, whose tables must be made anew, it is `of_all()`."""
+        if self.constraints is not None or other.constraints is not None:
+            return of_all()
+        most = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
+        stops = [F.pad(each.stop_ids, (0, most - each.stop_ids.shape[1]), value=NEVER) for each in (self, other)]
+        return SamplingState(
+            torch.cat([self.keys, other.keys]),
+            torch.cat([self.temperature, other.temperature]),
+            torch.cat([self.greedy, other.greedy]),
+            torch.cat([self.top_p, other.top_p]),
+            torch.cat([self.top_k, other.top_k]),
+            torch.cat([self.min_p, other.min_p]),
+            torch.cat(stops),
+            torch.cat([self.limits, other.limits]),
+            self.plain and other.plain,
+            None,
+        )
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -57,15 +57,20 @@ class StopStrings:
         return token < self._size and token not in self._silent
 
 
-def stop_strings_of(
-    requests: Sequence[Request], load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None
-) -> list[StopStrings | None]:
-    """The stop strings of each request.  Raises: EngineError where there are some and no tokenizer."""
-    different = {request.params.stop for request in requests} - {()}
-    if not different:
-        return [None] * len(requests)
-    if load_tokenizer is None:
-        raise EngineError(f"stop strings {sorted(different)[0]} need a tokenizer, and this rollout engine has none")
-    tokenizer = load_tokenizer()
-    made = {strings: StopStrings(strings, tokenizer) for strings in different}
-    return [made.get(request.params.stop) for request in requests]
+class StopStringsByRequest:
+    """The stop strings of requests; only where there are some is the tokenizer loaded."""
+
+    def __init__(self, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._made: dict[tuple[str, ...], StopStrings] = {}
+
+    def of(self, request: Request) -> StopStrings | None:
+        """The stop strings of one request.  Raises: EngineError where there are some and no tokenizer."""
+        strings = request.params.stop
+        if not strings:
+            return None
+        if strings not in self._made:
+            if self._load_tokenizer is None:
+                raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
+            self._made[strings] = StopStrings(strings, self._load_tokenizer())
+        return self._made[strings]

@@ -19,6 +19,7 @@ from whet.rewards.result import Outcome, RewardResult
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.failures import FailureWatch
+from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
 from whet.types import Failure, Group, Prompt, Trajectory
 
@@ -64,16 +65,6 @@ class PromptSource(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         ...
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Which groups are worth training on: `keeps` reads the `metric` of a group's answers that did not fail."""
-
-    keeps: Callable[..., bool]
-    options: Mapping[str, Any]
-    metric: str = "accuracy"
-    max_refills: int = 4
 
 
 @dataclass(frozen=True)
@@ -130,19 +121,29 @@ class Rollouts:
         """`take` up to where all answers are sampled. A filter reads their scores, and has them waited for here."""
         if self.prompts is None:
             raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
-        metrics = Metrics()
-        if self.group_filter is not None:
-            taken = self._filtered(n, self.group_filter, step, metrics)
-            return Sampled(taken.groups, lambda: taken)
-        prompts = self.prompts
-        sampled = self.start_sample(prompts.take(n), self.n, self.params_at(step), step=step, metrics=metrics)
+        metrics, prompts, params = Metrics(), self.prompts, self.params_at(step)
+        stream = Stream(self.n, self.group_filter, prompts.observe)
 
-        def result() -> Taken:
-            groups = sampled.result()
-            prompts.observe(groups)
-            return Taken(groups, metrics)
+        def sampled(start: Start) -> Sampled[list[Group]]:
+            taken = prompts.take(start.count)
+            stream.started(taken)
+            return self.start_sample(taken, self.n, params, step=step, metrics=metrics)
 
-        return Sampled(sampled.groups, result)
+        def scored(groups: Sequence[Group]) -> Start | HandOut:
+            [after] = filter(None, [stream.on_scored(each) for group in groups for each in group.trajectories])
+            return after
+
+        if self.group_filter is None:
+            begun = sampled(stream.ask(n))
+            return Sampled(begun.groups, lambda: _taken(scored(begun.result()), metrics))
+        after: Start | HandOut = stream.ask(n)
+        with self.sampling():
+            while isinstance(after, Start):
+                after = scored(sampled(after).result())
+        taken = _taken(after, metrics)
+        if len(taken.groups) < n:
+            log.debug("step %d trains on %d of %d groups: the filter dropped the others", step, len(taken.groups), n)
+        return Sampled(taken.groups, lambda: taken)
 
     def params_at(self, step: int) -> SamplingParams:
         """How a step samples: within the length of its stage."""
@@ -209,25 +210,6 @@ class Rollouts:
         if self.prompts is not None:
             self.prompts.load_state(state)
 
-    def _filtered(self, n: int, group_filter: Filter, step: int, metrics: Metrics) -> Taken:
-        assert self.prompts is not None
-        kept: list[Group] = []
-        dropped: list[Group] = []
-        params = self.params_at(step)
-        with self.sampling():
-            for _ in range(1 + group_filter.max_refills):
-                groups = self.sample(self.prompts.take(n - len(kept)), self.n, params, step=step, metrics=metrics)
-                self.prompts.observe(groups)
-                for group in groups:
-                    (kept if _is_kept(group, group_filter) else dropped).append(group)
-                if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
-                    break
-        metrics.sum("filter/dropped_groups", len(dropped))
-        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
-        if len(kept) < n:
-            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
-        return Taken(kept or dropped[:n], metrics)
-
     def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if self.scorer is not None:
@@ -258,9 +240,14 @@ class Rollouts:
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _is_kept(group: Group, group_filter: Filter) -> bool:
-    values = [_metric(trajectory, group_filter.metric) for trajectory in group.trajectories if not trajectory.failure]
-    return group_filter.keeps(values, **group_filter.options)
+def _taken(handed_out: Start | HandOut, metrics: Metrics) -> Taken:
+    """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
+    assert isinstance(handed_out, HandOut)
+    kept, dropped = handed_out.kept, handed_out.dropped
+    if handed_out.is_filtered:
+        metrics.sum("filter/dropped_groups", len(dropped))
+        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+    return Taken(kept or dropped[: handed_out.wanted], metrics)
 
 
 def _judged_all(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
@@ -280,13 +267,3 @@ def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
         token_rewards=outcome.token_rewards,
         extracted=outcome.extracted,
     )
-
-
-def _metric(trajectory: Trajectory, name: str) -> float:
-    numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
-    if name not in numbers:
-        raise DataError(
-            f"algorithm.filter.metric={name}, which the reward does not report for {trajectory.uid}; "
-            f"it reports {', '.join(sorted(numbers))}"
-        )
-    return numbers[name]

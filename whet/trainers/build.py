@@ -40,10 +40,12 @@ from whet.registry import (
 )
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
-from whet.rollout.collect import Collector, Generate
+from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
-from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Filter, PromptSource, Rollouts, Scorer
+from whet.rollout.groups import Filter
+from whet.rollout.protocol import RolloutEngine, SamplingParams
+from whet.rollout.replicas import Replicas
+from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.tracking.console import ConsoleTracker
 from whet.tracking.profile import observed
 from whet.tracking.tracker import Trackers
@@ -54,7 +56,7 @@ from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.restart import with_restarts
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import RolloutWorker, sampler
+from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run, metric_file, open_trackers, run_folder
 from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
@@ -162,7 +164,7 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=_weight_sync(config, roles),
-            rollouts=_rollouts(config, tokenizer, loader, sampler(roles["rollout"]), scorer, stop_ids, modes),
+            rollouts=_rollouts(config, tokenizer, loader, _replicas(config, roles["rollout"]), scorer, stop_ids, modes),
             columns=columns,
             estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
             estimator_options=_estimator_options(config),
@@ -321,11 +323,11 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
 
 
 def build_collector(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, generate: Generate, seed: int
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
 ) -> Collector:
     """What runs the config's environment on an engine."""
     return Collector(
-        generate,
+        engine,
         tokenizer,
         environment=config.environment.name,
         environment_options=config.environment.options,
@@ -333,6 +335,7 @@ def build_collector(
         apply_chat_template=config.data.apply_chat_template,
         chat_template_kwargs=config.data.chat_template_kwargs,
         seed=seed,
+        deadline_seconds=config.rollout.deadline_seconds,
     )
 
 
@@ -357,6 +360,10 @@ def sampling_params(
     )
 
 
+def _replicas(config: TrainConfig, rollout: WorkerGroup) -> Replicas:
+    return Replicas(rollout, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
+
+
 def _weight_sync(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> WeightSync:
     dtype = config.rollout.dtype or config.model.dtype
     return weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds)
@@ -366,14 +373,14 @@ def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     loader: PromptSource,
-    generate: Generate,
+    engine: RolloutEngine,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
     modes: Modes,
 ) -> Rollouts:
     return Rollouts(
         loader,
-        build_collector(config, tokenizer, generate, config.trainer.seed),
+        build_collector(config, tokenizer, engine, config.trainer.seed),
         scorer,
         tokenizer,
         n=config.rollout.n,

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that samples, and the group of them as one engine."""
+"""The worker that samples."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,15 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
-from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import TrainEngine
 from whet.engines.single import SingleEngine
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.lora import adapted_layers
 from whet.rollout.hf import HFEngine
+from whet.rollout.in_process import InProcessEngine
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Completion, Request, RolloutEngine
-from whet.rollout.share import Share
+from whet.rollout.protocol import Event, Request, Status
 from whet.trainers.workers import TrainWorker, actor_beside, torch_dtype
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Inlet, receive
@@ -40,28 +41,44 @@ class RolloutWorker(Worker):
         self.engine = rollout_engine(config, self.dtype, cache(partial(load_tokenizer, tokenizer_path)))
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
-        self._calls = 0
+        self._queue = deque[Request]()  # that the engine had no room for
         if not self.is_beside_actor():
             self._load()
 
-    @register(Dispatch.DP_COMPUTE)
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        """One completion a request, in order, each rank for the requests that it was given."""
-        return self.engine.generate(requests)
+    @register(Dispatch.ONE_TO_ALL)
+    def serve(
+        self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
+    ) -> list[Event]:
+        """Takes requests, ends others, samples, and returns with the first events; where it `gathers` with all events
+        of the time, unless nothing is left before.
+
+        Raises: EngineError, WeightSyncError."""
+        self._queue += requests
+        self.engine.abort(aborted)
+        until, events = time.monotonic() + timeout_seconds, list[Event]()
+        while True:
+            while self._queue and self.engine.submit(self._queue[0]):
+                self._queue.popleft()
+            events += self.engine.poll(max(0.0, until - time.monotonic()))
+            status = self.engine.status() if gathers else None
+            is_idle = status is not None and not (status.running or status.waiting or self._queue)
+            if (events and not gathers) or is_idle or time.monotonic() >= until:
+                return events
 
     @register(Dispatch.ONE_TO_ALL)
-    def answer(self, requests: list[Request]) -> dict[int, Completion]:
-        """The completions of those requests that this rank took, by their numbers; the other ranks took the rest."""
-        assert self.process_group is not None
-        store: Any = self.process_group.get_group_store()
-        self._calls += 1  # equal on all ranks: each is given every call
-        taken, done = (f"whet/{self.role}/{self._calls}/{name}" for name in ("taken", "done"))
-        share = Share(requests, self.world_size, lambda: store.add(taken, 1) - 1)
-        completions = self.engine.answer(requests, share)
-        if store.add(done, 1) == self.world_size:
-            store.delete_key(taken)
-            store.delete_key(done)
-        return completions
+    def pause(self) -> None:
+        """Stops sampling."""
+        self.engine.pause()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self.engine.resume()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def status(self) -> Status:
+        """What this rank's engine is doing."""
+        return self.engine.status()
 
     @register(Dispatch.ONE_TO_ALL)
     def is_beside_actor(self) -> bool:
@@ -105,7 +122,7 @@ class RolloutWorker(Worker):
         assert self._inlet is not None
         digest = Digest()
         try:
-            self.engine.load_weights(receive(self._inlet, version, digest), version)
+            self.engine.load(receive(self._inlet, version, digest), version)
         except BaseException:
             self.close()  # the trainer, which waits for this rank, hears of it
             raise
@@ -147,31 +164,14 @@ class RolloutWorker(Worker):
         return [each.engine for each in workers if isinstance(each, TrainWorker)]
 
 
-def sampler(rollout: WorkerGroup) -> Callable[[Sequence[Request]], list[Completion]]:
-    """One completion a request, in order, from all ranks of the group, each of which takes the next requests as it has
-    room."""
-
-    def generate(requests: Sequence[Request]) -> list[Completion]:
-        if rollout.world_size == 1:
-            alone: list[Completion] = rollout.generate(list(requests))
-            return alone
-        answered: dict[int, Completion] = {}
-        for part in rollout.answer(list(requests)):
-            answered |= part
-        return [answered[index] for index in range(len(requests))]
-
-    return generate
-
-
 def rollout_engine(
     config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
-) -> RolloutEngine:
+) -> InProcessEngine[Any]:
     """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
     if config.name == "hf":
         return HFEngine(
             dtype=dtype,
             max_batch_size=config.max_batch_size,
-            deadline_seconds=config.deadline_seconds,
             load_tokenizer=load_tokenizer,
         )
     return NativeEngine(
@@ -179,6 +179,5 @@ def rollout_engine(
         max_batch_size=config.max_batch_size,
         kv_cache_bytes=config.kv_cache_bytes,
         compile_decode=config.compile,
-        deadline_seconds=config.deadline_seconds,
         load_tokenizer=load_tokenizer,
     )

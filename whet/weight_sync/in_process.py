@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from whet.rollout.protocol import RolloutEngine
+from whet.rollout.protocol import RolloutEngine, SharesModule
 from whet.weight_sync.buckets import Weights, in_dtype
 from whet.weight_sync.digest import Digest
 
 
-def attach(rollout: RolloutEngine, module: PreTrainedModel, weights: Weights, version: int) -> str:
+def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
     """Lets the rollout sample from `module` itself, and returns the digest of its `weights`."""
     digest = Digest()
     for name, weight in weights:
@@ -32,5 +32,5 @@ def copy(rollout: RolloutEngine, weights: Weights, version: int, dtype: torch.dt
             digest.add(name, converted)
             yield name, converted
 
-    rollout.load_weights(counted(), version)
+    rollout.load(counted(), version)
     return str(digest)

@@ -44,6 +44,10 @@ class BlockCache:
         """Blocks that nobody owns."""
         return len(self._free)
 
+    def free(self) -> None:
+        """Gives the memory back; nothing may be stored after it."""
+        self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+
     def take(self, count: int) -> list[int]:
         """So many free blocks, lowest first, owned once."""
         taken = [self._free.pop() for _ in range(count)]

@@ -4,152 +4,188 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from whet.rollout.in_process import Done
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.scheduler import Answer
-from whet.rollout.protocol import Completion
+from whet.rollout.native.scheduler import ScheduledRequest
 from whet.rollout.sampling import SamplingState, is_stop, sample
 from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
-COLUMNS = ("index", "tokens", "positions", "counts", "slots")
+
+@dataclass
+class Columns:
+    """One number a running request   [n]"""
+
+    tokens: torch.Tensor  # sampled last, to be fed next
+    positions: torch.Tensor  # of that token in its sequence
+    counts: torch.Tensor  # tokens of the response so far
+    slots: torch.Tensor  # row of the block tables and of the outputs
+
+    @classmethod
+    def of(cls, live: Sequence[ScheduledRequest], slots: Sequence[int], device: torch.device) -> Columns:
+        """The columns of requests that start or go on."""
+        tokens = [each.tokens[-1] if each.tokens else 0 for each in live]
+        positions = [len(each.prompt.token_ids) + len(each.tokens) - 1 for each in live]
+        counts = [len(each.tokens) for each in live]
+        columns = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, counts, slots))
+        return cls(*(column.to(device) for column in columns))
+
+    def joined(self, other: Columns) -> Columns:
+        """These rows, then the others."""
+        return Columns(*(torch.cat(pair) for pair in zip(self._each(), other._each(), strict=True)))
+
+    def only(self, kept: torch.Tensor) -> Columns:
+        """The rows that `kept` chooses."""
+        return Columns(*(column[kept] for column in self._each()))
+
+    def _each(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.positions, self.counts, self.slots
 
 
 class Running:
-    """n rows, one a request, in no order that matters."""
+    """n rows, one a running request, in no order that matters."""
 
     def __init__(
-        self,
-        sampling: SamplingState,
-        stops: Sequence[StopStrings | None],
-        capacity: int,
-        table_width: int,
-        longest: int,
+        self, vocab_size: int, device: torch.device, max_rows: int, expected: Sequence[ScheduledRequest]
     ) -> None:
-        device = sampling.keys.device
-        self.sampling, self.stops = sampling, stops  # of all requests
-        self.index = torch.empty(0, dtype=torch.int64, device=device)  # [n] which request
-        self.tokens = torch.empty(0, dtype=torch.int64, device=device)  # [n] sampled last, to be fed next
-        self.positions = torch.empty(0, dtype=torch.int64, device=device)  # [n] where that token stands
-        self.counts = torch.empty(0, dtype=torch.int64, device=device)  # [n] tokens sampled so far
-        self.slots = torch.empty(0, dtype=torch.int64, device=device)  # [n] row of `tables` and of the outputs
-        self.tables = torch.zeros(capacity, table_width, dtype=torch.int32, device=device)
-        self.out_tokens = torch.zeros(capacity, longest, dtype=torch.int64, device=device)
-        self.out_log_probs = torch.empty(capacity, longest, dtype=torch.float32, device=device)
-        self.own = sampling.rows(self.index)  # of the n requests
-        self._has_stops = any(each is not None for each in stops)
-        self._free_slots = list(range(capacity - 1, -1, -1))
+        self._vocab_size, self._max_rows = vocab_size, max_rows
+        self.live: list[ScheduledRequest] = []  # by row
+        self.stops: list[StopStrings | None] = []  # by row
+        self.columns = Columns.of([], [], device)
+        self.sampling = SamplingState.of([], vocab_size, device)  # by row
+        rows = min(max_rows, len(expected))
+        longest = max(each.request.params.max_new_tokens for each in expected)
+        self.tables = torch.zeros(rows, max(each.most_blocks for each in expected), dtype=torch.int32, device=device)
+        self.out_tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+        self.out_log_probs = torch.empty(rows, longest, dtype=torch.float32, device=device)
+        self._free_slots = list(range(rows - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.live)
 
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Rows for answers that go on; for those that start too, whose first token comes with `sample`."""
-        device = self.index.device
-        slots = [self._free_slots.pop() for _ in answers]
-        width = max(len(each.blocks) for each in answers)
-        tables = [each.blocks + [0] * (width - len(each.blocks)) for each in answers]
+    def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> None:
+        """Rows for requests that go on; for those that start too, whose first token comes with `sample`."""
+        self._make_room(live)
+        device = self.tables.device
+        slots = [self._free_slots.pop() for _ in live]
+        width = max(len(each.blocks) for each in live)
+        tables = [each.blocks + [0] * (width - len(each.blocks)) for each in live]
         self.tables[slots, :width] = torch.tensor(tables, dtype=torch.int32, device=device)
-        new = {
-            "index": [each.index for each in answers],
-            "tokens": [each.tokens[-1] if each.tokens else 0 for each in answers],
-            "positions": [len(each.prompt.token_ids) + len(each.tokens) - 1 for each in answers],
-            "counts": [len(each.tokens) for each in answers],
-            "slots": slots,
-        }
-        for name, values in new.items():
-            vars(self)[name] = torch.cat([vars(self)[name], torch.tensor(values, dtype=torch.int64, device=device)])
-        for slot, each in zip(slots, answers, strict=True):
+        for slot, each in zip(slots, live, strict=True):
             if each.tokens:
                 self.out_tokens[slot, : len(each.tokens)] = torch.tensor(each.tokens, device=device)
                 self.out_log_probs[slot, : len(each.tokens)] = torch.tensor(each.log_probs, device=device)
-        self.own = self.sampling.rows(self.index)
+        self.columns = self.columns.joined(Columns.of(live, slots, device))
+        self.live += live
+        self.stops += stops
+        self.sampling = self.sampling.joined(
+            SamplingState.of([each.request for each in live], self._vocab_size, device),
+            lambda: SamplingState.of([each.request for each in self.live], self._vocab_size, device),
+        )
 
     def sample(self, logits: torch.Tensor, first: int = 0) -> None:
         """The next token of the rows from `first` on, from their logits."""
-        rows = slice(first, None)
-        own = self.own if first == 0 else self.sampling.rows(self.index[rows])
-        slots, counts = self.slots[rows], self.counts[rows]
+        rows, columns = slice(first, None), self.columns
+        own = self.sampling if first == 0 else self.sampling.rows(rows)
+        slots, counts = columns.slots[rows], columns.counts[rows]
         generated = None
         if own.constraints is not None:
             generated = self.out_tokens[slots, : max(1, int(counts.max()))]
         tokens, log_probs = sample(logits, own, counts, generated)
         self.out_tokens[slots, counts] = tokens
         self.out_log_probs[slots, counts] = log_probs
-        self.tokens[rows] = tokens
-        self.positions[rows] += 1
-        self.counts[rows] += 1
+        columns.tokens[rows] = tokens
+        columns.positions[rows] += 1
+        columns.counts[rows] += 1
 
-    def without_room(self) -> list[int]:
+    def without_room(self) -> list[ScheduledRequest]:
         """The requests whose next token begins a block."""
-        return self.index[self.positions % BLOCK_SIZE == 0].tolist()
+        rows = (self.columns.positions % BLOCK_SIZE == 0).nonzero().squeeze(1)
+        return [self.live[row] for row in rows.tolist()]
 
-    def extend(self, blocks: Mapping[int, int]) -> None:
-        """One block more for some requests, of which `without_room` spoke."""
+    def extend(self, blocks: Mapping[ScheduledRequest, int]) -> None:
+        """Enters one block more for some of the requests without room."""
         if not blocks:
             return
-        rows = self._rows_of(blocks)
-        order = torch.tensor([blocks[index] for index in self.index[rows].tolist()], dtype=torch.int32)
-        self.tables[self.slots[rows], self.positions[rows] // BLOCK_SIZE] = order.to(rows.device)
+        rows = [row for row, each in enumerate(self.live) if each in blocks]
+        new = torch.tensor([blocks[self.live[row]] for row in rows], dtype=torch.int32, device=self.tables.device)
+        columns = self.columns
+        self.tables[columns.slots[rows], columns.positions[rows] // BLOCK_SIZE] = new
 
-    def remove(self, answers: Sequence[Answer]) -> None:
-        """Takes out the rows of preempted answers, which remember what they had sampled."""
-        if not answers:
-            return
-        by_index = {each.index: each for each in answers}
-        rows = self._rows_of(by_index)
-        for index, slot, count in zip(*self._lists(rows, "index", "slots", "counts"), strict=True):
-            by_index[index].tokens = self.out_tokens[slot, :count].tolist()
-            by_index[index].log_probs = self.out_log_probs[slot, :count].tolist()
-        self._drop(rows)
+    def read(self) -> None:
+        """Copies the tokens and log-probs so far into every request."""
+        if self.live:
+            self._read(self.live, self.columns)
 
-    def finish(self, version: int) -> dict[int, Completion]:
-        """Takes out the rows that are done: their completions, by request."""
-        stopped = is_stop(self.tokens, self.own)
-        found = self._found_stops() if self._has_stops else {}
+    def remove(self, live: Sequence[ScheduledRequest]) -> None:
+        """Takes out the rows of requests; their tokens were read."""
+        gone = set(live)
+        self._keep([row for row, each in enumerate(self.live) if each not in gone])
+
+    def finish(self) -> list[Done[ScheduledRequest]]:
+        """Takes out the requests that are done, with all their tokens."""
+        stopped = is_stop(self.columns.tokens, self.sampling)
+        found = self._found_stops(stopped) if any(self.stops) else {}
         if found:
             stopped[list(found)] = True
-        ended = stopped | (self.counts >= self.own.limits)
+        ended = stopped | (self.columns.counts >= self.sampling.limits)
         if not bool(ended.any()):
-            return {}
+            return []
         rows = ended.nonzero().squeeze(1)
-        longest = int(self.counts[rows].max())
-        tokens, log_probs = (out[self.slots[rows], :longest].tolist() for out in (self.out_tokens, self.out_log_probs))
-        columns = (rows.tolist(), *self._lists(rows, "index", "counts"), stopped[rows].tolist())
-        done: dict[int, Completion] = {}
-        for row, index, count, stop, ids, values in zip(*columns, tokens, log_probs, strict=True):
-            reason: FinishReason = "stop" if stop else "length"
-            done[index] = Completion(tuple(ids[:count]), tuple(values[:count]), reason, version, found.get(row))
-        self._drop(rows)
+        some, chosen = self.columns.only(rows), rows.tolist()
+        self._read([self.live[row] for row in chosen], some)
+        reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped[rows].tolist()]
+        done = [(self.live[row], reason, found.get(row)) for row, reason in zip(chosen, reasons, strict=True)]
+        self._keep((~ended).nonzero().squeeze(1).tolist())
         return done
 
-    def _found_stops(self) -> dict[int, str]:
+    def _found_stops(self, stopped: torch.Tensor) -> dict[int, str]:
         """The stop string that the newest token of a row completes, by row; a stop token comes before one."""
         found: dict[int, str] = {}
-        columns = self._lists(slice(None), "index", "tokens", "slots", "counts")
-        ended = is_stop(self.tokens, self.own).tolist()
-        for row, (index, token, slot, count) in enumerate(zip(*columns, strict=True)):
-            stops = self.stops[index]
-            if stops is None or ended[row]:
+        columns = self.columns
+        each = zip(
+            self.stops,
+            *(column.tolist() for column in (stopped, columns.tokens, columns.slots, columns.counts)),
+            strict=True,
+        )
+        for row, (stops, ended, token, slot, count) in enumerate(each):
+            if stops is None or ended:
                 continue
             string = stops.found(token, self.out_tokens[slot, :count])
             if string is not None:
                 found[row] = string
         return found
 
-    def _rows_of(self, indices: Mapping[int, object]) -> torch.Tensor:
-        chosen = torch.tensor(list(indices), dtype=torch.int64, device=self.index.device)
-        return torch.isin(self.index, chosen).nonzero().squeeze(1)
+    def _read(self, live: Sequence[ScheduledRequest], columns: Columns) -> None:
+        longest = int(columns.counts.max())
+        outputs = (out[columns.slots, :longest].tolist() for out in (self.out_tokens, self.out_log_probs))
+        for each, count, tokens, log_probs in zip(live, columns.counts.tolist(), *outputs, strict=True):
+            each.tokens, each.log_probs = tokens[:count], log_probs[:count]
 
-    def _lists(self, rows: torch.Tensor | slice, *names: str) -> list[list[int]]:
-        return [vars(self)[name][rows].tolist() for name in names]
+    def _keep(self, rows: list[int]) -> None:
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.tables.device)
+        gone = torch.ones(len(self), dtype=torch.bool, device=kept.device)
+        gone[kept] = False
+        self._free_slots += self.columns.slots[gone].tolist()
+        self.live, self.stops = [self.live[row] for row in rows], [self.stops[row] for row in rows]
+        self.columns, self.sampling = self.columns.only(kept), self.sampling.rows(kept)
 
-    def _drop(self, rows: torch.Tensor) -> None:
-        self._free_slots += self.slots[rows].tolist()
-        left = torch.ones(len(self), dtype=torch.bool, device=rows.device)
-        left[rows] = False
-        for name in COLUMNS:
-            vars(self)[name] = vars(self)[name][left]
-        self.own = self.sampling.rows(self.index)
+    def _make_room(self, live: Sequence[ScheduledRequest]) -> None:
+        """Enlarges tables and outputs where more or longer requests came than were expected."""
+        rows = min(self._max_rows, 2 * (len(self) + len(live))) - len(self.tables)
+        if len(live) > len(self._free_slots):
+            self._free_slots = [*range(len(self.tables) + rows - 1, len(self.tables) - 1, -1), *self._free_slots]
+        else:
+            rows = 0
+        blocks = max(0, max(each.most_blocks for each in live) - self.tables.shape[1])
+        tokens = max(0, max(each.request.params.max_new_tokens for each in live) - self.out_tokens.shape[1])
+        if rows or blocks:
+            self.tables = F.pad(self.tables, (0, blocks, 0, rows))
+        if rows or tokens:
+            self.out_tokens = F.pad(self.out_tokens, (0, tokens, 0, rows))
+            self.out_log_probs = F.pad(self.out_log_probs, (0, tokens, 0, rows))

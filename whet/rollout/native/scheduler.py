@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests run: admission in order, one prefill for equal prompts, blocks as answers grow.
+"""Scheduling of requests: admission in order, one prefill for equal prompts, blocks as responses grow.
 
-No room is reserved for the longest answer. Where blocks run out the newest answers give theirs up, keep their tokens,
-and are computed again (as vLLM's recompute preemption): first in, first out, so that the oldest always goes on.
+No room is reserved for the longest response. Where blocks run out the newest requests give theirs up, keep their
+tokens, and are computed again (as vLLM's recompute preemption): first in, first out, so that the oldest always goes on.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from dataclasses import dataclass, field
 import torch
 
 from whet.errors import EngineError
+from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.protocol import Request
+from whet.rollout.protocol import Identity, Request
 
-# An answer starts, or goes on, only where every running one finds so many blocks more, up to those that its longest
-# answer takes: without any, what was just computed is thrown away again; with all, the worst case is reserved.
+# A request starts, or goes on, only where every running one finds this many more blocks, up to those that its longest
+# response takes: without any, new work is thrown away again; with all, the worst case is reserved.
 HEADROOM_BLOCKS = 1
 
 
 @dataclass(eq=False)
 class SharedPrompt:
-    """A prompt, the requests that answer it, and, while it is computed, its blocks and the logits after it.
+    """A prompt, its requests, and, while it is computed, its blocks and the logits after it.
 
-    It owns its blocks until its last answer is done, or until they are needed while none of its answers runs."""
+    It owns its blocks until its last request is done, or until they are needed while none of its requests runs."""
 
-    token_ids: tuple[int, ...]
-    waiting: deque[int] = field(default_factory=deque)  # have not started
+    identity: Identity
+    waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
     unfinished: int = 0
     running: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -38,37 +39,38 @@ class SharedPrompt:
     logits: torch.Tensor | None = None  # [V]
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its tokens."""
+        return self.identity[0]
+
+    @property
     def num_full(self) -> int:
-        """Blocks that its answers share; a last, partly filled one each answer copies and goes on to fill."""
+        """Number of blocks that its requests share; each copies a last, partly filled one and goes on to fill it."""
         return len(self.token_ids) // BLOCK_SIZE
 
     @property
     def full_blocks(self) -> list[int]:
-        """The shared ones."""
+        """The shared blocks."""
         return self.blocks[: self.num_full]
 
     @property
     def partial_block(self) -> list[int]:
-        """The last, partly filled one, while there are answers to start from it."""
+        """The last, partly filled block, while there are requests to start from it."""
         return self.blocks[self.num_full :]
 
     @property
     def tokens_to_compute(self) -> tuple[int, ...]:
-        """All of it where answers start from it, else what answers that go on can share."""
+        """The whole prompt while some request has not started; afterwards only its full, shared blocks."""
         return self.token_ids if self.waiting else self.token_ids[: self.num_full * BLOCK_SIZE]
 
 
-@dataclass(eq=False)
-class Answer:
-    """A request that runs, or was preempted: the blocks that it owns, in order, and what it had sampled by then."""
+@dataclass(eq=False, kw_only=True)
+class ScheduledRequest(LiveRequest):
+    """An unfinished request with the blocks that it owns, in order."""
 
-    index: int
     prompt: SharedPrompt
-    most_blocks: int
+    most_blocks: int  # of its prompt and its longest response
     blocks: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    preemptions: int = 0
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
@@ -84,39 +86,46 @@ class Answer:
 class Scheduler:
     """Hands out requests in order as rows and blocks allow, and takes blocks back where they are short."""
 
-    def __init__(self, requests: Sequence[Request], cache: BlockCache, max_batch_size: int) -> None:
-        self.requests, self.cache, self.max_batch_size = requests, cache, max_batch_size
-        self.running: dict[int, Answer] = {}  # by request, the oldest first
-        self._preempted: deque[Answer] = deque()  # the oldest first; all are newer than those running
-        self._prompts: list[SharedPrompt] = []
+    def __init__(self, cache: BlockCache, max_batch_size: int) -> None:
+        self.cache, self.max_batch_size = cache, max_batch_size
+        self.running: dict[str, ScheduledRequest] = {}  # by uid, the oldest first
+        self._begun: deque[ScheduledRequest] = deque()  # with tokens, but not running; the oldest first
+        self._prompts: dict[SharedPrompt, None] = {}  # the oldest first
+        self._newest: dict[Identity, SharedPrompt] = {}  # of several equal ones
         self._unstarted: deque[SharedPrompt] = deque()
-        self.num_unfinished = 0  # of those that were added
-        for index, request in enumerate(requests):
-            self._check_fits(index, request)
 
-    def add(self, indices: Iterable[int]) -> None:
-        """Puts requests at the end of the queue; those of an equal prompt that waits there join it."""
-        waiting = {prompt.token_ids: prompt for prompt in self._unstarted}
-        for index in indices:
-            token_ids = self.requests[index].token_ids
-            if token_ids not in waiting:
-                waiting[token_ids] = SharedPrompt(token_ids)
-                self._prompts.append(waiting[token_ids])
-                self._unstarted.append(waiting[token_ids])
-            waiting[token_ids].waiting.append(index)
-            waiting[token_ids].unfinished += 1
-            self.num_unfinished += 1
+    def add(self, request: Request) -> ScheduledRequest:
+        """Puts a request at the end of the queue, beside requests of an equal prompt that wait there.
 
-    def admit(self) -> list[Answer]:
-        """The answers that start or go on now, those that go on first."""
-        admitted: list[Answer] = []
-        while len(self.running) < self.max_batch_size and (answer := self._next()) is not None:
-            prompt = answer.prompt
+        Raises: EngineError for a request that the cache cannot hold."""
+        most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
+        if most_blocks + 1 > self.cache.num_blocks:
+            raise EngineError(
+                f"request {request.uid} may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens, the "
+                f"KV cache holds {(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
+                "raise rollout.kv_cache_bytes or lower data.max_response_length"
+            )
+        prompt, earlier = self._prompt_for(request), list(request.sampled_ids)
+        live = ScheduledRequest(request, earlier, [0.0] * len(earlier), prompt=prompt, most_blocks=most_blocks)
+        prompt.unfinished += 1
+        if live.tokens:
+            self._begun.append(live)
+            return live
+        if not prompt.waiting:
+            self._unstarted.append(prompt)
+        prompt.waiting.append(live)
+        return live
+
+    def admit(self) -> list[ScheduledRequest]:
+        """Starts requests, and lets others go on, those first.  Returns them."""
+        admitted: list[ScheduledRequest] = []
+        while len(self.running) < self.max_batch_size and (live := self._next()) is not None:
+            prompt = live.prompt
             first = 0 if prompt.blocks else blocks_for(len(prompt.tokens_to_compute))
-            length = len(answer.cached_ids) if answer.tokens else len(prompt.token_ids)
+            length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
             headroom = sum(each.headroom for each in self.running.values())
-            headroom += min(HEADROOM_BLOCKS, answer.most_blocks - blocks_for(length))
+            headroom += min(HEADROOM_BLOCKS, live.most_blocks - blocks_for(length))
             if not self.running:
                 self._free_idle_prompts(first + own, but=prompt)
             elif first + own + headroom > self.cache.num_free:
@@ -124,80 +133,101 @@ class Scheduler:
             if not prompt.blocks:
                 prompt.blocks, prompt.uncomputed = self.cache.take(first), prompt.tokens_to_compute
             self.cache.share(prompt.full_blocks)
-            answer.blocks = prompt.full_blocks + self.cache.take(own)
-            self._start(answer)
-            admitted.append(answer)
+            live.blocks = prompt.full_blocks + self.cache.take(own)
+            self._start(live)
+            admitted.append(live)
         return admitted
 
-    def grow(self, indices: Iterable[int]) -> tuple[dict[int, int], list[Answer]]:
-        """A block more for each of these running requests, or none and its place in the queue.
+    def grow(self, wanting: Iterable[ScheduledRequest]) -> tuple[dict[ScheduledRequest, int], list[ScheduledRequest]]:
+        """Gives each of these running requests a block more, or takes all its blocks and puts it into the queue.
 
-        Returns the blocks by request, and the answers that were preempted."""
-        wanting, blocks, preempted = set(indices), dict[int, int](), list[Answer]()
-        for index in [each for each in self.running if each in wanting]:  # the oldest first
-            while index in self.running and not self.cache.num_free:
+        Returns the new blocks, and the requests that were preempted."""
+        growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
+        for live in [each for each in self.running.values() if each in growing]:  # the oldest first
+            while live.request.uid in self.running and not self.cache.num_free:
                 if not self._free_idle_prompts(1):
                     preempted.append(self._preempt())
-            if index in self.running:
+            if live.request.uid in self.running:
                 [block] = self.cache.take(1)
-                self.running[index].blocks.append(block)
-                blocks[index] = block
-        return {index: block for index, block in blocks.items() if index in self.running}, preempted
+                live.blocks.append(block)
+                blocks[live] = block
+        return {live: block for live, block in blocks.items() if live not in preempted}, preempted
 
-    def finish(self, index: int) -> Answer:
-        """Takes back what a request that is done owned."""
-        answer = self.running.pop(index)
-        answer.prompt.running -= 1
-        answer.prompt.unfinished -= 1
-        self.num_unfinished -= 1
-        self.cache.release(answer.blocks)
-        if not answer.prompt.unfinished:
-            self._release(answer.prompt)
-        return answer
+    def remove(self, live: ScheduledRequest) -> None:
+        """Takes back everything that an unfinished request owns, running or not."""
+        uid, prompt = live.request.uid, live.prompt
+        if self.running.pop(uid, None) is not None:
+            prompt.running -= 1
+            self.cache.release(live.blocks)
+        elif live.tokens:
+            self._begun.remove(live)
+        else:
+            self._leave_queue(live)
+        prompt.unfinished -= 1
+        if not prompt.unfinished:
+            self._release(prompt)
+            del self._prompts[prompt]
+            if self._newest.get(prompt.identity) is prompt:
+                del self._newest[prompt.identity]
 
-    def copy_partial_blocks(self, started: Sequence[Answer]) -> None:
-        """After the prefill: gives each new answer its own copy of its prompt's last, partly filled block."""
+    def forget(self) -> None:
+        """Frees all blocks and puts running requests back into the queue: everything is computed again."""
+        while self.running:
+            self._preempt().preemptions -= 1  # not for lack of memory
+        for prompt in self._prompts:
+            self._release(prompt)
+
+    def copy_partial_blocks(self, started: Sequence[ScheduledRequest]) -> None:
+        """After the prefill: gives each new request its own copy of its prompt's last, partly filled block."""
         sources = [block for each in started for block in each.prompt.partial_block]
         targets = [each.blocks[each.prompt.num_full] for each in started if each.prompt.partial_block]
         self.cache.copy(sources, targets)
-        for prompt in {id(each.prompt): each.prompt for each in started}.values():
+        for prompt in dict.fromkeys(each.prompt for each in started):
             if not prompt.waiting:
                 self.cache.release(prompt.partial_block)
                 prompt.blocks, prompt.logits = prompt.full_blocks, None
 
-    def _next(self) -> Answer | None:
-        """Who is next in the queue."""
-        if self._preempted:
-            return self._preempted[0]
-        if not self._unstarted:
-            return None
-        prompt = self._unstarted[0]
-        index = prompt.waiting[0]
-        return Answer(index, prompt, blocks_for(len(prompt.token_ids) + self.requests[index].params.max_new_tokens))
+    def _prompt_for(self, request: Request) -> SharedPrompt:
+        """The prompt of a waiting request that is equal, or a new one; a request with tokens shares any equal one."""
+        prompt = self._newest.get(request.identity)
+        if prompt is None or not (prompt.waiting or request.sampled_ids):
+            prompt = self._newest[request.identity] = SharedPrompt(request.identity)
+            self._prompts[prompt] = None
+        return prompt
 
-    def _start(self, answer: Answer) -> None:
-        """Takes an answer out of the queue."""
-        self.running[answer.index] = answer
-        answer.prompt.running += 1
-        if answer.tokens:
-            self._preempted.popleft()
-            return
-        answer.prompt.waiting.popleft()
-        if not answer.prompt.waiting:
-            self._unstarted.popleft()
+    def _next(self) -> ScheduledRequest | None:
+        """The first of the queue."""
+        if self._begun:
+            return self._begun[0]
+        return self._unstarted[0].waiting[0] if self._unstarted else None
 
-    def _preempt(self) -> Answer:
-        """Takes everything from the newest running answer."""
-        _, answer = self.running.popitem()
-        answer.prompt.running -= 1
-        answer.preemptions += 1
-        self.cache.release(answer.blocks)
-        answer.blocks = []
-        self._preempted.appendleft(answer)
-        return answer
+    def _start(self, live: ScheduledRequest) -> None:
+        """Moves a request from the queue to those that run."""
+        self.running[live.request.uid] = live
+        live.prompt.running += 1
+        if live.tokens:
+            self._begun.popleft()
+        else:
+            self._leave_queue(live)
+
+    def _leave_queue(self, live: ScheduledRequest) -> None:
+        """Takes a request that has not started from the queue."""
+        live.prompt.waiting.remove(live)
+        if not live.prompt.waiting:
+            self._unstarted.remove(live.prompt)
+
+    def _preempt(self) -> ScheduledRequest:
+        """Takes all blocks from the newest running request."""
+        _, live = self.running.popitem()
+        live.prompt.running -= 1
+        live.preemptions += 1
+        self.cache.release(live.blocks)
+        live.blocks = []
+        self._begun.appendleft(live)
+        return live
 
     def _free_idle_prompts(self, count: int, but: SharedPrompt | None = None) -> bool:
-        """Takes blocks from prompts of which no answer runs until `count` are free; whether they are."""
+        """Takes blocks from prompts without a running request until `count` are free.  Returns whether they are."""
         for prompt in self._prompts:
             if self.cache.num_free >= count:
                 break
@@ -208,17 +238,3 @@ class Scheduler:
     def _release(self, prompt: SharedPrompt) -> None:
         self.cache.release(prompt.blocks)
         prompt.blocks, prompt.logits = [], None
-
-    def _check_fits(self, index: int, request: Request) -> None:
-        tokens = len(request.token_ids) + request.params.max_new_tokens
-        if not request.token_ids or request.params.max_new_tokens < 1:
-            raise EngineError(
-                f"request {index} has {len(request.token_ids)} prompt tokens and max_new_tokens="
-                f"{request.params.max_new_tokens}; both must be at least 1"
-            )
-        if blocks_for(tokens) + 1 > self.cache.num_blocks:
-            raise EngineError(
-                f"request {index} may need {tokens} tokens, the KV cache holds "
-                f"{(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
-                "raise rollout.kv_cache_bytes or lower data.max_response_length"
-            )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a rollout as one engine: the pure choice of ranks, and real engines behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rollout_conformance as suite
+
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.local import launch
+from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import Placement, Worker, WorkerSpec
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import EngineError
+from whet.models.load import load_policy
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Event, Finished, Request, SamplingParams, Status, generate
+from whet.rollout.replicas import Replicas, assign, blocks_of
+
+
+def requests_of(*prompts: tuple[int, int, int]) -> list[Request]:
+    """For each (tokens, samples, limit) as many equal requests; uids count from 0."""
+    made = [
+        ((number,) * tokens, SamplingParams(limit))
+        for number, (tokens, samples, limit) in enumerate(prompts)
+        for _ in range(samples)
+    ]
+    return [Request(str(uid), prompt, params, key=0) for uid, (prompt, params) in enumerate(made)]
+
+
+def uids(requests: Sequence[Request]) -> list[int]:
+    return [int(request.uid) for request in requests]
+
+
+def test_blocks_keep_prompts_whole_unless_too_few_would_be_left() -> None:
+    # 24 rows over 2 ranks: blocks of at most 24 // 8 = 3, the longest possible first, else as they came.
+    made = requests_of((4, 3, 10), (5, 3, 10), (4, 3, 10), (2, 3, 50), (4, 12, 10))
+    assert [uids(block) for block in blocks_of(made, 2)] == [
+        *([9, 10, 11], [3, 4, 5]),
+        *([0, 1, 2], [6, 7, 8]),
+        *([12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22, 23]),
+    ]
+    assert blocks_of([], 2) == []
+    assert [uids(block) for block in blocks_of(requests_of((1, 2, 1)), 4)] == [[0], [1]]
+
+
+def test_all_start_at_once_where_they_fit() -> None:
+    made = requests_of(*[(3, 8, 10)] * 5)  # 40 rows in blocks of 40 // 8 = 5 and the 3 that are left of 8
+    given = assign(made, [0, 0], 99)
+    # 5 | 5, then 3 | 3 (prompts 0 and 1), ...: the rank with fewer is next, until each has its half
+    assert {rank: len(requests) for rank, requests in given.items()} == {0: 21, 1: 19}
+    assert sorted(uids(given[0]) + uids(given[1])) == list(range(40))
+    assert assign([], [0, 0], 99) == {}
+
+
+def test_a_rank_takes_no_more_than_it_has_room_for() -> None:
+    made = requests_of(*[(3, 4, 10)] * 20)  # 80 rows in 20 blocks of 4; a rank has room for 12
+    given = assign(made, [0, 0], 12)
+    assert uids(given[0]) == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19] and len(given[1]) == 12
+    assert {rank: len(requests) for rank, requests in assign(made, [12, 3], 12).items()} == {1: 12}
+    assert assign(made, [12, 12], 12) == {}
+
+
+def test_one_rank_takes_everything_in_order() -> None:
+    made = requests_of((1, 3, 10), (1, 2, 90))
+    assert uids(assign(made, [7], 2)[0]) == [0, 1, 2, 3, 4]
+
+
+class Sampler(Worker):
+    """Serves requests with an engine of its own."""
+
+    def __init__(self, placement: Placement, model: PreTrainedModel) -> None:
+        super().__init__(placement)
+        self.engine = NativeEngine()
+        self.engine.attach(model, 0)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def serve(
+        self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
+    ) -> list[Event]:
+        for request in requests:
+            self.engine.submit(request)
+        self.engine.abort(aborted)
+        return self.engine.poll(timeout_seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def status(self) -> Status:
+        return self.engine.status()
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> PreTrainedModel:
+    return load_policy(model_folder).eval()
+
+
+def group(model: PreTrainedModel) -> WorkerGroup:
+    return launch([WorkerSpec("rollout", Sampler, (model,))], ResourcePool(1), 60.0)["rollout"]
+
+
+def test_the_completions_are_those_of_the_engine(model: PreTrainedModel) -> None:
+    made = suite.requests(groups=5, n=4)
+    alone = NativeEngine()
+    alone.attach(model, 0)
+    replicas = Replicas(group(model), 256, gathers=False)
+    assert generate(replicas, made) == generate(alone, made)
+    assert generate(replicas, made[::-1]) == generate(alone, made[::-1])
+    assert replicas.status().running == replicas.status().waiting == 0
+    with pytest.raises(EngineError, match="filled by weight sync"):
+        replicas.load([], 1)
+
+
+def test_requests_end_wherever_they_are(model: PreTrainedModel) -> None:
+    replicas = Replicas(group(model), 256, gathers=False)
+    first, second, third = suite.requests(groups=3, n=1, stop_token_ids=(), max_new_tokens=20)
+    replicas.submit(first)
+    replicas.poll(0.0)
+    replicas.submit(second)
+    replicas.abort([second.uid])  # no rank has it yet
+    [event] = replicas.poll(0.0)
+    assert isinstance(event, Finished) and event.uid == second.uid and event.completion.token_ids == ()
+    replicas.submit(third)
+    replicas.poll(0.0)
+    replicas.abort([first.uid])
+    events: list[Event] = []
+    while len(events) < 2:
+        events += replicas.poll(1.0)
+    reasons = {event.uid: event.completion.finish_reason for event in events if isinstance(event, Finished)}
+    assert reasons == {first.uid: "abort", third.uid: "length"}

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second driver of episodes and of the stream: it tries orders of events, each replayed from its seed.
+
+Requests are cut and go on, environments answer late, scores come in any order: the trajectories and groups are those of
+the synchronous driver, which takes every event as it comes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from whet.environments.protocol import Observation
+from whet.rollout.episode import Close, Command, Episode, Reset, Rules, Sample, Score, Step
+from whet.rollout.groups import Filter, HandOut, Start, Stream
+from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
+
+END = 0
+
+
+class Letters:
+    """A codec without a tokenizer: token 1 is a, 2 is b, ..."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(96 + token) for token in token_ids if token != END)
+
+    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+        return [ord(letter) - 96 for message in new for letter in str(message.content)]
+
+
+RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, max_turns=4)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"0:{index}", index, (Message("user", "?"),), (1, 2, 3), "test", None) for index in range(count)]
+
+
+def respond(request: Request, already: int = 0) -> Completion:
+    """The rest of a response whose tokens follow from the request's key and their position alone."""
+    draws = random.Random(request.key)
+    tokens = [draws.randint(1, 9) for _ in range(draws.randint(1, 8))] + [END]
+    tokens = tokens[: request.params.max_new_tokens]
+    rest = tuple(tokens[len(request.sampled_ids) :])
+    reason = "stop" if tokens[-1] == END else "length"
+    return Completion(rest, tuple(-token / 10 for token in rest), reason, ((3, len(rest)),) if rest else ())
+
+
+def step(text: str, uid: str) -> Observation | Failure:
+    """An environment that goes on after responses of an even length, and breaks on some."""
+    if text.endswith("ab") or uid == "0:1:2":
+        return Failure("environment", f"broke on {text}")
+    if len(text) % 2:
+        return Observation(done=True, reward=len(text) / 8, fields={"length": len(text)})
+    return Observation(done=False, messages=(Message("tool", "xyz"),), reward=0.5)
+
+
+def in_order(episodes: Sequence[Episode]) -> dict[str, Trajectory]:
+    """The synchronous order: every command is carried out when it comes."""
+    done: dict[str, Trajectory] = {}
+    for episode in episodes:
+        commands = episode.start()
+        while commands:
+            command = commands.pop(0)
+            commands = after(episode, command, done) + commands
+    return done
+
+
+def after(episode: Episode, command: Command, done: dict[str, Trajectory]) -> list[Command]:
+    match command:
+        case Reset():
+            return episode.on_observation(Observation(done=False))
+        case Sample(request=request):
+            return episode.on_completion(respond(request))
+        case Step(text=text):
+            found = step(text, episode.uid)
+            return episode.on_failure(found) if isinstance(found, Failure) else episode.on_observation(found)
+        case Score(trajectory):
+            assert trajectory.uid not in done, "an episode ends once"
+            done[trajectory.uid] = trajectory
+        case Close():
+            pass
+    return []
+
+
+def in_any_order(episodes: Sequence[Episode], seed: int) -> tuple[dict[str, Trajectory], list[str]]:
+    """Carries out any open command next, cuts requests off on the way, and writes the order down."""
+    draw, done, log = random.Random(seed), dict[str, Trajectory](), list[str]()
+    open_: list[tuple[str, Command]] = []
+    by_uid = {episode.uid: episode for episode in episodes}
+    for episode in episodes:
+        open_ += [(episode.uid, command) for command in episode.start()]
+    steps: dict[str, int] = {}
+    while open_:
+        uid, command = open_.pop(draw.randrange(len(open_)))
+        if draw.random() < 0.2:  # as in a checkpoint
+            by_uid[uid] = pickle.loads(pickle.dumps(by_uid[uid]))
+        episode = by_uid[uid]
+        log.append(f"{uid} {type(command).__name__}")
+        if isinstance(command, Sample):
+            request = command.request
+            rest = respond(request)
+            if draw.random() < 0.4 and request.attempt < 3:
+                kept = draw.randrange(len(rest.token_ids))
+                cut = replace(
+                    rest,
+                    token_ids=rest.token_ids[:kept],
+                    log_probs=rest.log_probs[:kept],
+                    finish_reason="abort",
+                    versions=((3, kept),) if kept else (),
+                )
+                open_ += [(uid, each) for each in episode.on_completion(cut)]
+                continue
+            assert request.params.max_new_tokens <= 24
+        if isinstance(command, Step):
+            steps[uid] = steps.get(uid, 0) + 1
+        open_ += [(uid, each) for each in after(episode, command, done)]
+    for uid, trajectory in done.items():
+        assert steps.get(uid, 0) == len(trajectory.turns), "an environment steps once a turn"
+    return done, log
+
+
+def episodes() -> list[Episode]:
+    return [Episode(prompt, sample, RULES) for prompt in prompts(3) for sample in range(4)]
+
+
+def test_any_order_of_events_gives_the_same_trajectories() -> None:
+    expected = in_order(episodes())
+    assert len(expected) == 12
+    turns = [len(each.turns) for each in expected.values()]
+    failed = [uid for uid, each in expected.items() if each.failure is not None]
+    assert max(turns) > 1 and "0:1:2" in failed and len(failed) < 6
+    for trajectory in expected.values():
+        length = len(trajectory.turns[-1].context_ids) + len(trajectory.turns[-1].token_ids) - 3
+        assert length <= 24 and len(trajectory.turns) <= 4
+    logs = set()
+    for seed in range(200):
+        found, log = in_any_order(episodes(), seed)
+        assert {uid: found[uid] for uid in expected} == expected, f"seed {seed}"
+        assert in_any_order(episodes(), seed)[1] == log
+        logs.add(tuple(log))
+    assert len(logs) == 200
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    episode = Episode(prompts(1)[0], 0, RULES)
+    episode.start()
+    commands = episode.on_failure(Failure("environment", "its process died"))
+    assert [type(command) for command in commands] == [Close, Score]
+    late = respond(Request("r", (1,), RULES.params, key=1))
+    assert episode.on_completion(late) == episode.on_observation(Observation(done=True)) == []
+    assert episode.on_failure(Failure("engine", "again")) == []
+
+
+# ---- the stream of groups
+
+
+def scored(prompt: Prompt, sample: int, seed: int) -> Trajectory:
+    """Right one time in three, failed one time in ten."""
+    draw = random.Random(f"{prompt.uid} {sample} {seed}").random()
+    failure = Failure("reward", "late") if draw > 0.9 else None
+    return Trajectory(
+        f"{prompt.uid}:{sample}", prompt, (), sample, reward=1.0, accuracy=float(draw < 0.3), failure=failure
+    )
+
+
+def mixed(values: Sequence[float]) -> bool:
+    return 0 < sum(values) < len(values)
+
+
+def run_stream(seed: int, shuffled: bool, max_refills: int) -> tuple[HandOut, list[list[str]]]:
+    draw, source, rounds = random.Random(seed), iter(prompts(100)), list[list[str]]()
+
+    def observe(groups: Sequence[Group]) -> None:
+        rounds.append([group.prompt.uid for group in groups])
+
+    stream = Stream(3, Filter(mixed, {}, max_refills=max_refills), observe)
+    command: Start | HandOut | None = stream.ask(6)
+    while isinstance(command, Start):
+        started = [next(source) for _ in range(command.count)]
+        stream.started(started)
+        coming = [scored(prompt, sample, seed) for prompt in started for sample in range(3)]
+        if shuffled:
+            draw.shuffle(coming)
+            coming += coming[:2]  # heard twice
+            coming = coming[-2:] + coming[:-2]
+        for trajectory in coming:
+            if isinstance(after := stream.on_scored(trajectory), Start | HandOut):
+                command = after
+                break
+    assert isinstance(command, HandOut)
+    return command, rounds
+
+
+@pytest.mark.parametrize("max_refills", [0, 3])
+def test_groups_come_in_the_order_of_their_admission_whatever_the_order_of_scores(max_refills: int) -> None:
+    sizes = set()
+    for seed in range(60):
+        expected, rounds = run_stream(seed, shuffled=False, max_refills=max_refills)
+        assert run_stream(seed, shuffled=True, max_refills=max_refills) == (expected, rounds)
+        kept = [group.prompt.index for group in expected.kept]
+        everything = sorted(group.prompt.index for group in [*expected.kept, *expected.dropped])
+        assert kept == sorted(kept) and everything == list(range(sum(map(len, rounds))))
+        assert len(rounds) <= 1 + max_refills and (len(kept) == 6 or len(rounds) == 1 + max_refills)
+        assert [len(each) for each in rounds[:1]] == [6] and len(kept) <= 6
+        sizes.add(len(kept))
+    assert len(sizes) > 2 if max_refills == 0 else 6 in sizes
+
+
+def test_a_round_in_which_all_fail_is_not_refilled() -> None:
+    stream = Stream(1, Filter(mixed, {}))
+    [prompt] = prompts(1)
+    assert stream.ask(1) == Start(1)
+    stream.started([prompt])
+    failed = replace(scored(prompt, 0, 0), failure=Failure("environment", "gone"))
+    handed_out = stream.on_scored(failed)
+    assert isinstance(handed_out, HandOut) and handed_out.kept == [] and len(handed_out.dropped) == 1

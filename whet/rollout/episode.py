@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An episode as a state machine: completions, observations and failures go in, commands come out.
+
+It has no clock, thread or socket. A driver carries out the commands: `Collector` as fast as it can, the simulator of
+the tests in any order of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from whet.environments.protocol import Observation
+from whet.keyed import key
+from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.types import Failure, Message, Prompt, Trajectory, Turn
+
+
+class Codec(Protocol):
+    """Between tokens and text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, special tokens left out."""
+        ...
+
+    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+        """The ids between a sampled turn and the next: the end of the turn, the new messages, the generation prompt.
+
+        Raises: DataError where the chat template rewrites the conversation so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings that the episodes of one rollout share.
+
+    `params.max_new_tokens` bounds the whole response: all turns and the text of the environment between them.
+    `purpose` and `step` name the random draws, so that validation never disturbs training.
+    """
+
+    codec: Codec
+    params: SamplingParams
+    seed: int
+    step: int
+    purpose: str = "rollout"
+    max_turns: int = 8
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Make the environment of an episode."""
+
+    uid: str
+    prompt: Prompt
+    rules: Rules
+
+    @property
+    def seed(self) -> int:
+        """The seed of the environment, equal for the samples of a prompt."""
+        return key(self.rules.seed, "environment", self.rules.purpose, self.rules.step, self.prompt.uid)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Submit a request of an episode to the rollout engine."""
+
+    uid: str
+    request: Request
+
+
+@dataclass(frozen=True)
+class Step:
+    """Give a completion to the environment of an episode."""
+
+    uid: str
+    text: str
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Close:
+    """Let the environment of an episode go; nothing follows from it."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """The episode is over: score its trajectory, unless that carries a failure."""
+
+    trajectory: Trajectory
+
+
+Command = Reset | Sample | Step | Close | Score
+
+
+@dataclass
+class Episode:
+    """A trajectory while it is running."""
+
+    prompt: Prompt
+    sample: int
+    rules: Rules
+    context_ids: tuple[int, ...] = ()
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    over: bool = False
+    _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
+    _attempt: int = 0
+
+    @property
+    def uid(self) -> str:
+        """Names the trajectory in the run."""
+        return f"{self.prompt.uid}:{self.sample}"
+
+    def start(self) -> list[Command]:
+        """Begins."""
+        return [Reset(self.uid, self.prompt, self.rules)]
+
+    def on_observation(self, observation: Observation) -> list[Command]:
+        """Reads what the environment returned from its reset or from a step, and goes on or ends."""
+        if self.over:
+            return []
+        self.fields.update(observation.fields)
+        if not self.turns:
+            self.context_ids = self.prompt.token_ids
+        else:
+            last = self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
+            if observation.done or last.finish_reason == "length":
+                return self._end()
+            before = [*self.prompt.messages, *self.messages[:-1]]
+            self.messages += observation.messages
+            read = self.rules.codec.continuation(before, observation.messages, last)
+            self.context_ids = last.context_ids + last.token_ids + tuple(read)
+        if len(self.turns) == self.rules.max_turns or self._left < 1:
+            return self._end()
+        return [Sample(self.uid, self._request())]
+
+    def on_completion(self, completion: Completion) -> list[Command]:
+        """Reads the response of the engine; of one that was aborted the next attempt samples the rest."""
+        if self.over:
+            return []
+        whole = completion if self._partial is None else joined(self._partial, completion)
+        if completion.finish_reason == "abort":
+            self._partial, self._attempt = whole, self._attempt + 1
+            return [Sample(self.uid, self._request())]
+        self._partial, self._attempt = None, 0
+        text = self.rules.codec.decode(whole.token_ids)
+        self.turns.append(
+            Turn(
+                context_ids=self.context_ids,
+                token_ids=whole.token_ids,
+                log_probs=whole.log_probs,
+                finish_reason=whole.finish_reason,
+                versions=whole.versions,
+                stop=whole.stop,
+                preemptions=whole.preemptions,
+            )
+        )
+        self.messages.append(Message("assistant", text))
+        return [Step(self.uid, text, whole)]
+
+    def on_failure(self, failure: Failure) -> list[Command]:
+        """Ends the episode with a failure of its environment or of the engine."""
+        return [] if self.over else self._end(failure)
+
+    @property
+    def _left(self) -> int:
+        """Tokens that the response may still have."""
+        return self.rules.params.max_new_tokens - (len(self.context_ids) - len(self.prompt.token_ids))
+
+    def _request(self) -> Request:
+        rules, turn = self.rules, len(self.turns)
+        whole = self._left == rules.params.max_new_tokens
+        return Request(
+            uid=f"{rules.purpose}:{rules.step}:{self.uid}:{turn}",
+            prompt_ids=self.context_ids,
+            params=rules.params if whole else replace(rules.params, max_new_tokens=self._left),
+            key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
+            attempt=self._attempt,
+            sampled_ids=() if self._partial is None else self._partial.token_ids,
+            media=self.prompt.media,
+        )
+
+    def _end(self, failure: Failure | None = None) -> list[Command]:
+        self.over = True
+        trajectory = Trajectory(
+            uid=self.uid,
+            prompt=self.prompt,
+            turns=tuple(self.turns),
+            sample=self.sample,
+            failure=failure,
+            messages=tuple(self.messages),
+            fields=self.fields,
+        )
+        return [Close(self.uid), Score(trajectory)]
+
+
+def joined(first: Completion, rest: Completion) -> Completion:
+    """The completion of one response from those of two attempts, the second of which went on behind the first."""
+    runs = [*first.versions]
+    for version, count in rest.versions:
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        else:
+            runs.append((version, count))
+    return replace(
+        rest,
+        token_ids=first.token_ids + rest.token_ids,
+        log_probs=first.log_probs + rest.log_probs,
+        versions=tuple(runs),
+        preemptions=first.preemptions + rest.preemptions,
+    )

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout engines that compute in this process: requests, events and weights; a subclass adds the sampling."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from whet.errors import EngineError
+from whet.models.lora import plain_copy
+from whet.rollout.constraints import check_rules
+from whet.rollout.policy import Policy
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.stop_strings import StopStringsByRequest
+from whet.types import Failure, FinishReason, Versions
+
+MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """An unfinished request. While it is being sampled its newest tokens are elsewhere, until they are read."""
+
+    request: Request
+    tokens: list[int]  # of the response
+    log_probs: list[float]  # of them; 0 for tokens of earlier attempts
+    submitted_at: float = field(default_factory=time.monotonic)
+    versions: Versions = ()  # of the tokens up to the last change of weights
+    preemptions: int = 0
+
+    @property
+    def late_at(self) -> float:
+        """The time.monotonic() after which it fails."""
+        seconds = self.request.deadline_seconds
+        return float("inf") if seconds is None else self.submitted_at + seconds
+
+    def stamp(self, version: int) -> None:
+        """Notes that `version` sampled those of its tokens that no version has been noted for."""
+        new = len(self.tokens) - len(self.request.sampled_ids) - sum(count for _, count in self.versions)
+        if new and self.versions and self.versions[-1][0] == version:
+            self.versions = (*self.versions[:-1], (version, self.versions[-1][1] + new))
+        elif new:
+            self.versions = (*self.versions, (version, new))
+
+    def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
+        """Its completion if it ended now, with its newest tokens sampled by `version`."""
+        self.stamp(version)
+        tokens, log_probs = (values[len(self.request.sampled_ids) :] for values in (self.tokens, self.log_probs))
+        return Completion(tuple(tokens), tuple(log_probs), reason, self.versions, stop, self.preemptions)
+
+
+L = TypeVar("L", bound=LiveRequest)
+Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at which stop string
+
+
+class InProcessEngine(ABC, Generic[L]):
+    """Decodes while it is polled. `keep_cache` lets running requests keep their keys and values when weights change;
+    otherwise these are computed again, so that each log-prob is exactly one version's."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_batch_size: int = 256,
+        keep_cache: bool = False,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
+    ) -> None:
+        self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
+        self.policy = Policy()
+        self.stops = StopStringsByRequest(load_tokenizer)  # calls it only for requests with stop strings
+        self.unfinished: dict[str, L] = {}  # by uid, the oldest first
+        self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
+        self._events: list[Event] = []
+        self._paused = False
+        self._first_late_at = float("inf")
+
+    def submit(self, request: Request) -> bool:
+        """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
+        if (earlier := self.unfinished.get(request.uid)) is not None:
+            if request.attempt <= earlier.request.attempt:
+                return True
+            self._end([earlier])
+        if len(self.unfinished) >= MAX_UNFINISHED:
+            return False
+        if request.media:
+            raise EngineError(f"request {request.uid} has {request.media[0].kind}s, and this rollout engine reads text")
+        if not request.prompt_ids or request.params.max_new_tokens <= len(request.sampled_ids):
+            raise EngineError(
+                f"request {request.uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens="
+                f"{request.params.max_new_tokens} and {len(request.sampled_ids)} tokens sampled earlier; it needs a "
+                "prompt token and room for one more"
+            )
+        vocab_size = self.policy.require().config.get_text_config().vocab_size
+        check_rules((request.params.allowed_token_ids, request.params.bad_words), vocab_size)
+        self.stops.of(request)
+        self.unfinished[request.uid] = live = self._take(request)
+        self._first_late_at = min(self._first_late_at, live.late_at)
+        return True
+
+    @torch.no_grad()
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Decodes until there is an event, at most for `timeout_seconds`.  Raises: EngineError, WeightSyncError."""
+        until = time.monotonic() + timeout_seconds
+        self._fail_late_requests()
+        while self.unfinished and not self._paused and not self._events:
+            module = self.policy.require_whole()
+            if module.training:
+                module.eval()
+                self._restore.callback(module.train)
+            for live, reason, stop in self._step(module):
+                completion = live.completion(self.policy.version, reason, stop)
+                self._events.append(Finished(live.request.uid, live.request.attempt, completion))
+                del self.unfinished[live.request.uid]
+            if time.monotonic() >= until:
+                break
+        if not self.unfinished:
+            self._restore.close()
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends requests with finish_reason "abort" and the tokens so far."""
+        live = [self.unfinished[uid] for uid in uids if uid in self.unfinished]
+        self._end(live)
+        for each in live:
+            completion = each.completion(self.policy.version, "abort")
+            self._events.append(Finished(each.request.uid, each.request.attempt, completion))
+
+    def pause(self) -> None:
+        """Stops decoding; every request with new tokens gives them as Partial."""
+        self._paused = True
+        self._read()
+        for each in self.unfinished.values():
+            request, so_far = each.request, each.completion(self.policy.version, "abort")
+            if so_far.token_ids:
+                where = request.uid, request.attempt, len(request.sampled_ids)
+                self._events.append(Partial(*where, so_far.token_ids, so_far.log_probs, so_far.versions))
+        self._restore.close()
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+
+    def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
+        """Samples from `module` itself, without a copy, from now on."""
+        is_other = module is not self.policy.module
+        self._before_new_weights(forget=is_other or not self.keep_cache)
+        if is_other:
+            self._use(module)
+        self.policy.set(module, version, is_own=is_own)
+
+    def adopt(self, module: PreTrainedModel) -> None:
+        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
+        own = plain_copy(module).requires_grad_(False)
+        torch.nn.Module.to(own, self.dtype)  # in place
+        self.attach(own, self.policy.version, is_own=True)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
+        self._before_new_weights(forget=not self.keep_cache)
+        self.policy.fill(weights, version)
+
+    def sleep(self) -> None:
+        """Frees what was computed, and the device of an own module."""
+        self._read()
+        self._forget()
+        self._restore.close()
+        self.policy.leave_device()
+
+    def wake(self) -> None:
+        """Puts an own module back; the cache is made when it is needed."""
+        self.policy.return_to_device()
+
+    def status(self) -> Status:
+        """Version of the weights, and what runs and waits."""
+        running, oldest = self._num_running, next(iter(self.unfinished.values()), None)
+        return Status(
+            version=self.policy.version,
+            running=running,
+            waiting=len(self.unfinished) - running,
+            oldest=None if oldest is None else oldest.request.uid,
+            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
+        )
+
+    def close(self) -> None:
+        """Drops all requests and frees what sleeping frees."""
+        self._end(list(self.unfinished.values()))
+        self.sleep()
+
+    @property
+    @abstractmethod
+    def _num_running(self) -> int:
+        """Requests that are being sampled."""
+
+    @abstractmethod
+    def _use(self, module: PreTrainedModel) -> None:
+        """Prepares for another module.  Raises: EngineError for one that it cannot sample from."""
+
+    @abstractmethod
+    def _take(self, request: Request) -> L:
+        """Puts a request at the end of the queue.  Raises: EngineError for one that can never fit."""
+
+    @abstractmethod
+    def _step(self, module: PreTrainedModel) -> list[Done[L]]:
+        """Samples a token of every running request.  Returns those that ended, with all their tokens."""
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Copies the tokens and log-probs so far into every request."""
+
+    @abstractmethod
+    def _drop(self, live: Sequence[L]) -> None:
+        """Takes requests out, running or not; their tokens were read."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Puts running requests back into the queue, with nothing computed; their tokens were read."""
+
+    def _end(self, live: Sequence[L]) -> None:
+        if not live:
+            return
+        self._read()
+        self._drop(live)
+        for each in live:
+            del self.unfinished[each.request.uid]
+        if not self.unfinished:
+            self._restore.close()
+
+    def _before_new_weights(self, *, forget: bool) -> None:
+        """Stamps the tokens so far with the version that sampled them, and forgets the cache unless it is kept."""
+        if not self.unfinished:
+            return
+        self._read()
+        for each in self.unfinished.values():
+            each.stamp(self.policy.version)
+        if forget:
+            self._forget()
+
+    def _fail_late_requests(self) -> None:
+        now = time.monotonic()
+        if now < self._first_late_at:
+            return
+        late = [each for each in self.unfinished.values() if now >= each.late_at]
+        self._end(late)
+        self._first_late_at = min((each.late_at for each in self.unfinished.values()), default=float("inf"))
+        for each in late:
+            request = each.request
+            said = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
+            self._events.append(Failed(request.uid, request.attempt, Failure("engine", said, timed_out=True)))
