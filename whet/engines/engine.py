@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, OptimSettings, learning_rate
 from whet.engines.protocol import Columns, Objective
+from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.models.lora import adapted_layers, merged_weights
-from whet.models.outputs import ForwardSettings
+from whet.models.load import body_of
+from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
 from whet.models.packing import same_prompt
+from whet.models.value_head import TrainedModel
 from whet.protocol import DataProto
+
+HOST = torch.device("cpu")
 
 
 class Engine(ABC):
@@ -33,29 +39,37 @@ class Engine(ABC):
     optimizer: Optimizer | None
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: OptimSettings | None,
-        *,
-        forward: ForwardSettings,
-        max_tokens_per_micro_batch: int,
-        grad_clip: float | None = None,
-        total_steps: int = 1,
-        process_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self.model = model.train() if optim is not None else model.eval()
-        self.forward_settings = forward
-        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.grad_clip = grad_clip
-        self.total_steps = total_steps
+        self.model, self.role = model, role
+        model.train(role.optim is not None)
+        self.forward_settings = role.forward
+        self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
+        self.grad_clip = role.grad_clip
+        self.total_steps = role.total_steps
         self.process_group = process_group
-        self.device = device or torch.device("cpu")
+        self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
-        self._optim_settings = optim
-        if optim is None:
+        if role.optim is None:
             model.requires_grad_(False)
+
+    @classmethod
+    def shards(cls, processes: int, options: Mapping[str, Any]) -> int:
+        """How many parts weights, gradients and optimizer state lie in, on so many processes."""
+        return 1
+
+    def whole_module(self) -> PreTrainedModel | None:
+        """The language model itself where it is whole on this rank: a rollout may sample from it."""
+        return None
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """The model as it was before its adapter, for as long as the block lasts."""
+        return adapter_off(self.model)
+
+    def fingerprint(self) -> str:
+        """Tells the weights under an adapter from others; on every rank."""
+        return fingerprint(body_of(self.model))
 
     @property
     def dp_rank(self) -> int:
@@ -226,8 +240,8 @@ class Engine(ABC):
         return self.optimizer
 
     def _require_settings(self) -> OptimSettings:
-        assert self._optim_settings is not None
-        return self._optim_settings
+        assert self.role.optim is not None
+        return self.role.optim
 
 
 def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:
