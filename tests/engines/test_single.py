@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
+from whet.metrics import Metrics
 from whet.models.outputs import ForwardSettings
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
 
@@ -136,3 +137,28 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_folder: P
         p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in of.model.parameters()
     )
     assert 0 < (exact - rounded).abs().max() < 0.1
+
+
+class Wave(SingleEngine):
+    """All forward passes, then all backward passes from the last to the first, as a pipeline has it."""
+
+    def schedule(self, columns: Any, objective: Any, counts: Any, metrics: Metrics) -> torch.Tensor:
+        losses = []
+        for rows in self._passes(columns, objective.block):
+            part = {name: column[rows] for name, column in columns.items()}
+            loss, measured = objective.loss(self._outputs(part, objective.needs, objective.temperature), part, counts)
+            losses.append(loss)
+            metrics.merge(measured)
+        for loss in reversed(losses):
+            loss.backward()
+        return torch.stack(losses).detach().sum()
+
+
+def test_a_pipeline_is_another_schedule(model_folder: Path) -> None:
+    """Counts before, clipping, step and metrics after it are the base's."""
+    plain, wave = (
+        kind(RoleSettings(str(model_folder), EngineConfig(), "float32", 64, OPTIM)) for kind in (SingleEngine, Wave)
+    )
+    suite.check_update(plain, wave, suite.OBJECTIVES[1])
+    empty = suite.ragged_batch().with_columns(response_mask=torch.zeros(12, 20, dtype=torch.int64))
+    assert wave.update(empty, suite.OBJECTIVES[1]).reduce() == {"actor/empty_updates": 1.0}

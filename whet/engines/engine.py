@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all training engines share: the loop over micro-batches. Where weights and gradients lie is each one's own."""
+"""What all training engines share: begin, schedule and finish of an update. Where weights and gradients lie is each
+one's own."""
 
 from __future__ import annotations
 
@@ -107,13 +108,30 @@ class Engine(ABC):
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
         none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
-        optimizer, columns = self._require_optimizer(), self._columns(batch)
-        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        columns = self._columns(batch)
+        counts = self.begin(columns, objective)
         metrics = Metrics()
-        if not any(bool(count > 0) for count in counts.values()):
+        if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
+        loss = self.schedule(columns, objective, counts, metrics)
+        self.finish(objective.name, loss, metrics)
+        return metrics
+
+    def begin(self, columns: Columns, objective: Objective) -> Columns | None:
+        """Forgets the gradients of the update before.  Returns what losses are divided by, summed over all ranks; None
+        where no token counts."""
+        optimizer = self._require_optimizer()
+        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        if not any(bool(count > 0) for count in counts.values()):
+            return None
         optimizer.zero_grad(set_to_none=True)
+        return counts
+
+    def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
+        """Leaves the gradient of the mini-batch in the weights.  Returns the loss of this rank's rows.
+
+        Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
         for rows in self._passes(columns, objective.block):
             part = _rows(columns, rows) if rows else _idle(columns)
@@ -127,24 +145,28 @@ class Engine(ABC):
             loss.backward()  # type: ignore[no-untyped-call]
             self._keep_gradients()
         self._sum_gradients()
+        return total
+
+    def finish(self, name: str, loss: torch.Tensor, metrics: Metrics) -> None:
+        """Clips the gradient and takes the step, unless `loss` or gradient is not finite."""
+        optimizer = self._require_optimizer()
         norm = self._clip()
-        is_finite = bool((self._sum(total, self.process_group) + norm).isfinite())
+        is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
         self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         self.skipped += not is_finite
         # All ranks measure the same number, so that the mean over them is it.
-        metrics.mean(f"{objective.name}/grad_norm", norm)
-        metrics.max(f"{objective.name}/skipped_updates", self.skipped)
-        metrics.max(f"{objective.name}/skipped_in_a_row", self.skipped_in_a_row)
+        metrics.mean(f"{name}/grad_norm", norm)
+        metrics.max(f"{name}/skipped_updates", self.skipped)
+        metrics.max(f"{name}/skipped_in_a_row", self.skipped_in_a_row)
         if not is_finite:
             optimizer.zero_grad(set_to_none=True)
-            return metrics
+            return
         rate = learning_rate(self._require_settings(), self.steps_done, self.total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         self.steps_done += 1
-        metrics.mean(f"{objective.name}/lr", rate)
-        return metrics
+        metrics.mean(f"{name}/lr", rate)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
