@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows end to end against rows with padding: what `PACKING_BY_DEVICE` in whet/trainers/workers.py is set by."""
+"""Rows end to end against rows with padding: why packing is the default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers
-from whet.trainers.workers import MICRO_BATCH_TOKENS
+from whet.engines.role import MICRO_BATCH_TOKENS
 
 TITLE = "Packed or padded"
 NOTE = """\

@@ -22,7 +22,22 @@ SMALL_RUN: dict[str, Any] = {  # takes a second
     "trainer.val_freq": -1,
     "trainer.logger": ["jsonl"],
 }
+SHIPPED_ENGINES = ["single", "fsdp"]
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The engine that tests/engines/test_conformance.py is run with."""
+    parser.addoption(
+        "--engine", action="append", help="training engine to hold to the suite: a name, or path/file.py:MyEngine"
+    )
+    parser.addoption("--engine-options", default="{}", help="its options, as JSON")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests with an argument `engine_name` run with each engine."""
+    if "engine_name" in metafunc.fixturenames:
+        metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
 
 
 @pytest.fixture(scope="session")

@@ -271,7 +271,7 @@ def test_a_run_in_which_every_answer_fails() -> None:
     [
         ("unknown key", "data.batch_size=4"),
         ("wrong type", "rollout.n=many"),
-        ("wrong choice", "rollout.name=vlm"),
+        ("wrong choice", "model.dtype=float16"),
         ("required key that is not set", "model.path=null"),
         ("registered name that does not exist", "algorithm.adv_estimator=grop"),
         ("missing model folder", "model.path=./no_such_model"),

@@ -20,7 +20,6 @@ from whet.registry import (
     REQUIRED,
     Registry,
     call,
-    entry_of,
 )
 
 MASK = torch.tensor([[1, 0]])
@@ -58,7 +57,7 @@ def test_listing_shipped_functions_loads_no_torch() -> None:
 @pytest.mark.parametrize(("kind", "entry"), SHIPPED)
 def test_what_is_read_from_source_is_what_python_says(kind: Registry, entry: Any) -> None:
     function = entry.load()
-    live = entry_of(function, kind.kind, entry.name, entry.marks)
+    live = kind.entry_of(function, entry.name, entry.marks)
     if entry.alias_of is None:
         assert dict(entry.options) == dict(live.options)
     else:

@@ -73,6 +73,10 @@ class Entry:
         """The function itself, imported now if it was not yet.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
+    def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """What the function returns for those things in `supplied` that it names before its `*`, and for `options`."""
+        return self.load()(*(supplied[name] for name in self.parameters), **options)
+
     def resolve_options(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Defaults overlaid with `given`, what the caller supplies left out.  `where` is the config key for errors.
         Raises: ConfigError."""
@@ -94,8 +98,9 @@ class Entry:
 class Registry:
     """All functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
 
-    def __init__(self, kind: str, folder: str, decorator: str) -> None:
-        self.kind, self.folder, self.decorator = kind, folder, decorator
+    def __init__(self, kind: str, folder: str, decorator: str, supplied: Sequence[str] | None = None) -> None:
+        """`supplied` are the names that parameters before the `*` may have; unset, these are columns of a batch."""
+        self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self._live: dict[str, Entry] = {}
 
     def register(
@@ -106,7 +111,7 @@ class Registry:
         Raises: RegistryError when the name is taken by another function."""
 
         def decorate(function: F) -> F:
-            entry = entry_of(function, self.kind, name, marks)
+            entry = self.entry_of(function, name, marks)
             for each in (entry, *_alias_entries(entry, aliases)):
                 taken = self._live.get(each.name) or self._shipped().get(each.name)
                 if taken is not None and taken.target != each.target:
@@ -132,13 +137,13 @@ class Registry:
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
-            return self._registered(reference) or entry_of(reference, self.kind, reference.__name__, {})
+            return self._registered(reference) or self.entry_of(reference, reference.__name__, {})
         found = self._live.get(reference) or self._shipped().get(reference)
         if found is not None:
             return found
         if ":" in reference:
             function = load_target(reference)
-            return self._registered(function) or replace(entry_of(function, self.kind, reference, {}), target=reference)
+            return self._registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
         near = difflib.get_close_matches(reference, self.names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise RegistryError(
@@ -152,7 +157,21 @@ class Registry:
         return next(own, None)
 
     def _shipped(self) -> Mapping[str, Entry]:
-        return _read_shipped(self.kind, self.folder, self.decorator)
+        return _read_shipped(self.kind, self.folder, self.decorator, self.supplied is None)
+
+    def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
+        """The entry of a function object, from its signature.
+
+        Raises: RegistryError for a parameter that nothing is given for."""
+        if self.supplied is None:
+            return entry_of(function, self.kind, name, marks)
+        entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
+        if unknown := [each for each in entry.parameters if each not in self.supplied]:
+            raise RegistryError(
+                f"{self.kind} {name!r} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
+                f"{', '.join(self.supplied)}; an option stands after `*`"
+            )
+        return entry
 
 
 def call(
@@ -202,12 +221,15 @@ def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
     return supplied[name]
 
 
-def entry_of(function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any]) -> Entry:
+def entry_of(
+    function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any], *, has_foreign_form: bool = True
+) -> Entry:
     """The entry of a function object, from its signature."""
     signature = list(inspect.signature(function).parameters.values())
     keyword_only = [p for p in signature if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    foreign = [p for p in positional if p.default is not REQUIRED and not keyword_only]
+    is_foreign = has_foreign_form and not keyword_only
+    foreign = [p for p in positional if p.default is not REQUIRED and is_foreign]
     return Entry(
         kind=kind,
         name=name,
@@ -308,7 +330,7 @@ def _choices(annotations: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
 
 
 @cache
-def _read_shipped(kind: str, folder: str, decorator: str) -> Mapping[str, Entry]:
+def _read_shipped(kind: str, folder: str, decorator: str, has_foreign_form: bool) -> Mapping[str, Entry]:
     """Entries of the functions under `folder` that carry `decorator`, read from source."""
     found: dict[str, Entry] = {}
     for path in sorted((PACKAGE / folder).rglob("*.py")):
@@ -319,20 +341,21 @@ def _read_shipped(kind: str, folder: str, decorator: str) -> Mapping[str, Entry]
             for use in node.decorator_list:
                 if not isinstance(use, ast.Call) or ast.unparse(use.func).rsplit(".", 1)[-1] != decorator:
                     continue
-                entry, aliases = _entry_from_source(node, use, kind, module)
+                entry, aliases = _entry_from_source(node, use, kind, module, has_foreign_form)
                 for each in (entry, *_alias_entries(entry, aliases)):
                     found[each.name] = each
     return found
 
 
 def _entry_from_source(
-    node: ast.FunctionDef | ast.ClassDef, use: ast.Call, kind: str, module: str
+    node: ast.FunctionDef | ast.ClassDef, use: ast.Call, kind: str, module: str, has_foreign_form: bool
 ) -> tuple[Entry, Any]:
     keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
     aliases = keywords.pop("aliases", ())
     arguments = node.args if isinstance(node, ast.FunctionDef) else _init_arguments(node)
     positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args) if arg.arg != "self"]
-    with_default = positional[len(positional) - len(arguments.defaults) :] if not arguments.kwonlyargs else []
+    is_foreign = has_foreign_form and not arguments.kwonlyargs
+    with_default = positional[len(positional) - len(arguments.defaults) :] if is_foreign else []
     options: dict[str, Any] = {
         arg.arg: _default(value) for arg, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     }
@@ -374,7 +397,14 @@ WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 SHAPINGS = Registry("reward shaping", "algorithms", "register_shaping")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
-SAMPLERS = Registry("sampler", "data", "register_sampler")
+SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
+ENGINES = Registry("training engine", "engines", "register_engine", ("role", "process_group", "device"))
+ROLLOUT_ENGINES = Registry(
+    "rollout engine",
+    "rollout",
+    "register_rollout",
+    ("dtype", "max_batch_size", "load_tokenizer", "device"),
+)
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -389,6 +419,8 @@ register_shaping = SHAPINGS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
 register_sampler = SAMPLERS.register
+register_engine = ENGINES.register
+register_rollout = ROLLOUT_ENGINES.register
 
 KINDS: tuple[Registry, ...] = (
     ADV_ESTIMATORS,
@@ -404,4 +436,6 @@ KINDS: tuple[Registry, ...] = (
     REWARDS,
     ENVIRONMENTS,
     SAMPLERS,
+    ENGINES,
+    ROLLOUT_ENGINES,
 )

@@ -6,13 +6,11 @@ from __future__ import annotations
 import torch
 
 from benchmarks.workers.turns import Turns
-from whet.config.schema import OptimConfig
+from whet.config.schema import EngineConfig, OptimConfig
+from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
-from whet.models.load import load_policy
-from whet.models.outputs import ForwardSettings
 from whet.protocol import DataProto
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.workers import torch_dtype
 
 
 def main() -> None:
@@ -20,15 +18,14 @@ def main() -> None:
     turns = Turns()
     settings = turns.settings
     engine = SingleEngine(
-        load_policy(settings["model"]),
-        OptimConfig(lr=1e-6),
-        forward=ForwardSettings(
-            packing=settings["packing"],
-            share_prompts=settings["share_prompts"],
-            dtype=torch_dtype(settings["dtype"]),
-        ),
-        max_tokens_per_micro_batch=settings["max_tokens_per_micro_batch"],
-        grad_clip=1.0,
+        RoleSettings(
+            settings["model"],
+            EngineConfig(packing=settings["packing"], share_prompts=settings["share_prompts"]),
+            settings["dtype"],
+            settings["max_tokens_per_micro_batch"],
+            OptimConfig(lr=1e-6),
+            grad_clip=1.0,
+        )
     )
     batch = ragged_batch(settings["requests"])
     objective = PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None})

@@ -58,7 +58,7 @@ def transformers_generate(model_path: str, requests: Requests) -> Callable[[], i
 
 def native(model_path: str, requests: Requests, *, compiled: bool) -> Callable[[], int]:
     """whet's engine: every answer for as long as its own length, log-probs included."""
-    engine = NativeEngine(dtype=torch.bfloat16, compile_decode=compiled)
+    engine = NativeEngine(dtype=torch.bfloat16, compile=compiled)
     engine.adopt(load_policy(model_path))
     made = [
         Request(str(index), tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))

@@ -54,7 +54,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
         "data.train_batch_size": settings["prompts"],
         "data.max_response_length": max(settings["lengths"]),
         "rollout.n": settings["n"],
-        "rollout.compile": settings["compile"],
+        "rollout.engine.options.compile": settings["compile"],
         "reward.num_workers": 0,
         "actor.optim.lr": settings["lr"],
         "trainer.total_steps": 10**6,

@@ -98,7 +98,7 @@ def test_doctor_ends_with_1_where_a_run_has_a_problem(
     assert whet("doctor", "quickstart", *run, missing) == 1
     out = capsys.readouterr().out
     assert "  problem  config " in out and "no.jsonl does not exist" in out
-    (line,) = (line for line in out.splitlines() if " rollout.name=native " in line)
+    (line,) = (line for line in out.splitlines() if " rollout.engine.name=native " in line)
     assert line.startswith(("  ok ", "  note "))
     assert whet("doctor", "quickstart", *run, f"data.train_files={rows}") == 0
     this_run = capsys.readouterr().out.partition("this run\n")[2].splitlines()

@@ -136,7 +136,14 @@ SECTIONS_AND_REFUSALS = [
         "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}",
         "cluster.processes=3 is more than the 2 rows of an optimizer step",
     ),
-    ("rollout: {name: hf, compile: true}", "rollout.compile is for rollout.name=native, not hf; unset one of them"),
+    (
+        "rollout: {engine: {name: hf, options: {compile: true}}}",
+        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; it has no options",
+    ),
+    (
+        "rollout: {engine: {options: {kv_cache_byte: 1}}}",
+        "rollout.engine.options: rollout engine 'native' has no option 'kv_cache_byte'; did you mean 'kv_cache_bytes'?",
+    ),
     ("rollout: {max_staleness: 1}", "rollout.max_staleness=1 lets samples lag behind the weights that they train, but"),
     (
         "algorithm: {kl: {controller: adaptive, where: loss}}",

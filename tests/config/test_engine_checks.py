@@ -15,21 +15,36 @@ MakeConfig = Callable[..., TrainConfig]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"engine.shard_size": 2}, r"actor\.engine\.shard_size=2 is for actor\.engine\.name=fsdp, and it is single"),
         (
-            {"engine.name": "fsdp", "engine.sequence_parallel_size": 2, "engine.tensor_parallel_size": 2},
+            {"engine.options.shard_size": 2},
+            r"actor\.engine\.options: training engine 'single' has no option 'shard_size'; it has no options",
+        ),
+        (
+            {"engine.name": "fsdp", "engine.options.shard_sice": 2},
+            r"actor\.engine\.options: training engine 'fsdp' has no option 'shard_sice'; did you mean 'shard_size'\?",
+        ),
+        (
+            {"engine.name": "fsdp", "engine.options.shard_size": "two"},
+            r"actor\.engine\.options\.shard_size='two' is no number of ranks; expected 1 or more",
+        ),
+        (
+            {"engine.name": "fdsp"},
+            r"actor\.engine\.name: no training engine is called 'fdsp'; did you mean 'fsdp'\?",
+        ),
+        (
+            {"engine": {"name": "fsdp", "options": {"sequence_parallel_size": 2, "tensor_parallel_size": 2}}},
             "both share out the heads; set one of them to 1",
         ),
         (
-            {"engine.name": "fsdp", "engine.sequence_parallel_size": 2, "engine.packing": False},
+            {"engine.name": "fsdp", "engine.options.sequence_parallel_size": 2, "engine.packing": False},
             r"shares out packed rows; unset actor\.engine\.packing",
         ),
         (
-            {"engine.name": "fsdp", "engine.sequence_parallel_size": 3},
+            {"engine.name": "fsdp", "engine.options.sequence_parallel_size": 3},
             r"sequence_parallel_size=3 must divide cluster\.processes=4; try 2 or 4",
         ),
         (
-            {"engine.name": "fsdp", "engine.tensor_parallel_size": 2, "engine.shard_size": 4},
+            {"engine.name": "fsdp", "engine.options.tensor_parallel_size": 2, "engine.options.shard_size": 4},
             r"shard_size=4 must divide the 2 processes that hold shards; try 2",
         ),
         (
@@ -39,8 +54,8 @@ MakeConfig = Callable[..., TrainConfig]
         ({"engine.compile": True}, r"compiles layers, and torch runs those that model\.gradient_checkpointing"),
         ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is for adamw"),
         (
-            {"engine.name": "fsdp", "engine.tensor_parallel_size": 2, "optim.state_dtype": "int8"},
-            r"blocks along rows that actor\.engine\.tensor_parallel_size=2 cuts; set bfloat16",
+            {"engine.name": "fsdp", "engine.options.tensor_parallel_size": 2, "optim.state_dtype": "int8"},
+            r"blocks along rows that actor\.engine\.options\.tensor_parallel_size=2 cuts; set bfloat16",
         ),
     ],
 )
@@ -51,6 +66,6 @@ def test_what_does_not_go_together(overrides: dict[str, Any], message: str, trai
 
 
 def test_what_does(train_config: MakeConfig) -> None:
-    engine = {"actor.engine.name": "fsdp", "actor.engine.tensor_parallel_size": 2, "actor.engine.shard_size": 2}
-    config = train_config({"cluster.processes": 4, **engine, "model.dtype": "bfloat16"})
+    engine = {"name": "fsdp", "options": {"tensor_parallel_size": 2, "shard_size": 2}}
+    config = train_config({"cluster.processes": 4, "actor.engine": engine, "model.dtype": "bfloat16"})
     assert config.actor.engine.name == "fsdp" and config.ref.engine.name == "single"

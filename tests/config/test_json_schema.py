@@ -11,7 +11,8 @@ import yaml
 
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes
-from whet.config.json_schema import NAMES, json_schema
+from whet.config.json_schema import json_schema
+from whet.config.keys import choices
 from whet.config.section import Section
 from whet.errors import ConfigError
 
@@ -64,7 +65,6 @@ def test_a_part_of_recipes_validates_as_its_section() -> None:
         "rollout: {n: many}",
         "rollout: {n: true}",
         "rollout: {top_p: 1.5}",
-        "rollout: {name: vllm}",
         "actor: {optim: {betas: [0.9]}}",
         "trainer: {logger: paper}",
         "model: {dtype: float16}",
@@ -83,8 +83,12 @@ def test_it_takes_and_refuses_what_the_loader_does(recipe: str, tmp_path: Any) -
 
 
 def test_an_editor_can_offer_what_is_registered() -> None:
-    for field, registry in NAMES.items():
-        section, _, name = field.partition(".")
-        assert SCHEMA["$defs"][section]["properties"][name]["examples"] == registry.names()
+    assert len(choices(TrainConfig)) == 14
+    for key, choice in choices(TrainConfig).items():
+        *sections, name = key.split(".")
+        part = SCHEMA
+        for each in sections:
+            part = SCHEMA["$defs"][part["properties"][each]["anyOf"][0]["$ref"].rpartition("/")[2]]
+        assert part["properties"][name]["examples"] == choice.registry.names()
     n = SCHEMA["$defs"]["RolloutConfig"]["properties"]["n"]
     assert (n["description"], n["default"]) == ("answers a prompt", 8)

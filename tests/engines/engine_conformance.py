@@ -24,9 +24,10 @@ from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Placement, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Objective, TrainEngine
+from whet.engines.role import RoleSettings
 from whet.protocol import DataProto
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.trainers.workers import TrainWorker
 
 BOUND = 1e-5  # relative norm over all weights, float32
 STEPS = 20
@@ -130,7 +131,7 @@ class Probe(TrainWorker):
     @register()
     def held(self) -> int:
         """Numbers of weights that lie in this process between two calls."""
-        own = [each.to_local() if isinstance(each, DTensor) else each for each in self.model.parameters()]
+        own = [each.to_local() if isinstance(each, DTensor) else each for each in self.engine.model.parameters()]
         return sum(each.numel() for each in own)
 
     @register()

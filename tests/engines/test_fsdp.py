@@ -20,14 +20,16 @@ from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
+from whet.engines.role import RoleSettings
 from whet.trainers.objectives import ValueObjective
-from whet.trainers.workers import AdapterOffWorker, RoleSettings
+from whet.trainers.workers import AdapterOffWorker
 
 FSDP = EngineConfig(name="fsdp", logits_chunk_tokens=16)
 
 
 def fsdp(**options: Any) -> EngineConfig:
-    return FSDP.model_copy(update=options)
+    shared = {name: options.pop(name) for name in ("packing", "compile") if name in options}
+    return FSDP.model_copy(update={**shared, "options": options})
 
 
 def optim(**options: Any) -> OptimConfig:

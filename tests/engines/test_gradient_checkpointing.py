@@ -15,7 +15,8 @@ import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.worker import Placement
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.engines.role import RoleSettings
+from whet.trainers.workers import TrainWorker
 
 
 def gradient(folder: Path, *, checkpointing: bool, packing: bool, lora: bool) -> tuple[torch.Tensor, int]:
@@ -31,7 +32,7 @@ def gradient(folder: Path, *, checkpointing: bool, packing: bool, lora: bool) ->
     worker = TrainWorker(Placement("actor", 0, 1, None, {}), settings)
     if lora:  # B starts at 0, and A would have no gradient
         with torch.no_grad():
-            for name, parameter in worker.model.named_parameters():
+            for name, parameter in worker.engine.model.named_parameters():
                 if "lora_B" in name:
                     parameter.fill_(0.01)
     kept: dict[int, int] = {}
@@ -41,10 +42,10 @@ def gradient(folder: Path, *, checkpointing: bool, packing: bool, lora: bool) ->
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    weights = {parameter.untyped_storage().data_ptr() for parameter in worker.model.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in worker.engine.model.parameters()}
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         worker.update(suite.ragged_batch(), suite.OBJECTIVES[1])
-    grads = [p.grad.flatten() for p in worker.model.parameters() if p.grad is not None]
+    grads = [p.grad.flatten() for p in worker.engine.model.parameters() if p.grad is not None]
     return torch.cat(grads), sum(size for place, size in kept.items() if place not in weights)
 
 

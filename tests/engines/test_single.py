@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
-from whet.config.schema import OptimConfig
+from whet.config.schema import EngineConfig, OptimConfig
+from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
-from whet.models.load import load_policy
+from whet.metrics import Metrics
 from whet.models.outputs import ForwardSettings
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
 
@@ -27,23 +28,14 @@ OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 
 def engine(folder: Path, variant: suite.Variant, optim: OptimConfig | None = OPTIM) -> SingleEngine:
     return SingleEngine(
-        load_policy(folder),
-        optim,
-        forward=ForwardSettings(packing=variant.packing, chunk_tokens=16),
-        max_tokens_per_micro_batch=variant.max_tokens_per_micro_batch,
-        grad_clip=None,
+        RoleSettings(
+            str(folder),
+            EngineConfig(packing=variant.packing, logits_chunk_tokens=16),
+            "float32",
+            variant.max_tokens_per_micro_batch,
+            optim,
+        )
     )
-
-
-@pytest.mark.parametrize("variant", suite.VARIANTS)
-def test_forward_conforms(variant: suite.Variant, model_folder: Path) -> None:
-    suite.check_forward(engine(model_folder, suite.Variant(False, 10**6)), engine(model_folder, variant))
-
-
-@pytest.mark.parametrize("objective", suite.OBJECTIVES, ids=lambda objective: objective.loss_name)
-@pytest.mark.parametrize("variant", suite.VARIANTS[1:])
-def test_updates_conform(variant: suite.Variant, objective: object, model_folder: Path) -> None:
-    suite.check_update(engine(model_folder, suite.Variant(True, 10**6)), engine(model_folder, variant), objective)
 
 
 @pytest.mark.parametrize("variant", suite.VARIANTS)
@@ -145,3 +137,28 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_folder: P
         p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in of.model.parameters()
     )
     assert 0 < (exact - rounded).abs().max() < 0.1
+
+
+class Wave(SingleEngine):
+    """All forward passes, then all backward passes from the last to the first, as a pipeline has it."""
+
+    def schedule(self, columns: Any, objective: Any, counts: Any, metrics: Metrics) -> torch.Tensor:
+        losses = []
+        for rows in self._passes(columns, objective.block):
+            part = {name: column[rows] for name, column in columns.items()}
+            loss, measured = objective.loss(self._outputs(part, objective.needs, objective.temperature), part, counts)
+            losses.append(loss)
+            metrics.merge(measured)
+        for loss in reversed(losses):
+            loss.backward()
+        return torch.stack(losses).detach().sum()
+
+
+def test_a_pipeline_is_another_schedule(model_folder: Path) -> None:
+    """Counts before, clipping, step and metrics after it are the base's."""
+    plain, wave = (
+        kind(RoleSettings(str(model_folder), EngineConfig(), "float32", 64, OPTIM)) for kind in (SingleEngine, Wave)
+    )
+    suite.check_update(plain, wave, suite.OBJECTIVES[1])
+    empty = suite.ragged_batch().with_columns(response_mask=torch.zeros(12, 20, dtype=torch.int64))
+    assert wave.update(empty, suite.OBJECTIVES[1]).reduce() == {"actor/empty_updates": 1.0}

@@ -173,7 +173,7 @@ def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
             "rollout.n": 2,
             "rollout.temperature": 1.0,
             "rollout.max_batch_size": 2,
-            "rollout.kv_cache_bytes": 2**20,
+            "rollout.engine.options.kv_cache_bytes": 2**20,
             "output": str(tmp_path / "out"),
         }
     )

@@ -90,13 +90,13 @@ def test_every_line_is_the_engines_own_answer_in_the_order_of_the_prompts(
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_cut_off_anywhere_it_ends_with_the_same_bytes(config: MakeConfig, engine: str) -> None:
-    output = generate(config(**{"rollout.name": engine})).output
+    output = generate(config(**{"rollout.engine.name": engine})).output
     whole = output.read_bytes()
     ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
     # in the first line; behind a line and one byte on; at the end of a chunk; without the last byte; not at all
     for size in (5, ends[10] + 1, ends[7], len(whole) - 1, len(whole)):
         output.write_bytes(whole[:size])
-        again = generate(config(**{"rollout.name": engine}))
+        again = generate(config(**{"rollout.engine.name": engine}))
         found = sum(end <= size for end in ends)
         assert output.read_bytes() == whole
         assert (again.num_found, again.num_written) == (found, 38 - found)
@@ -115,7 +115,9 @@ def test_what_was_written_otherwise_is_refused(
         generate(config(**{"model.path": str(qwen25_folder)}))
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(prompts.read_bytes())
-    assert generate(config(**{"input": str(moved), "rollout.kv_cache_bytes": 2**20})).num_written == 0  # all the same
+    assert (
+        generate(config(**{"input": str(moved), "rollout.engine.options.kv_cache_bytes": 2**20})).num_written == 0
+    )  # all the same
     moved.write_text(json.dumps({"prompt": "1+1="}) + "\n")
     with pytest.raises(ConfigError, match="from other prompts"):
         generate(config(input=str(moved)))
@@ -156,7 +158,7 @@ def test_mistakes_are_found_before_anything_is_written(config: MakeConfig, promp
 def test_killed_again_and_again_it_ends_with_the_same_bytes(
     values: dict[str, Any], engine: str, tmp_path: Path
 ) -> None:
-    values |= {"rollout.name": engine, "chunk_size": 1, "data.max_response_length": 200}
+    values |= {"rollout.engine.name": engine, "chunk_size": 1, "data.max_response_length": 200}
     undisturbed = tmp_path / "undisturbed.jsonl"
 
     def start(output: str) -> subprocess.Popen[str]:

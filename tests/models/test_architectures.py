@@ -144,7 +144,7 @@ def test_an_rl_step_and_what_it_exports(
 ) -> None:
     # Two updates a step: the trainer's log-probs of what was sampled are then a column, and written with log_tokens.
     once = {"trainer.total_steps": 1, "actor.mini_batch_size": 2, "trainer.log_tokens": 1}
-    config = train_config({"model.path": str(folder), "rollout.name": rollout, **once})
+    config = train_config({"model.path": str(folder), "rollout.engine.name": rollout, **once})
     [record] = train(config, reward=lambda solution_str: float(len(solution_str)), data=additions).history
     assert record["actor/grad_norm"] > 0
     rows = [json.loads(line) for line in (tmp_path / "run/tokens/step_000001.jsonl").read_text().splitlines()]

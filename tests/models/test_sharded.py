@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from whet.config.schema import EngineConfig, LoraConfig
 from whet.controller.worker import Placement
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, ModelError
 from whet.models.load import load_policy
 from whet.models.sequence_parallel import check_heads
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.trainers.workers import TrainWorker
 
 
 def worker(folder: Path, name: str = "fsdp", **changes: object) -> TrainWorker:

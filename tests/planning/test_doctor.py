@@ -21,7 +21,7 @@ def test_every_section_and_what_is_installed_by_version(tmp_path: Path) -> None:
     assert list(sections) == ["python", "packages", "extras", "engines", "machine", "places"]
     assert by_name(sections["packages"])["torch"].found == torch.__version__
     engines = by_name(sections["engines"])
-    assert engines["rollout.name=hf"].status == engines["engine.name=single"].status == "ok"
+    assert engines["rollout.engine.name=hf"].status == engines["engine.name=single"].status == "ok"
     assert str(tmp_path / "run") in by_name(sections["places"])["runs"].found
     assert {"processors", "memory", "GPU", "instructions"} <= by_name(sections["machine"]).keys()
 
@@ -40,9 +40,9 @@ def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extr
 
 def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(list(doctor._engines({"hf": [Requirement("no-such-package>=1")]})))
-    assert found["rollout.name=hf"].found == "cannot run: no-such-package>=1 is not installed"
+    assert found["rollout.engine.name=hf"].found == "cannot run: no-such-package>=1 is not installed"
     monkeypatch.setattr(doctor, "_compiler", lambda: None)
-    native = by_name(list(doctor._engines({})))["rollout.name=native"]
+    native = by_name(list(doctor._engines({})))["rollout.engine.name=native"]
     assert native.status == "note" and "no C++ compiler" in native.found
 
 

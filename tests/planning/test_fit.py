@@ -88,7 +88,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
         {},
         {"model.dtype": "bfloat16", "data.max_response_length": 200},
         {"algorithm.adv_estimator": "gae", "data.train_batch_size": 32, "data.max_response_length": 100},
-        {"rollout.name": "hf", "rollout.top_p": 0.9, "actor.engine.packing": False},
+        {"rollout.engine.name": "hf", "rollout.top_p": 0.9, "actor.engine.packing": False},
     ],
 )
 def test_the_quick_bound_is_above_the_plan(train_config: MakeConfig, overrides: dict[str, Any]) -> None:

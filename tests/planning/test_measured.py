@@ -35,7 +35,7 @@ TRAIN = {
     "data.max_response_length": 96,
     "data.train_batch_size": 8,
     "rollout.n": 4,
-    "rollout.kv_cache_bytes": 2**26,
+    "rollout.engine.options.kv_cache_bytes": 2**26,
 }
 # Command, architecture, rows of the vocabulary, values.
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         "train",
         "qwen2.5",
         2048,
-        {"rollout.name": "hf", "rollout.top_p": 0.9, "actor.engine.packing": False},
+        {"rollout.engine.name": "hf", "rollout.top_p": 0.9, "actor.engine.packing": False},
     ),
     "supervised": (
         "sft",

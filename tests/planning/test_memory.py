@@ -12,18 +12,14 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
 from whet.models.load import load_config as load_model_config
 from whet.planning.memory import (
-    BLOCK_TOKENS,
-    PREFILL_TOKENS,
     Lengths,
     Memory,
     bytes_per_logit,
-    kv_cache,
     mini_batch,
     plan_memory,
+    rollout_bytes,
 )
 from whet.planning.tensor_bytes import TensorBytes
-from whet.rollout.native import engine
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, sample
 from whet.trainers import build, sft
@@ -41,10 +37,6 @@ def item(memory: Memory, name: str, phase: str) -> int:
     return next((each.by_phase.get(phase, 0) for each in memory.items if each.name == name), 0)
 
 
-def test_the_plan_knows_the_native_engines_sizes() -> None:
-    assert (BLOCK_TOKENS, PREFILL_TOKENS) == (BLOCK_SIZE, engine.PREFILL_TOKENS)
-
-
 def test_a_spread_has_the_longest_first_and_the_rest_as_they_come() -> None:
     assert Lengths((1, 9, 5, 3), 0).spread(2) == [9, 3]
     assert Lengths((4,), 0).spread(3) == [4, 4, 4]
@@ -60,16 +52,20 @@ def test_blocks_of_the_cache_by_hand(train_config: MakeConfig, model_folder: Pat
     """A prompt of 20 and an answer of 6 fill two blocks: the first is shared by 4 answers, the second is each one's
     own, and the prompt has its own copy of it. For 4 prompts 4 x (2 + 4) blocks."""
     model = load_model_config(model_folder)
-    config = train_config({"data.max_prompt_length": 20, "rollout.kv_cache_bytes": 10**6})
-    reserved, used = kv_cache(config, model, Lengths((20,), 6))
-    assert reserved == 10**6 // (16 * TOKEN_BYTES) * 16 * TOKEN_BYTES
-    assert used == 24 * 16 * TOKEN_BYTES
-    small = train_config({"rollout.kv_cache_bytes": 5 * 16 * TOKEN_BYTES})
-    assert kv_cache(small, model, Lengths((20,), 6)) == (5 * 16 * TOKEN_BYTES, 5 * 16 * TOKEN_BYTES)
+    config = train_config({"data.max_prompt_length": 20, "rollout.engine.options.kv_cache_bytes": 10**6})
+    planned = rollout_bytes(config, model, Lengths((20,), 6))
+    assert planned.cache == 10**6 // (16 * TOKEN_BYTES) * 16 * TOKEN_BYTES
+    assert planned.written == 24 * 16 * TOKEN_BYTES
+    assert (planned.prompt_rows, planned.prompt_tokens, planned.is_kept) == (4, 80, True)
+    small = train_config({"rollout.engine.options.kv_cache_bytes": 5 * 16 * TOKEN_BYTES})
+    planned = rollout_bytes(small, model, Lengths((20,), 6))
+    assert planned.cache == planned.written == 5 * 16 * TOKEN_BYTES
     together = train_config({"rollout.max_batch_size": 4, "rollout.dtype": "bfloat16"})
-    assert kv_cache(together, model, Lengths((20,), 6))[1] == 6 * 16 * TOKEN_BYTES / 2
+    assert rollout_bytes(together, model, Lengths((20,), 6)).written == 6 * 16 * TOKEN_BYTES / 2
     # hf: 16 rows of 26 tokens, and once more for the layer that grows
-    assert kv_cache(train_config({"rollout.name": "hf"}), model, Lengths((20,), 6))[1] == 16 * 26 * TOKEN_BYTES * 1.5
+    planned = rollout_bytes(train_config({"rollout.engine.name": "hf"}), model, Lengths((20,), 6))
+    assert planned.cache == planned.written == 16 * 26 * TOKEN_BYTES * 1.5
+    assert (planned.prompt_rows, planned.prompt_tokens, planned.is_kept) == (16, 320, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +92,7 @@ def test_bytes_of_a_logit_while_it_is_sampled_from(dtype: torch.dtype, options: 
 
 
 def test_what_each_phase_holds(train_config: MakeConfig) -> None:
-    memory = planned(train_config({"algorithm.kl.where": "loss", "rollout.kv_cache_bytes": 2**20}))
+    memory = planned(train_config({"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20}))
     weights = memory.weights["actor"] * 4
     assert memory.phases == ("rollout", "actor update")
     for phase in memory.phases:

@@ -12,12 +12,13 @@ import torch
 
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.worker import Placement
+from whet.engines.role import RoleSettings
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import model_outputs
 from whet.planning.outline import Outline, Row, columns
 from whet.planning.tensor_bytes import TensorBytes
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.trainers.workers import TrainWorker
 
 ROWS = [Row(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]
 

@@ -255,7 +255,7 @@ def test_sliding_window(tmp_path: Path, model_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_decode_gives_the_same_log_probs(model: PreTrainedModel) -> None:
-    native = NativeEngine(compile_decode=True)
+    native = NativeEngine(compile=True)
     native.attach(model, 0)
     suite.check_log_probs(native, model, suite.requests())
 

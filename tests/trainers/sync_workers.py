@@ -14,26 +14,22 @@ from torch import nn
 
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
-from whet.engines.single import SingleEngine
-from whet.models.outputs import ForwardSettings
+from whet.engines.role import RoleSettings
+from whet.models.outputs import ForwardSettings, model_outputs
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.trainers.workers import TrainWorker
 from whet.weight_sync.buckets import Outlet
 from whet.weight_sync.routes import Site
 
 
 def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
     """The module's own forward over the whole batch."""
-    engine = SingleEngine(
-        module,
-        None,
-        forward=ForwardSettings(packing=False, dtype=next(module.parameters()).dtype),
-        max_tokens_per_micro_batch=10**6,
-    )
-    return engine.forward(batch, frozenset({"log_probs"}))["log_probs"]
+    settings = ForwardSettings(packing=False, dtype=next(module.parameters()).dtype)
+    with torch.no_grad():
+        return model_outputs(module.eval(), batch.tensors(), frozenset({"log_probs"}), settings)["log_probs"]
 
 
 class Sharded:
@@ -70,7 +66,7 @@ class Trainer(TrainWorker):
     def __init__(self, placement: Placement, settings: RoleSettings, sharded: bool) -> None:
         super().__init__(placement, settings)
         if sharded:
-            self.engine: Any = Sharded(self.model, self.process_group)
+            self.engine: Any = Sharded(self.engine.model, self.process_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def change(self, version: int) -> None:
@@ -79,7 +75,7 @@ class Trainer(TrainWorker):
             self.engine.change(version)
             return
         with torch.no_grad():
-            for weight in self.model.parameters():
+            for weight in self.engine.model.parameters():
                 weight.mul_(1 + version / 64)
 
     @register(Dispatch.ONE_TO_ALL)

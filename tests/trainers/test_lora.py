@@ -73,7 +73,7 @@ def test_no_second_model_is_loaded(train_config: MakeConfig) -> None:
 def test_what_is_sampled_from_is_the_merged_model(
     rollout: str, dtype: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
-    asked = {"rollout.name": rollout, "rollout.dtype": "float32", "model.dtype": dtype, "trainer.log_tokens": 1}
+    asked = {"rollout.engine.name": rollout, "rollout.dtype": "float32", "model.dtype": dtype, "trainer.log_tokens": 1}
     config = train_config({**LORA, "actor.mini_batch_size": 2, **asked})
     train(config, reward=length, data=additions)
     gaps = []

@@ -158,7 +158,10 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "process rewards": {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
     "nothing but failures": {"trainer.total_steps": 2},
-    "short of memory": {"data.max_response_length": 60, "rollout.kv_cache_bytes": 9 * 16384},  # nine blocks
+    "short of memory": {
+        "data.max_response_length": 60,
+        "rollout.engine.options.kv_cache_bytes": 9 * 16384,
+    },  # nine blocks
     "a deadline": {"reward.num_workers": 1, "reward.timeout_seconds": 0.5},
 }
 

@@ -73,7 +73,12 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
     def trained(**overrides: Any) -> tuple[list[dict[str, float]], list[str]]:
         deeds: list[str] = []
         config = train_config(
-            {"algorithm.kl.where": "loss", "algorithm.kl.coef": 0.1, "rollout.kv_cache_bytes": 2**22, **overrides}
+            {
+                "algorithm.kl.where": "loss",
+                "algorithm.kl.coef": 0.1,
+                "rollout.engine.options.kv_cache_bytes": 2**22,
+                **overrides,
+            }
         )
         run = build(config, build_scorer(config.reward, length), additions)
         workers: dict[str, Worker] = run.roles["rollout"]._transport._workers  # type: ignore[attr-defined]

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from whet.config import TrainConfig
-from whet.config.schema import OptimConfig
+from whet.config.schema import EngineConfig, OptimConfig
+from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.metrics import Metrics
-from whet.models.load import load_policy
-from whet.models.outputs import ForwardSettings
 from whet.protocol import DataProto
 from whet.trainers.build import train
 from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective
@@ -179,9 +178,7 @@ def test_pg_loss_of_an_update_in_several_micro_batches_is_the_hand_value(model_f
             "advantages": torch.randn(5, 1, generator=draw) * mask,
         }
     )
-    engine = SingleEngine(
-        load_policy(model_folder), OptimConfig(lr=0.0), forward=ForwardSettings(), max_tokens_per_micro_batch=10
-    )
+    engine = SingleEngine(RoleSettings(str(model_folder), EngineConfig(), "float32", 10, OptimConfig(lr=0.0)))
     log_probs = engine.forward(batch, frozenset({"log_probs"}))["log_probs"]
     expected = (-batch["advantages"] * log_probs * mask).sum() / 19
     measured = engine.update(batch, PolicyObjective("reinforce")).reduce()

@@ -102,7 +102,7 @@ def test_short_of_memory_a_step_is_the_same_and_says_so(
     for name, blocks in (("roomy", 1000), ("short", 9)):
         settings = {
             "data.max_response_length": 60,
-            "rollout.kv_cache_bytes": blocks * 16384,  # a block of this model
+            "rollout.engine.options.kv_cache_bytes": blocks * 16384,  # a block of this model
             "rollout.stop": ["2"],
             "rollout.repetition_penalty": 1.1,
             "rollout.bad_words": ["7"],
@@ -560,11 +560,11 @@ def steps_of(run: Run, folder: Path) -> tuple[torch.Tensor, list[list[str]]]:
 @pytest.mark.parametrize(
     "other",
     [
-        {"rollout.name": "hf"},
+        {"rollout.engine.name": "hf"},
         {"actor.engine.packing": False},
         {"actor.max_tokens_per_micro_batch": 22, "critic.max_tokens_per_micro_batch": 40},
         {"model.gradient_checkpointing": True},
-        {"rollout.max_batch_size": 3, "rollout.kv_cache_bytes": 2**20},
+        {"rollout.max_batch_size": 3, "rollout.engine.options.kv_cache_bytes": 2**20},
     ],
     ids=str,
 )

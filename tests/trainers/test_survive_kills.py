@@ -16,7 +16,13 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "survive_kills.py"
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("kills", "rollout"), [(20, "native"), (4, "hf")])
 def test_a_run_that_is_killed_again_and_again(kills: int, rollout: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), f"--kills={kills}", f"--folder={tmp_path}", f"rollout.name={rollout}"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        f"--kills={kills}",
+        f"--folder={tmp_path}",
+        f"rollout.engine.name={rollout}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"\nkilled {kills} times: " in done.stdout

@@ -6,25 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry
+from whet.config.keys import choices
+from whet.config.schema import TrainConfig
+from whet.registry import AGGREGATIONS, KINDS, REQUIRED, SHAPINGS, WRAPPERS, Entry, Registry
 
 if TYPE_CHECKING:
     from whet.algorithms.certify import Certificate, Row
 
-CHOSEN_BY = {  # where a kind of function is chosen, and where its options are given
-    "advantage estimator": ("algorithm.adv_estimator", "algorithm.adv_options"),
-    "CPO wrapper": ("algorithm.adv_options.wrap_method", None),
-    "policy loss": ("algorithm.policy_loss", "algorithm.loss_options"),
-    "value loss": ("critic.value_loss", "critic.loss_options"),
-    "aggregation": ("algorithm.loss_agg_mode", None),
-    "KL form": ("algorithm.kl.form", None),
-    "token weight": ("algorithm.correction.weight", "algorithm.correction.weight_options"),
-    "rejection": ("algorithm.correction.rejection", "algorithm.correction.rejection_options"),
-    "filter": ("algorithm.filter.name", "algorithm.filter.options"),
-    "reward shaping": ("algorithm.overlong", None),
-    "reward": ("reward.function", "reward.kwargs"),
-    "environment": ("environment.name", "environment.options"),
-    "sampler": ("data.sampler", "data.sampler_options"),
+# Where a kind of function is chosen, and where its options are given; of several keys the first.
+_CHOICES = {
+    choice.registry: (key, choice.options and choice.options_key(key))
+    for key, choice in reversed(list(choices(TrainConfig).items()))
+}
+_UNMARKED = {
+    WRAPPERS: "algorithm.adv_options.wrap_method",
+    AGGREGATIONS: "algorithm.loss_agg_mode",
+    SHAPINGS: "algorithm.overlong",
+}
+CHOSEN_BY: dict[str, tuple[str, str | None]] = {
+    kind.kind: (_CHOICES[kind] if kind in _CHOICES else (_UNMARKED[kind], None)) for kind in KINDS
 }
 # By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
 Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
@@ -120,7 +120,8 @@ def definition(entry: Entry) -> str:
 def facts(entry: Entry) -> list[tuple[str, str]]:
     """What there is to know of a function but its definition."""
     key, options_key = CHOSEN_BY[entry.kind]
-    reads = entry.columns if entry.kind != WRAPPERS.kind else ()
+    kind = next(kind for kind in KINDS if kind.kind == entry.kind)
+    reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
     found = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(reads)), ("code", entry.target)]
     found += [("alias of", entry.alias_of)] if entry.alias_of else []
     found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from whet.config.choice import Choice
 from whet.config.section import Section
+from whet.registry import ADV_ESTIMATORS, FILTERS, KL_FORMS, POLICY_LOSSES, REJECTIONS, WEIGHTS
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -16,7 +18,7 @@ class KLConfig(Section):
     """Distance to the reference policy."""
 
     where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
-    form: str = Field(
+    form: Annotated[str, Choice(KL_FORMS)] = Field(
         "k3",
         description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; full over the vocabulary",
     )
@@ -29,7 +31,9 @@ class KLConfig(Section):
 class FilterConfig(Section):
     """Dynamic sampling: which groups are worth training on."""
 
-    name: str | None = Field(None, description="registered filter, such as dapo; unset: every group is")
+    name: Annotated[str | None, Choice(FILTERS, "options")] = Field(
+        None, description="registered filter, such as dapo; unset: every group is"
+    )
     options: dict[str, Any] = Field({}, description="options of the filter")
     metric: str = Field("accuracy", description="accuracy, reward, or the name of a part of the reward")
     max_refills: NonNegativeInt = Field(
@@ -50,9 +54,13 @@ class CorrectionConfig(Section):
     old_log_probs: Literal["trainer", "rollout"] = Field(
         "trainer", description="who says what the policy was before the update; rollout saves a pass"
     )
-    weight: str | None = Field(None, description="registered weight of each token in the loss, such as importance")
+    weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = Field(
+        None, description="registered weight of each token in the loss, such as importance"
+    )
     weight_options: dict[str, Any] = Field({}, description="options of the weight")
-    rejection: str | None = Field(None, description="registered rule by which tokens are not trained on")
+    rejection: Annotated[str | None, Choice(REJECTIONS, "rejection_options")] = Field(
+        None, description="registered rule by which tokens are not trained on"
+    )
     rejection_options: dict[str, Any] = Field({}, description="options of the rejection")
 
 
@@ -82,9 +90,13 @@ class EntropyConfig(Section):
 class AlgorithmConfig(Section):
     """The mathematics of one step."""
 
-    adv_estimator: str = Field("grpo", description="registered name, module:function or file.py:function")
+    adv_estimator: Annotated[str, Choice(ADV_ESTIMATORS, "adv_options")] = Field(
+        "grpo", description="registered name, module:function or file.py:function"
+    )
     adv_options: dict[str, Any] = Field({}, description="options of the estimator")
-    policy_loss: str = Field("ppo_clip", description="registered name, module:function or file.py:function")
+    policy_loss: Annotated[str, Choice(POLICY_LOSSES, "loss_options")] = Field(
+        "ppo_clip", description="registered name, module:function or file.py:function"
+    )
     loss_options: dict[str, Any] = Field({}, description="options of the loss")
     loss_agg_mode: Aggregation | None = Field(
         None, description="unset: what the loss or estimator fixes, else token-mean"

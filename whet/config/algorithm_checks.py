@@ -3,37 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from whet.config.choice import entry_at
 from whet.config.schema import ActorConfig, AlgorithmConfig, DataConfig, KLConfig, OptimConfig, TrainConfig
-from whet.errors import ConfigError, RegistryError
-from whet.registry import (
-    ADV_ESTIMATORS,
-    FILTERS,
-    KL_FORMS,
-    POLICY_LOSSES,
-    REJECTIONS,
-    VALUE_LOSSES,
-    WEIGHTS,
-    WRAPPERS,
-    Entry,
-    Registry,
-)
+from whet.errors import ConfigError
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS
 
 CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
-OPTIONS = {  # the key of a function to the key of its options
-    "environment.name": "environment.options",
-    "algorithm.adv_estimator": "algorithm.adv_options",
-    "algorithm.policy_loss": "algorithm.loss_options",
-    "algorithm.correction.weight": "algorithm.correction.weight_options",
-    "algorithm.correction.rejection": "algorithm.correction.rejection_options",
-    "algorithm.filter.name": "algorithm.filter.options",
-    "algorithm.kl.form": "algorithm.kl.form",
-    "critic.value_loss": "critic.loss_options",
-}
 
 
 def aggregation(algorithm: AlgorithmConfig) -> str:
@@ -70,16 +49,11 @@ def uses_critic(algorithm: AlgorithmConfig) -> bool:
 def algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
     """What `check` looks at in the mathematics and the updates."""
     algorithm = config.algorithm
-    estimator, loss, rows = algorithm.adv_estimator, algorithm.policy_loss, algorithm.filter
     return [
-        partial(check_options, ADV_ESTIMATORS, "algorithm.adv_estimator", estimator, algorithm.adv_options),
         partial(_check_wrapper, algorithm),
-        partial(check_options, POLICY_LOSSES, "algorithm.policy_loss", loss, algorithm.loss_options),
-        partial(check_options, KL_FORMS, "algorithm.kl.form", algorithm.kl.form, {}),
         partial(_check_kl_controller, algorithm.kl),
         partial(_check_correction, algorithm),
         partial(_check_group, config),
-        *([partial(check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
         partial(aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
@@ -106,10 +80,6 @@ def _check_wrapper(algorithm: AlgorithmConfig) -> None:
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     correction = algorithm.correction
     kinds = (("weight", WEIGHTS), ("rejection", REJECTIONS))
-    for name, registry in kinds:
-        if correction[name] is not None:
-            key = f"algorithm.correction.{name}"
-            check_options(registry, key, correction[name], correction[f"{name}_options"])
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     if correction.weight is not None and loss.marks.get("corrects"):
         raise ConfigError(
@@ -118,7 +88,8 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         )
     if correction.old_log_probs == "rollout":
         for name, registry in kinds:
-            reads = registry[correction[name]].columns if correction[name] is not None else ()
+            chosen = correction[name]
+            reads = entry_at(registry, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
             if {"old_log_probs", "rollout_log_probs"} <= set(reads):
                 raise ConfigError(
                     f"algorithm.correction.{name}={correction[name]} compares trainer and sampler, and "
@@ -187,7 +158,6 @@ def _check_critic(config: TrainConfig) -> None:
     if uses_critic(config.algorithm):
         _check_critic_loss(config)
         _check_updates("critic", critic, config.data)
-        check_options(VALUE_LOSSES, "critic.value_loss", critic.value_loss, critic.loss_options)
         if steps is not None and critic.warmup_steps >= steps:
             raise ConfigError(
                 f"critic.warmup_steps={critic.warmup_steps} leaves no step of trainer.total_steps={steps} to the policy"
@@ -221,16 +191,3 @@ def _check_teacher(config: TrainConfig) -> None:
             f"{estimator.name!r} reads what a teacher says, and without a hint the policy would be its own teacher and "
             "agree with itself; set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
         )
-
-
-def entry_at(registry: Registry, key: str, reference: str) -> Entry:
-    """The function that a key names.  Raises: ConfigError."""
-    try:
-        return registry[reference]
-    except RegistryError as error:
-        raise ConfigError(f"{key}: {error}") from error
-
-
-def check_options(registry: Registry, key: str, reference: str, options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for a function that is not there, or an option that it does not take."""
-    entry_at(registry, key, reference).resolve_options(options, OPTIONS[key])

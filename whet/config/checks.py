@@ -6,16 +6,18 @@ Each check is a function that raises on what it looks at; all of them run, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from whet.config.algorithm_checks import algorithm_checks, check_optim, check_options, entry_at
+from whet.config.algorithm_checks import algorithm_checks, check_optim
+from whet.config.choice import entry_at
 from whet.config.cluster_checks import cluster_checks
 from whet.config.engine_checks import engine_checks
+from whet.config.keys import choices
 from whet.config.schema import (
-    DataConfig,
     EnvironmentConfig,
     EvalConfig,
     GenerateConfig,
@@ -30,13 +32,7 @@ from whet.config.schema import (
 )
 from whet.config.sources import check_files
 from whet.errors import ConfigError
-from whet.registry import (
-    ENVIRONMENTS,
-    REWARDS,
-    SAMPLERS,
-)
-
-SAMPLER_SUPPLIED = ("prompts", "epoch", "seed", "total_draws")  # what a sampler may take before its `*`
+from whet.registry import REWARDS
 
 
 def check(config: Section, given: Collection[str] = ()) -> None:
@@ -50,7 +46,7 @@ def check(config: Section, given: Collection[str] = ()) -> None:
 def problems(config: Section, given: Collection[str] = ()) -> list[str]:
     """All that `check` refuses, each a line that says what to change; empty where nothing is wrong."""
     found: dict[str, None] = {}
-    for each in _checks(config, given):
+    for each in (*_choice_checks(config), *_checks(config, given)):
         try:
             each()
         except ConfigError as error:
@@ -82,8 +78,19 @@ def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool
     _check_model(config.model)
     key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
     check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
-    if isinstance(config, TrainConfig):
-        _check_sampler(config.data)
+    for each in _choice_checks(config, below="data."):
+        each()
+
+
+def _choice_checks(config: Section, below: str = "") -> list[Callable[[], object]]:
+    """For everything that is chosen by name, with options."""
+    found: list[Callable[[], object]] = []
+    for key, choice in choices(type(config)).items():
+        *sections, name = key.split(".")
+        section: Any = reduce(getitem, sections, config)
+        if choice.is_checked and key.startswith(below):
+            found.append(partial(choice.check, key, section[name], section[choice.options] if choice.options else {}))
+    return found
 
 
 def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object]]:
@@ -92,7 +99,6 @@ def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object
             return [
                 *_shared_checks(config, given),
                 partial(_check_sampling, "trainer.validation", config.trainer.validation),
-                partial(_check_sampler, config.data),
                 *algorithm_checks(config),
             ]
         case SFTConfig():
@@ -136,7 +142,6 @@ def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> 
     environment = config.environment
     return [
         partial(_check_reward, config.reward, environment, given),
-        partial(check_options, ENVIRONMENTS, "environment.name", environment.name, environment.options),
         *_rollout_checks(config.rollout),
     ]
 
@@ -253,24 +258,8 @@ def _check_rollout(rollout: RolloutConfig) -> None:
             f"rollout.max_staleness={rollout.max_staleness:g} lets samples lag behind the weights that they train, "
             "but whet does not sample and train at the same time yet: it takes them in turn; set it to 0"
         )
-    if rollout.compile and rollout.name != "native":
-        raise ConfigError(f"rollout.compile is for rollout.name=native, not {rollout.name}; unset one of them")
 
 
 def _check_supervised(trainer: TrainerConfig) -> None:
     if trainer.loop is not None:
         raise ConfigError(f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`")
-
-
-def _check_sampler(data: DataConfig) -> None:
-    if data.sampler is None:
-        if data.sampler_options:
-            raise ConfigError(f"data.sampler_options={data.sampler_options}, but data.sampler is not set; name one")
-        return
-    entry = entry_at(SAMPLERS, "data.sampler", data.sampler)
-    if unknown := [name for name in entry.parameters if name not in SAMPLER_SUPPLIED]:
-        raise ConfigError(
-            f"data.sampler={data.sampler} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
-            f"{', '.join(SAMPLER_SUPPLIED)}; an option stands after `*`"
-        )
-    entry.resolve_options(data.sampler_options, "data.sampler_options")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
+from whet.config.choice import Choice
 from whet.config.schema import Section
 
 ENOUGH_ALIKE = 0.6  # of 1; below this a suggestion misleads more than it helps
@@ -42,6 +43,14 @@ def leaf_fields(schema: type[Section]) -> Mapping[str, FieldInfo]:
         else:
             fields[name] = field
     return fields
+
+
+@cache
+def choices(schema: type[Section]) -> Mapping[str, Choice]:
+    """The fields that name a registered function, by dotted key."""
+    return {
+        key: mark for key, field in leaf_fields(schema).items() for mark in field.metadata if isinstance(mark, Choice)
+    }
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
 from whet.config.keys import WORDS, describe_type, field_at
+from whet.config.renamed import rename
 from whet.config.schema import Section
 from whet.errors import ConfigError
 
@@ -53,6 +54,7 @@ def load_config(
     composed = compose(schema, recipe, overrides)
     values, sources = dict(composed.values), dict(composed.sources)
     _apply_reward_alias(values, sources)
+    rename(schema, values, sources, (COMMAND_LINE, ARGUMENT))
     config = _validate(schema, values, sources)
     if checked:
         check(config, given)
@@ -67,6 +69,7 @@ def read_config(schema: type[ConfigT], path: Path) -> ConfigT:
     values = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds {type(values).__name__}, expected the sections of a config")
+    rename(schema, values)
     return _validate(schema, values, {key: str(file) for key, _ in flatten(values)})
 
 

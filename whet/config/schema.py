@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from whet.config.algorithm import KLConfig as KLConfig
+from whet.config.choice import Choice
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.section import Section as Section
+from whet.registry import ENGINES, ENVIRONMENTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Dtype = Literal["float32", "bfloat16"]
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
@@ -83,7 +85,7 @@ class DataConfig(Section):
     difficulty_key: str | None = Field(None, description="field with how hard a row is, as a number; unset: use all")
     difficulty_window: tuple[float, float] = Field((0.0, 1.0), description="train on rows strictly between these")
     shuffle: bool = Field(True, description="a new order every epoch, the same for the same seed")
-    sampler: str | None = Field(
+    sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = Field(
         None, description="registered sampler, or path/file.py:name: which rows come when; unset: as data.shuffle says"
     )
     sampler_options: dict[str, Any] = Field({}, description="options of the sampler")
@@ -110,16 +112,26 @@ class SamplingConfig(Section):
     )
 
 
+ENGINE_OPTIONS = "options of the engine: `whet algorithms show NAME` lists them"
 HYBRID = (
     "sampling and training take turns on the devices: the cache of keys and values is freed while models train, and "
     "trained models with their optimizers leave the device while answers are sampled"
 )
 
 
+class RolloutEngineConfig(Section):
+    """What samples."""
+
+    name: Annotated[str, Choice(ROLLOUT_ENGINES, "options")] = Field(
+        "native", description="registered rollout engine (native, hf), or path/file.py:MyEngine"
+    )
+    options: dict[str, Any] = Field({}, description=ENGINE_OPTIONS)
+
+
 class RolloutConfig(SamplingConfig):
     """How answers are sampled."""
 
-    name: Literal["native", "hf"] = Field("native", description="rollout engine")
+    engine: RolloutEngineConfig = RolloutEngineConfig()
     n: PositiveInt = Field(8, description="answers a prompt")
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
     length_stages: dict[int, PositiveInt] = Field(
@@ -128,9 +140,7 @@ class RolloutConfig(SamplingConfig):
     )
     dtype: Dtype | None = Field(None, description="unset: model.dtype")
     max_staleness: NonNegativeFloat = Field(0.0, description="steps that a sample may lag behind the weights it trains")
-    compile: bool = Field(False, description="compile the decode step: slower to start, faster to run")
     max_batch_size: PositiveInt = Field(256, description="sequences decoded together")
-    kv_cache_bytes: PositiveInt = Field(2**30, description="memory for keys and values")
     free_cache_engine: bool = Field(False, description=HYBRID)
     deadline_seconds: PositiveFloat = Field(3600.0, description="a rollout of one step that takes longer is an error")
 
@@ -138,7 +148,9 @@ class RolloutConfig(SamplingConfig):
 class EnvironmentConfig(Section):
     """What answers the model between its turns."""
 
-    name: str = Field("single_turn", description="registered environment, or path/file.py:function")
+    name: Annotated[str, Choice(ENVIRONMENTS, "options")] = Field(
+        "single_turn", description="registered environment, or path/file.py:function"
+    )
     options: dict[str, Any] = Field({}, description="options of the environment")
     max_turns: PositiveInt = Field(8, description="turns after which an episode ends")
 
@@ -146,7 +158,7 @@ class EnvironmentConfig(Section):
 class RewardConfig(Section):
     """How answers are judged."""
 
-    function: str | list[str] | None = Field(
+    function: Annotated[str | list[str] | None, Choice(REWARDS, "kwargs", is_checked=False)] = Field(
         None, description="registered name, module:function or file.py:function; or several"
     )
     weights: list[float] | None = Field(None, description="one for each of several functions; unset: 1 each")
@@ -171,28 +183,18 @@ MICRO_BATCH = "tokens a forward pass, per device; unset: what suits the device, 
 class EngineConfig(Section):
     """What trains a role's model."""
 
-    name: Literal["single", "fsdp"] = Field(
-        "single", description="single: the whole model on every rank; fsdp: weights and optimizer in shards over them"
+    name: Annotated[str, Choice(ENGINES, "options")] = Field(
+        "single",
+        description="single: the whole model on every rank; fsdp: weights and optimizer in shards over them; or "
+        "path/file.py:MyEngine",
     )
+    options: dict[str, Any] = Field({}, description=ENGINE_OPTIONS)
     packing: bool | None = Field(
         None, description="lay rows end to end without padding; unset: what is faster on the device"
     )
     share_prompts: bool = Field(True, description="where rows are packed, read a prompt once for all its answers")
     logits_chunk_tokens: PositiveInt = Field(1024, description="tokens whose logits exist at once")
     compile: bool = Field(False, description="compile the layers: slower to start, faster to run")
-    shard_size: PositiveInt | None = Field(
-        None, description="fsdp: ranks over which weights are sharded, with copies beyond (hybrid); unset: all"
-    )
-    reshard_after_forward: bool = Field(
-        True, description="fsdp: give up gathered layers before the backward pass and gather them again"
-    )
-    cpu_offload: bool = Field(False, description="fsdp: weights and optimizer stay on the host, gradients go there")
-    sequence_parallel_size: PositiveInt = Field(
-        1, description="fsdp: ranks that share a row's tokens, and in attention the heads (Ulysses)"
-    )
-    tensor_parallel_size: PositiveInt = Field(
-        1, description="fsdp: ranks that share the model's heads and inner numbers, where transformers has a plan"
-    )
 
 
 class OptimConfig(Section):
@@ -233,7 +235,9 @@ class CriticConfig(ActorConfig):
 
     optim: OptimConfig = OptimConfig(lr=1e-5)
     model_path: str | None = Field(None, description="where the value model starts from; unset: model.path")
-    value_loss: str = Field("clipped", description="registered value loss")
+    value_loss: Annotated[str, Choice(VALUE_LOSSES, "loss_options")] = Field(
+        "clipped", description="registered value loss"
+    )
     loss_options: dict[str, Any] = Field({}, description="options of the value loss")
     warmup_steps: NonNegativeInt = Field(0, description="steps in which only the critic learns")
 

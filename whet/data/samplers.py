@@ -112,9 +112,8 @@ def _learning(
 
 
 def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    arguments = [supplied[parameter] for parameter in entry.parameters]
     try:
-        return entry.load()(*arguments, **options)
+        return entry.make(supplied, options)
     except DataError:
         raise
     except Exception as error:  # other people's code

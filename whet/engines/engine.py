@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all training engines share: the loop over micro-batches. Where weights and gradients lie is each one's own."""
+"""What all training engines share: begin, schedule and finish of an update. Where weights and gradients lie is each
+one's own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, OptimSettings, learning_rate
 from whet.engines.protocol import Columns, Objective
+from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.models.lora import adapted_layers, merged_weights
-from whet.models.outputs import ForwardSettings
+from whet.models.load import body_of
+from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
 from whet.models.packing import same_prompt
+from whet.models.value_head import TrainedModel
 from whet.protocol import DataProto
+
+HOST = torch.device("cpu")
 
 
 class Engine(ABC):
@@ -33,29 +40,37 @@ class Engine(ABC):
     optimizer: Optimizer | None
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: OptimSettings | None,
-        *,
-        forward: ForwardSettings,
-        max_tokens_per_micro_batch: int,
-        grad_clip: float | None = None,
-        total_steps: int = 1,
-        process_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self.model = model.train() if optim is not None else model.eval()
-        self.forward_settings = forward
-        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.grad_clip = grad_clip
-        self.total_steps = total_steps
+        self.model, self.role = model, role
+        model.train(role.optim is not None)
+        self.forward_settings = role.forward
+        self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
+        self.grad_clip = role.grad_clip
+        self.total_steps = role.total_steps
         self.process_group = process_group
-        self.device = device or torch.device("cpu")
+        self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
-        self._optim_settings = optim
-        if optim is None:
+        if role.optim is None:
             model.requires_grad_(False)
+
+    @classmethod
+    def shards(cls, processes: int, options: Mapping[str, Any]) -> int:
+        """How many parts weights, gradients and optimizer state lie in, on so many processes."""
+        return 1
+
+    def whole_module(self) -> PreTrainedModel | None:
+        """The language model itself where it is whole on this rank: a rollout may sample from it."""
+        return None
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """The model as it was before its adapter, for as long as the block lasts."""
+        return adapter_off(self.model)
+
+    def fingerprint(self) -> str:
+        """Tells the weights under an adapter from others; on every rank."""
+        return fingerprint(body_of(self.model))
 
     @property
     def dp_rank(self) -> int:
@@ -93,13 +108,30 @@ class Engine(ABC):
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
         none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
-        optimizer, columns = self._require_optimizer(), self._columns(batch)
-        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        columns = self._columns(batch)
+        counts = self.begin(columns, objective)
         metrics = Metrics()
-        if not any(bool(count > 0) for count in counts.values()):
+        if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
+        loss = self.schedule(columns, objective, counts, metrics)
+        self.finish(objective.name, loss, metrics)
+        return metrics
+
+    def begin(self, columns: Columns, objective: Objective) -> Columns | None:
+        """Forgets the gradients of the update before.  Returns what losses are divided by, summed over all ranks; None
+        where no token counts."""
+        optimizer = self._require_optimizer()
+        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        if not any(bool(count > 0) for count in counts.values()):
+            return None
         optimizer.zero_grad(set_to_none=True)
+        return counts
+
+    def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
+        """Leaves the gradient of the mini-batch in the weights.  Returns the loss of this rank's rows.
+
+        Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
         for rows in self._passes(columns, objective.block):
             part = _rows(columns, rows) if rows else _idle(columns)
@@ -113,24 +145,28 @@ class Engine(ABC):
             loss.backward()  # type: ignore[no-untyped-call]
             self._keep_gradients()
         self._sum_gradients()
+        return total
+
+    def finish(self, name: str, loss: torch.Tensor, metrics: Metrics) -> None:
+        """Clips the gradient and takes the step, unless `loss` or gradient is not finite."""
+        optimizer = self._require_optimizer()
         norm = self._clip()
-        is_finite = bool((self._sum(total, self.process_group) + norm).isfinite())
+        is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
         self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         self.skipped += not is_finite
         # All ranks measure the same number, so that the mean over them is it.
-        metrics.mean(f"{objective.name}/grad_norm", norm)
-        metrics.max(f"{objective.name}/skipped_updates", self.skipped)
-        metrics.max(f"{objective.name}/skipped_in_a_row", self.skipped_in_a_row)
+        metrics.mean(f"{name}/grad_norm", norm)
+        metrics.max(f"{name}/skipped_updates", self.skipped)
+        metrics.max(f"{name}/skipped_in_a_row", self.skipped_in_a_row)
         if not is_finite:
             optimizer.zero_grad(set_to_none=True)
-            return metrics
+            return
         rate = learning_rate(self._require_settings(), self.steps_done, self.total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         self.steps_done += 1
-        metrics.mean(f"{objective.name}/lr", rate)
-        return metrics
+        metrics.mean(f"{name}/lr", rate)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
@@ -226,8 +262,8 @@ class Engine(ABC):
         return self.optimizer
 
     def _require_settings(self) -> OptimSettings:
-        assert self._optim_settings is not None
-        return self._optim_settings
+        assert self.role.optim is not None
+        return self.role.optim
 
 
 def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from transformers import PreTrainedModel
 
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -73,6 +75,10 @@ class TrainEngine(Protocol):
         """One optimizer step on the mini-batch `batch`."""
         ...
 
+    def whole_module(self) -> PreTrainedModel | None:
+        """The language model itself where it is whole on this rank, which a rollout may then sample from."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, one at a time, tied ones once; all ranks take part."""
         ...
@@ -91,4 +97,17 @@ class TrainEngine(Protocol):
 
     def onload(self) -> None:
         """Puts back what `offload` took away."""
+        ...
+
+
+@runtime_checkable
+class TrainsAdapter(Protocol):
+    """An engine that can train an adapter in place of the model."""
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """The model as it was before its adapter, for as long as the block lasts."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Tells the weights under an adapter from others; on every rank."""
         ...

@@ -9,45 +9,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from transformers import PreTrainedModel
 
 from whet import serialization
-from whet.engines.engine import Engine, check_same, narrow_weights
-from whet.engines.optim import OptimSettings, optimizer_for
+from whet.engines.engine import HOST, Engine, check_same, narrow_weights
+from whet.engines.optim import optimizer_for
 from whet.engines.protocol import Columns
+from whet.engines.role import RoleSettings
 from whet.errors import EngineError
-from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.outputs import model_outputs
+from whet.registry import register_engine
 
 
+@register_engine("single")
 class SingleEngine(Engine):
     """The whole model on every rank, each with its own shard of a mini-batch."""
 
     def __init__(
         self,
-        model: nn.Module,
-        optim: OptimSettings | None,
-        *,
-        forward: ForwardSettings,
-        max_tokens_per_micro_batch: int,
-        grad_clip: float | None = None,
-        total_steps: int = 1,
+        role: RoleSettings,
         process_group: dist.ProcessGroup | None = None,
-        seed: int = 0,
+        device: torch.device = HOST,
     ) -> None:
-        super().__init__(
-            model,
-            optim,
-            forward=forward,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            grad_clip=grad_clip,
-            total_steps=total_steps,
-            process_group=process_group,
-        )
-        if optim is not None and optim.weight_rounding is not None:
-            narrow_weights(model)
-            for weight in model.parameters():
+        super().__init__(role.whole_model(), role, process_group, device)
+        if role.optim is not None and role.optim.weight_rounding is not None:
+            narrow_weights(self.model)
+            for weight in self.model.parameters():
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
-        self.optimizer = optimizer_for(model, optim, seed) if optim is not None else None
+        self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
+
+    def whole_module(self) -> PreTrainedModel | None:
+        """The language model itself; None of a value model."""
+        return self.model if isinstance(self.model, PreTrainedModel) else None
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer state and the number of steps taken and skipped; of an adapter its own weights alone."""

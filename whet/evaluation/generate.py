@@ -36,7 +36,8 @@ from whet.trainers.export import find_model, model_folder
 from whet.types import Prompt
 
 DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")  # beside model and prompts
-FREE = ("rollout.deadline_seconds", "rollout.kv_cache_bytes")  # time and memory say nothing about the answers
+# Time and memory say nothing about the answers, and neither does that no option is set.
+FREE = ("rollout.deadline_seconds", "rollout.engine.options.kv_cache_bytes", "rollout.engine.options")
 MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 
 

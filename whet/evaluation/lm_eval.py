@@ -18,14 +18,13 @@ import torch
 from whet.config.schema import RolloutConfig
 from whet.errors import ConfigError
 from whet.keyed import key
-from whet.models.load import load_policy, load_tokenizer, stop_token_ids
+from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.export import model_folder
 from whet.trainers.rollout_worker import rollout_engine
-from whet.trainers.workers import torch_dtype
 
 try:
     from lm_eval.api.instance import Instance

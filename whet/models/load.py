@@ -25,7 +25,7 @@ from whet.models import attention, experts
 from whet.models.folder import check_weights, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import merge_adapter
-from whet.models.value_head import ValueModel
+from whet.models.value_head import TrainedModel, ValueModel
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow
     return _value_model(load_policy(path, adapter_path=adapter_path, allow_pickle=allow_pickle))
 
 
-def outline(path: str | Path, *, is_value_model: bool = False) -> PreTrainedModel | ValueModel:
+def outline(path: str | Path, *, is_value_model: bool = False) -> TrainedModel:
     """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
     `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
     config = load_config(path)
@@ -95,6 +95,11 @@ def body_of(model: torch.nn.Module) -> PreTrainedModel:
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     return body
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a config's dtype name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def recompute_activations(model: torch.nn.Module) -> None:

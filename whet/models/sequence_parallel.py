@@ -74,13 +74,13 @@ def check_heads(config: Any, size: int) -> None:
     valid = [each for each in range(1, heads + 1) if _fits(each, heads, kv_heads)]
     if size not in valid:
         raise ConfigError(
-            f"engine.sequence_parallel_size={size} does not share out {heads} heads with {kv_heads} of keys and values "
-            f"evenly; try {', '.join(str(each) for each in valid)}"
+            f"engine.options.sequence_parallel_size={size} does not share out {heads} heads with {kv_heads} of keys "
+            f"and values evenly; try {', '.join(str(each) for each in valid)}"
         )
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SEEN):
         raise ConfigError(
-            f"engine.sequence_parallel_size={size} needs layers in which attention alone mixes tokens, and this model "
-            f"has {', '.join(others)}; set it to 1"
+            f"engine.options.sequence_parallel_size={size} needs layers in which attention alone mixes tokens, and "
+            f"this model has {', '.join(others)}; set it to 1"
         )
 
 

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -23,12 +22,10 @@ from whet.errors import ModelError
 from whet.models.folder import check_weights, split_adapters, weight_files
 from whet.models.load import body_of, outline, without_weight_bars
 from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
-from whet.models.value_head import ValueModel
+from whet.models.value_head import TrainedModel, ValueModel
 
 
-def empty_model(
-    path: str | Path, device: torch.device, *, is_value_model: bool = False
-) -> PreTrainedModel | ValueModel:
+def empty_model(path: str | Path, device: torch.device, *, is_value_model: bool = False) -> TrainedModel:
     """What `load_policy` or `load_value_model` gives, without weights (they are on the meta device) and with all else,
     such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
     with torch.device("meta"):

@@ -21,3 +21,6 @@ class ValueModel(nn.Module):
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N], in float32."""
         return self.value_head(hidden).squeeze(-1).float()
+
+
+TrainedModel = PreTrainedModel | ValueModel

@@ -17,9 +17,10 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from whet.config.schema import ClusterConfig, EngineConfig, RolloutConfig
+from whet.config.schema import ClusterConfig
 from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
+from whet.registry import ENGINES, ROLLOUT_ENGINES
 
 Status = Literal["ok", "note", "problem"]
 OLDEST_PYTHON = (3, 11)
@@ -122,17 +123,17 @@ def _plain(requirement: Requirement) -> str:
 
 def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
     """Those that a config can name. One with an extra of its name runs where that is installed."""
-    for what, schema, key in (
-        ("rollout.name", RolloutConfig, "name"),
-        ("engine.name", EngineConfig, "name"),
-        ("cluster.backend", ClusterConfig, "backend"),
+    for what, names in (
+        ("rollout.engine.name", ROLLOUT_ENGINES.names()),
+        ("engine.name", ENGINES.names()),
+        ("cluster.backend", get_args(ClusterConfig.model_fields["backend"].annotation)),
     ):
-        for name in get_args(schema.model_fields[key].annotation):
+        for name in names:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
             if absent:
                 why = f"cannot run: {', '.join(absent)} is not installed"
                 yield Finding("note", f"{what}={name}", why, f"pip install 'whet[{name}]'")
-            elif name == "native" and _compiler() is None:
+            elif name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and _compiler() is None:
                 why = "runs, several times slower than it could: no C++ compiler"
                 yield Finding("note", f"{what}={name}", why, "install g++ or clang++, or set CXX")
             else:
@@ -157,7 +158,7 @@ def _processor() -> Iterator[Finding]:
     advice = "" if has_bfloat16 else "on this processor model.dtype=float32 is usually faster"
     yield Finding("ok" if has_bfloat16 else "note", "instructions", f"{capability}, {products}", advice)
     found = _compiler()
-    advice = "" if found else "kernels and rollout.compile need one: install g++ or clang++"
+    advice = "" if found else "kernels and compiled engines need one: install g++ or clang++"
     yield Finding("ok" if found else "note", "C++ compiler", found or "none", advice)
 
 

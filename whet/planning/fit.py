@@ -13,7 +13,7 @@ from typing import Any
 from whet.config.schema import ActorConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
 from whet.planning.machine import FreeMemory, free_disk, free_memory
-from whet.planning.memory import Memory, Setup, inner_size, kv_cache, mini_batch, plan_memory, sampling_bytes
+from whet.planning.memory import Memory, Setup, inner_size, mini_batch, plan_memory, rollout_bytes, sampling_bytes
 from whet.planning.outline import FLOAT32
 
 log = logging.getLogger(__name__)
@@ -68,15 +68,15 @@ def upper_bound(setup: Setup) -> int:
         shape = model.config
         rows = mini_batch(config, name, setup.lengths) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
-        tokens = min(max(setup.roles[name].micro_batch_tokens, longest), sum(row.tokens for row in rows))
+        tokens = min(max(setup.roles[name].micro_batch_tokens("cpu"), longest), sum(row.tokens for row in rows))
         states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
     if isinstance(config, TrainConfig):
         model = setup.outlines["actor"]
-        total += model.weight_bytes + kv_cache(config, model.config, setup.lengths)[1]
-        total += sampling_bytes(config, model.config, setup.lengths)
+        planned = rollout_bytes(config, model.config, setup.lengths)
+        total += model.weight_bytes + planned.written + sampling_bytes(config, model.config, planned)
     return total
 
 
@@ -137,9 +137,8 @@ def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, A
     if isinstance(config, TrainConfig):
         if config.rollout.max_batch_size > 16:
             yield one("rollout.max_batch_size", max(16, config.rollout.max_batch_size // 4))
-        if config.rollout.name == "native":
-            used = kv_cache(config, setup.outlines["actor"].config, setup.lengths)[1]
-            yield one("rollout.kv_cache_bytes", max(2**26, used // 2))
+        for name, value in rollout_bytes(config, setup.outlines["actor"].config, setup.lengths).smaller.items():
+            yield one(f"rollout.engine.options.{name}", value)
 
 
 def _too_much_memory(

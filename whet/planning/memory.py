@@ -12,11 +12,12 @@ from typing import Any
 from whet.config.schema import RolloutConfig, SFTConfig, TrainConfig
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective
-from whet.planning.outline import FLOAT32, Outline, Role, Row
+from whet.engines.role import RoleSettings
+from whet.planning.outline import FLOAT32, Outline, Row
+from whet.registry import ENGINES, ROLLOUT_ENGINES
+from whet.rollout.planned import Decoding, Lengths, PlansMemory, RolloutBytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-BLOCK_TOKENS = 16  # of the native engine's cache
-PREFILL_TOKENS = 4096  # prompts that the native engine computes together
 # Fitted to measured runs: tokenizer, rows, libraries' own memory; and what the heap takes for each byte of tensors,
 # more where sampling between updates leaves holes in it.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
@@ -28,20 +29,6 @@ class Item:
 
     name: str
     by_phase: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What is known of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
-    answer; in supervised runs whole examples."""
-
-    prompts: tuple[int, ...]
-    response: int
-
-    def spread(self, count: int) -> list[int]:
-        """So many prompts as they come, the longest among them and first."""
-        ordered = sorted(self.prompts, reverse=True)
-        return [ordered[index * len(ordered) // count] for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ class Setup:
     """A config and what follows from it."""
 
     config: TrainConfig | SFTConfig
-    roles: Mapping[str, Role]  # those with a model, the actor among them
+    roles: Mapping[str, RoleSettings]  # those with a model, the actor among them
     objectives: Mapping[str, Objective]  # the losses of those that are trained
     lengths: Lengths
     passes: tuple[str, ...] = ()  # roles that read a step's rows before the update, once for each time
@@ -108,7 +95,7 @@ def plan_memory(setup: Setup) -> Memory:
         if size:
             kept.setdefault(name, Counter()).update(dict.fromkeys(during, size))
 
-    shards = {name: role.shards(config.cluster.processes) for name, role in roles.items()}
+    shards = {name: _shards(role, config.cluster.processes) for name, role in roles.items()}
     for name, model in outlines.items():
         keep(f"{name}: weights", model.weight_bytes // shards[name])
         if shards[name] > 1:
@@ -130,11 +117,10 @@ def plan_memory(setup: Setup) -> Memory:
         actor, dtype = outlines["actor"], config.rollout.dtype or config.model.dtype
         if actor.is_adapted or (dtype, config.model.dtype) != ("float32", "float32"):
             keep("rollout: weights", actor.num_weights * ITEM_BYTES[dtype])
-        is_native = config.rollout.name == "native"
-        reserved, used = kv_cache(config, actor.config, lengths)
-        untouched = reserved - used
-        keep("rollout: KV cache", reserved, phases if is_native else ("rollout",))
-        keep("rollout: logits", sampling_bytes(config, actor.config, lengths), ("rollout",))
+        planned = rollout_bytes(config, actor.config, lengths)
+        untouched = planned.cache - planned.written
+        keep("rollout: KV cache", planned.cache, phases if planned.is_kept else ("rollout",))
+        keep("rollout: logits", sampling_bytes(config, actor.config, planned), ("rollout",))
         keep("batch columns", column_bytes(config, lengths, outlines), updates)
     items = tuple(Item(name, dict(by_phase)) for name, by_phase in kept.items())
     checkpoint = sum(outlines[name].checkpoint_bytes for name in objectives)
@@ -154,13 +140,13 @@ def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[s
     return taken
 
 
-def _micro_batches(config: TrainConfig | SFTConfig, name: str, role: Role, lengths: Lengths) -> list[list[Row]]:
+def _micro_batches(config: TrainConfig | SFTConfig, name: str, role: RoleSettings, lengths: Lengths) -> list[list[Row]]:
     """Of one mini-batch, as the engine splits it."""
     rows = mini_batch(config, name, lengths)
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
-        role.micro_batch_tokens,
+        role.micro_batch_tokens("cpu"),
         packing=role.forward.packing,
         prompts=[(row.prompt, row.prompt_tokens) for row in rows] if shares else None,
     )
@@ -179,7 +165,7 @@ def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> 
     return [row for row in every for _ in range(config.rollout.n)][:count]
 
 
-def _tokens(rows: Sequence[Row], role: Role) -> int:
+def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
     """What the model reads of a micro-batch."""
     if not role.forward.packing:
         return len(rows) * max(row.tokens for row in rows)
@@ -188,22 +174,24 @@ def _tokens(rows: Sequence[Row], role: Role) -> int:
     return sum(row.response_tokens for row in rows) + sum({row.prompt: row.prompt_tokens for row in rows}.values())
 
 
-def kv_cache(config: TrainConfig, model: Any, lengths: Lengths) -> tuple[int, int]:
-    """Bytes of keys and values that are reserved, and how many of them are written to at the most."""
-    per_token = token_bytes(model, config.rollout.dtype or config.model.dtype)
-    rows, n = decoded_together(config), config.rollout.n
-    if config.rollout.name == "hf":  # one tensor a layer, which grows by being copied
-        used = rows * (max(lengths.prompts) + lengths.response) * per_token
-        used += used // int(model.num_hidden_layers)
-        return used, used
-    per_block = per_token * BLOCK_TOKENS
-    reserved = config.rollout.kv_cache_bytes // per_block * per_block
-    blocks = 0
-    for prompt in lengths.spread(-(-rows // n)):
-        shared = prompt // BLOCK_TOKENS
-        own = -(-(prompt + lengths.response) // BLOCK_TOKENS) - shared
-        blocks += -(-prompt // BLOCK_TOKENS) + min(n, rows) * own
-    return reserved, min(reserved, blocks * per_block)
+def _shards(role: RoleSettings, processes: int) -> int:
+    entry = ENGINES[role.engine.name]
+    engine: Any = entry.load()
+    shards: int = engine.shards(processes, entry.resolve_options(role.engine.options, "engine.options"))
+    return shards
+
+
+def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
+    """What the rollout engine says of its memory; nothing where it cannot tell."""
+    entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
+    dtype = config.rollout.dtype or config.model.dtype
+    decoding = Decoding(rows, config.rollout.n, lengths, token_bytes(model, dtype), int(model.num_hidden_layers))
+    engine = entry.load()
+    if not isinstance(engine, PlansMemory):
+        return RolloutBytes(0, 0, False, rows, 0)
+    return engine.planned_bytes(
+        decoding, entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
+    )
 
 
 def token_bytes(model: Any, dtype: str) -> int:
@@ -228,16 +216,13 @@ def decoded_together(config: TrainConfig) -> int:
     return min(config.rollout.max_batch_size, requests)
 
 
-def sampling_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> int:
+def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:
     """What a decode or prefill step holds beside the cache: logits, their softmax and sums, or a layer's states."""
-    rollout, rows = config.rollout, decoded_together(config)
+    rollout = config.rollout
     item = ITEM_BYTES[rollout.dtype or config.model.dtype]
-    prompts = rows if rollout.name == "hf" else -(-rows // rollout.n)
-    logits = rows * bytes_per_logit(rollout, item) + prompts * item  # the latter after the prompts
-    tokens = sum(lengths.spread(prompts))
-    if rollout.name == "native":
-        tokens = min(tokens, max(PREFILL_TOKENS, *lengths.prompts))
-    states = tokens * 3 * (inner_size(model) + model.hidden_size) * item
+    logits = decoded_together(config) * bytes_per_logit(rollout, item)
+    logits += planned.prompt_rows * item  # after the prompts
+    states = planned.prompt_tokens * 3 * (inner_size(model) + model.hidden_size) * item
     return int(max(logits * model.vocab_size, states))
 
 

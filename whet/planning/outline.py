@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,39 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from whet.engines.compact_adamw import CompactAdamW
 from whet.engines.engine import narrow_weights
-from whet.engines.optim import OptimSettings, optimizer_for, optimizers_of
+from whet.engines.optim import optimizer_for, optimizers_of
+from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
-from whet.models.lora import LoraSettings, add_adapter
-from whet.models.outputs import ForwardSettings, outputs_of
+from whet.models.lora import add_adapter
+from whet.models.outputs import outputs_of
 from whet.models.packing import Layout, layout
 from whet.planning.tensor_bytes import TensorBytes
 
 FLOAT32 = 4  # bytes of a master weight, of its gradient, and of each moment
 _PASSES: dict[Hashable, Counter[str]] = {}
-
-
-class Role(Protocol):
-    """What is asked of a role's settings."""
-
-    @property
-    def model_path(self) -> str: ...
-    @property
-    def optim(self) -> OptimSettings | None: ...
-    @property
-    def is_value_model(self) -> bool: ...
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def lora(self) -> LoraSettings | None: ...
-    @property
-    def freeze(self) -> Sequence[str]: ...
-    @property
-    def forward(self) -> ForwardSettings: ...
-    @property
-    def micro_batch_tokens(self) -> int: ...
-    def shards(self, processes: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +47,7 @@ class Row:
 class Outline:
     """A role's model in shapes only."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: RoleSettings) -> None:
         self.role, self._mode = role, FakeTensorMode()
         with torch.device("meta"):
             self.model: nn.Module = outline(role.model_path, is_value_model=role.is_value_model)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.models.attention import NAME
+from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest
+from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
 from whet.types import FinishReason
@@ -74,10 +77,31 @@ class Batch:
                 each.tokens, each.log_probs = tokens[:count], log_probs[:count]
 
 
+@register_rollout("hf")
 class HFEngine(InProcessEngine[LiveRequest]):
-    """Works for every causal language model that transformers has; the native engine is measured against it."""
+    """transformers' own forward and cache, every row until all are done: slow, and works for every language model.
 
-    _batch: Batch | None = None
+    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        max_batch_size: int = 256,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
+        *,
+        keep_cache: bool = False,
+    ) -> None:
+        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache=keep_cache)
+        self._batch: Batch | None = None
+
+    @classmethod
+    def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """One tensor a layer, which grows by being copied."""
+        rows, lengths = decoding.rows, decoding.lengths
+        used = rows * (max(lengths.prompts) + lengths.response) * decoding.token_bytes
+        used += used // decoding.layers
+        return RolloutBytes(used, used, False, rows, sum(lengths.spread(rows)))
 
     @property
     def _num_running(self) -> int:

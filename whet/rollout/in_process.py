@@ -66,11 +66,11 @@ class InProcessEngine(ABC, Generic[L]):
 
     def __init__(
         self,
-        *,
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
-        keep_cache: bool = False,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> None:
         self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
         self.policy = Policy()

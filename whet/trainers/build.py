@@ -23,6 +23,7 @@ from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.planning.fit import check_fits
@@ -62,7 +63,7 @@ from whet.trainers.run_dir import disk_errors, open_run_dir
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.stop import Stopped, stopped_in_order
-from whet.trainers.workers import AdapterOffWorker, RoleSettings, TrainWorker
+from whet.trainers.workers import AdapterOffWorker, TrainWorker
 from whet.types import Prompt
 from whet.weight_sync.between_pools import WeightSync, weight_sync
 

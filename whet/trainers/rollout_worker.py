@@ -16,14 +16,12 @@ from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import TrainEngine
-from whet.engines.single import SingleEngine
-from whet.models.load import load_policy, load_tokenizer
+from whet.models.load import load_policy, load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
-from whet.rollout.hf import HFEngine
+from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.in_process import InProcessEngine
-from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request, Status
-from whet.trainers.workers import TrainWorker, actor_beside, torch_dtype
+from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Inlet, receive
 from whet.weight_sync.digest import Digest
@@ -90,17 +88,15 @@ class RolloutWorker(Worker):
         """Takes the weights of `version` from the actor beside it, and returns their digest: its module itself where
         it is whole on this rank, both compute in the same dtype, and no adapter in it would slow down every token."""
         actor = actor_beside(self)
-        module, weights = actor.model, actor.engine.named_weights()
-        assert isinstance(module, PreTrainedModel)
-        self._attached = isinstance(actor.engine, SingleEngine) and self._computes_alike(actor.engine, module)
-        if self._attached:
+        module, weights = actor.engine.whole_module(), actor.engine.named_weights()
+        self._attached = module is not None and self._computes_alike(actor, module)
+        if module is not None and self._attached:
             return in_process.attach(self.engine, module, weights, version)
-        if not self._owns_module:
-            if isinstance(actor.engine, SingleEngine):
-                self.engine.adopt(module)
-                self._owns_module = True
-            else:
-                self._load()
+        if module is not None and not self._owns_module:
+            self.engine.adopt(module)
+        elif not self._owns_module:
+            self._load()
+        self._owns_module = True
         return in_process.copy(self.engine, weights, version, self.dtype)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -155,8 +151,8 @@ class RolloutWorker(Worker):
         self.engine.attach(module.to(device_here(), self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True
 
-    def _computes_alike(self, engine: SingleEngine, module: PreTrainedModel) -> bool:
-        alike = module.dtype == self.dtype and engine.forward_settings.dtype == self.dtype
+    def _computes_alike(self, actor: TrainWorker, module: PreTrainedModel) -> bool:
+        alike = module.dtype == self.dtype and actor.settings.forward.dtype == self.dtype
         return alike and not adapted_layers(module)
 
     def _engines_beside(self) -> list[TrainEngine]:
@@ -168,16 +164,13 @@ def rollout_engine(
     config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> InProcessEngine[Any]:
     """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
-    if config.name == "hf":
-        return HFEngine(
-            dtype=dtype,
-            max_batch_size=config.max_batch_size,
-            load_tokenizer=load_tokenizer,
-        )
-    return NativeEngine(
-        dtype=dtype,
-        max_batch_size=config.max_batch_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        compile_decode=config.compile,
-        load_tokenizer=load_tokenizer,
+    entry = ROLLOUT_ENGINES[config.engine.name]
+    given = {
+        "dtype": dtype,
+        "max_batch_size": config.max_batch_size,
+        "load_tokenizer": load_tokenizer,
+    }
+    engine: InProcessEngine[Any] = entry.make(
+        given, entry.resolve_options(config.engine.options, "rollout.engine.options")
     )
+    return engine

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from whet.config.renamed import rename
 from whet.config.render import to_yaml
 from whet.config.schema import Section, SFTConfig, TrainConfig
 from whet.errors import ConfigError, StorageError, WhetError
@@ -34,7 +35,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # what is written of it, but not what a step computes.
 FREE = (
     *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers"),
-    *("rollout.compile", "rollout.max_batch_size", "rollout.kv_cache_bytes", "rollout.deadline_seconds"),
+    *("rollout.engine.options.compile", "rollout.engine.options.kv_cache_bytes"),
+    *("rollout.max_batch_size", "rollout.deadline_seconds"),
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
@@ -148,7 +150,9 @@ def _check_same_config(path: Path, config: Section) -> None:
     if not written.exists():
         return
     try:
-        before = dict(_leaves(yaml.safe_load(written.read_text(encoding="utf-8"))))
+        tree = yaml.safe_load(written.read_text(encoding="utf-8"))
+        rename(type(config), tree)
+        before = dict(_leaves(tree))
     except (yaml.YAMLError, AttributeError) as error:
         raise ConfigError(f"{written} cannot be read ({error}); put the run's config back, or delete it") from error
     now = dict(_leaves(config.model_dump(mode="json")))

@@ -23,6 +23,7 @@ from whet.data.load import VAL, load_examples
 from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.metrics import Metrics, phase
 from whet.models.load import load_config, load_tokenizer
@@ -40,7 +41,7 @@ from whet.trainers.restart import with_restarts
 from whet.trainers.run import best_score, metric_file, open_trackers, restored, run_folder
 from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, stopped_in_order
-from whet.trainers.workers import RoleSettings, TrainWorker
+from whet.trainers.workers import TrainWorker
 
 log = logging.getLogger(__name__)
 COLUMNS = (

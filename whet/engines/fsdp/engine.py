@@ -7,7 +7,7 @@ Whole layers exist one at a time, gathered before they are used and given up aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,67 +19,73 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from whet.engines.compact_adamw import CompactAdamW, own_part
-from whet.engines.engine import Engine, narrow_weights
+from whet.engines.engine import HOST, Engine, narrow_weights
 from whet.engines.fsdp import checkpoint
 from whet.engines.fsdp.ranks import arrange
-from whet.engines.fsdp.sharding import ShardSettings, shard
-from whet.engines.optim import OptimSettings, optimizer_for, optimizers_of
+from whet.engines.fsdp.sharding import shard
+from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns
+from whet.engines.role import RoleSettings
 from whet.models.load import body_of
-from whet.models.outputs import ForwardSettings
 from whet.models.sequence_parallel import TokenShare, check_heads
+from whet.registry import register_engine
 
 
+@register_engine("fsdp", check="whet.engines.fsdp.checks:check")
 class FSDPEngine(Engine):
-    """A model in shards over the ranks of `process_group`.
+    """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
-    `model` has no numbers yet (the meta device); `fill` reads this rank's parts of them once it is sharded.
+    shard_size: ranks over which weights are sharded, with copies beyond (hybrid); unset: all.
+    reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
+    cpu_offload: weights and optimizer stay on the host, gradients go there.
+    sequence_parallel_size: ranks that share a row's tokens, and in attention the heads (Ulysses).
+    tensor_parallel_size: ranks that share the model's heads and inner numbers, where transformers has a plan.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        fill: Callable[[nn.Module], None],
-        optim: OptimSettings | None,
-        sharding: ShardSettings,
-        *,
-        forward: ForwardSettings,
-        max_tokens_per_micro_batch: int,
-        grad_clip: float | None = None,
-        total_steps: int = 1,
+        role: RoleSettings,
         process_group: dist.ProcessGroup | None = None,
-        device: torch.device,
-        seed: int = 0,
+        device: torch.device = HOST,
+        *,
+        shard_size: int | None = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None:
         self.ranks = arrange(
             process_group,
             device.type,
-            shard_size=sharding.shard_size,
-            sequence_parallel_size=sharding.sequence_parallel_size,
-            tensor_parallel_size=sharding.tensor_parallel_size,
+            shard_size=shard_size,
+            sequence_parallel_size=sequence_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
         )
-        super().__init__(
-            model,
-            optim,
-            forward=forward,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            grad_clip=grad_clip,
-            total_steps=total_steps,
-            process_group=self.ranks.group,
-            device=device,
-        )
-        if sharding.sequence_parallel_size > 1:
-            check_heads(body_of(model).config.get_text_config(), sharding.sequence_parallel_size)
+        super().__init__(role.empty_model(device), role, self.ranks.group, device)
+        model, optim, forward = self.model, role.optim, self.forward_settings
+        if sequence_parallel_size > 1:
+            check_heads(body_of(model).config.get_text_config(), sequence_parallel_size)
             self.forward_settings = replace(forward, token_share=TokenShare(self.ranks.inner_group))
         if optim is not None and optim.weight_rounding is not None:
             narrow_weights(model)
-        self._whole = shard(model, self.ranks, sharding, forward)
-        fill(model)
-        self.optimizer = optimizer_for(model, optim, seed) if optim is not None else None
+        self._whole = shard(
+            model,
+            self.ranks,
+            is_narrow=forward.dtype == torch.bfloat16,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+        )
+        role.fill(model, HOST if cpu_offload else device)
+        self.optimizer = optimizer_for(model, optim, role.seed) if optim is not None else None
         self._sums_wide = optim is not None and optim.weight_rounding is not None
         if self._sums_wide:
             for weight in self._trained():
                 weight.grad_dtype = None  # gradients are summed up in float32, weights are bfloat16
+
+    @classmethod
+    def shards(cls, processes: int, options: Mapping[str, Any]) -> int:
+        """How many parts weights, gradients and optimizer state lie in, on so many processes."""
+        return options["shard_size"] or processes
 
     @property
     def dp_rank(self) -> int:
@@ -144,7 +150,7 @@ class FSDPEngine(Engine):
         self._reshard()
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        self.model.to(device)
+        nn.Module.to(self.model, device)
         for states in self._states().values():
             for name, value in states.items():
                 states[name] = value.to(device) if value.dim() else value

@@ -62,7 +62,7 @@ def arrange(
     shards = holders if shard_size is None else shard_size
     if holders % shards:
         raise ConfigError(
-            f"engine.shard_size={shards} does not divide the {holders} ranks that hold shards; try "
+            f"engine.options.shard_size={shards} does not divide the {holders} ranks that hold shards; try "
             f"{', '.join(str(each) for each in divisors(holders))}"
         )
     sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel_size}

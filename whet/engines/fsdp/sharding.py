@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,21 +22,6 @@ from whet.models.load import body_of, layers
 from whet.models.outputs import ForwardSettings, model_outputs
 
 
-class ShardSettings(Protocol):
-    """The part of the config that says how a model is spread; see `EngineConfig`."""
-
-    @property
-    def shard_size(self) -> int | None: ...
-    @property
-    def sequence_parallel_size(self) -> int: ...
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def cpu_offload(self) -> bool: ...
-    @property
-    def reshard_after_forward(self) -> bool: ...
-
-
 class Whole(nn.Module):
     """A forward pass from columns to outputs as one module, before which torch gathers the weights outside layers."""
 
@@ -52,12 +37,11 @@ class Whole(nn.Module):
         return {name: value.clone() for name, value in outputs.items()}
 
 
-def shard(model: nn.Module, ranks: Ranks, sharding: ShardSettings, forward: ForwardSettings) -> Whole:
+def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forward: bool, cpu_offload: bool) -> Whole:
     """The model in shards over `ranks`; its modules stay where they are."""
     body = body_of(model)
     if ranks.tensor_mesh is not None:
         split_heads(body, ranks.tensor_mesh)
-    is_narrow = forward.dtype == torch.bfloat16
     options: dict[str, Any] = {
         "mesh": ranks.shard_mesh,
         # States between layers keep their dtype: autocast narrows what products read, as it does in one process.
@@ -66,15 +50,15 @@ def shard(model: nn.Module, ranks: Ranks, sharding: ShardSettings, forward: Forw
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if sharding.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
     }
     whole = Whole(model)
     embedding = body.get_input_embeddings()
     head = model.get_output_embeddings() if model is body else None  # type: ignore[operator]
     if head is None or head.weight is not embedding.weight:
-        fully_shard(embedding, reshard_after_forward=sharding.reshard_after_forward, **options)
+        fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
     for layer in layers(body):
-        fully_shard(layer, reshard_after_forward=sharding.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(whole, **options)
     for module in whole.modules():
         if isinstance(module, FSDPModule):

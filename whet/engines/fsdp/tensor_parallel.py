@@ -62,8 +62,8 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     if unknown := sorted({style for style in plan.values() if style not in STYLES}) or not plan:
         what = f"has layers of the kinds {', '.join(unknown)}" if plan and isinstance(unknown, list) else "has no plan"
         raise ConfigError(
-            f"engine.tensor_parallel_size={mesh.size()}: {type(model).__name__} {what} for it; set it to 1 (and "
-            "engine.sequence_parallel_size for long rows)"
+            f"engine.options.tensor_parallel_size={mesh.size()}: {type(model).__name__} {what} for it; set it to 1 "
+            "(and engine.options.sequence_parallel_size for long rows)"
         )
     sizes = {
         "attention heads": config.num_attention_heads,
@@ -73,7 +73,7 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     if wrong := [f"{count} {what}" for what, count in sizes.items() if count % mesh.size()]:
         valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for n in sizes.values())]
         raise ConfigError(
-            f"engine.tensor_parallel_size={mesh.size()} does not divide the model's {' and '.join(wrong)}; "
+            f"engine.options.tensor_parallel_size={mesh.size()} does not divide the model's {' and '.join(wrong)}; "
             f"try {', '.join(str(each) for each in valid)}"
         )
     parallelize_module(

@@ -30,7 +30,8 @@ class BlockCache:
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:
             raise EngineError(
-                f"rollout.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens ({per_block} bytes)"
+                f"rollout.engine.options.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens "
+                f"({per_block} bytes)"
             )
         # Empty, not zero: the operating system hands out pages when they are first written.
         shape = (config.num_hidden_layers, self.num_blocks, kv_heads)

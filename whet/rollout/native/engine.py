@@ -7,8 +7,9 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from whet.errors import EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
+from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine
-from whet.rollout.native.cache import BlockCache, PagedBatch
+from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import ScheduledRequest, Scheduler
+from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 
 MIN_ROWS = 16
@@ -37,28 +40,45 @@ class Stretch:
     blocks: list[int]  # of the sequence
 
 
+@register_rollout("native", compiles=True)
 class NativeEngine(InProcessEngine[ScheduledRequest]):
-    """Continuous batching over a block KV cache, with the model's own modules and whet's attention."""
+    """Continuous batching over a block KV cache, with the model's own modules and whet's attention.
+
+    kv_cache_bytes: memory for keys and values.
+    compile: compiles the decode step: slower to start, faster to run.
+    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    """
 
     def __init__(
         self,
-        *,
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
-        keep_cache: bool = False,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
-        kv_cache_bytes: int = 2**30,
-        compile_decode: bool = False,
+        *,
+        kv_cache_bytes: int = 1_073_741_824,
+        compile: bool = False,  # noqa: A002  # the option's name
+        keep_cache: bool = False,
     ) -> None:
-        super().__init__(
-            dtype=dtype, max_batch_size=max_batch_size, keep_cache=keep_cache, load_tokenizer=load_tokenizer
-        )
-        self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile_decode
+        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache=keep_cache)
+        self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
         self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
         self._cache: BlockCache | None = None
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: Running | None = None
+
+    @classmethod
+    def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """The whole cache, of which blocks are written to as completions grow; prompts are shared."""
+        rows, n, lengths = decoding.rows, decoding.n, decoding.lengths
+        per_block, prompts = decoding.token_bytes * BLOCK_SIZE, lengths.spread(-(-rows // n))
+        cache, blocks = options["kv_cache_bytes"] // per_block * per_block, 0
+        for prompt in prompts:
+            own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
+            blocks += blocks_for(prompt) + min(n, rows) * own
+        written = min(cache, blocks * per_block)
+        tokens = min(sum(prompts), max(PREFILL_TOKENS, *lengths.prompts))
+        return RolloutBytes(cache, written, True, len(prompts), tokens, {"kv_cache_bytes": max(2**26, written // 2)})
 
     @property
     def cache_bytes(self) -> int:

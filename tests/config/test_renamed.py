@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old names of keys: on the command line, in recipes, and in the folders of runs that an older version wrote."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.config import SFTConfig, TrainConfig, load_config, read_config
+from whet.errors import ConfigError
+
+OLD_ENGINE = {  # as an older version wrote it into a run's folder, where nothing was set
+    "name": "single",
+    "packing": None,
+    "shard_size": None,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "sequence_parallel_size": 1,
+    "tensor_parallel_size": 1,
+}
+
+
+def written(folder: Path, **sections: dict[str, Any]) -> Path:
+    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
+    return folder
+
+
+def test_an_old_name_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded = load_config(
+            TrainConfig,
+            None,
+            ["rollout.name=hf", "actor.engine={name: fsdp, shard_size: 2, cpu_offload: true}"],
+            checked=False,
+        )
+    config = loaded.config
+    assert (config.rollout.engine.name, config.rollout.engine.options) == ("hf", {})
+    assert config.actor.engine.options == {"shard_size": 2, "cpu_offload": True}
+    assert config.critic.engine.options == {}
+    assert loaded.source("rollout.engine.name") == "alias rollout.name (command line)"
+    assert "rollout.name (command line) is called rollout.engine.name now" in caplog.text
+    assert "actor.engine.shard_size (command line) is called actor.engine.options.shard_size now" in caplog.text
+    one = load_config(SFTConfig, None, ["engine.name=fsdp", "engine.tensor_parallel_size=2"], checked=False).config
+    assert one.engine.options == {"tensor_parallel_size": 2}
+
+
+def test_what_the_command_line_says_wins_over_an_old_name_in_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text("rollout: {name: hf, kv_cache_bytes: 5}\n")
+    config = load_config(TrainConfig, recipe, ["rollout.engine.name=native"], checked=False).config
+    assert config.rollout.engine.name == "native" and config.rollout.engine.options == {"kv_cache_bytes": 5}
+    recipe.write_text("rollout: {engine: {name: hf}}\n")
+    old = load_config(TrainConfig, recipe, ["rollout.name=native"], checked=False).config
+    assert old.rollout.engine.name == "native"
+
+
+def test_the_folder_of_an_older_run_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rollout = {"name": "hf", "kv_cache_bytes": 2**30, "compile": False, "n": 4}
+    config = read_config(TrainConfig, written(tmp_path, rollout=rollout, actor={"engine": OLD_ENGINE}))
+    assert config.rollout.engine.model_dump() == {"name": "hf", "options": {}} and config.rollout.n == 4
+    assert config.actor.engine.name == "single" and config.actor.engine.options == {}
+    sharded = {**OLD_ENGINE, "name": "fsdp", "sequence_parallel_size": 2}
+    assert read_config(SFTConfig, written(tmp_path, engine=sharded)).engine.options == {"sequence_parallel_size": 2}
+    assert not caplog.records  # nobody can change it there
+
+
+def test_an_old_name_of_no_known_value_is_refused_like_the_new_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.name: no rollout engine is called 'hff'; did you mean 'hf'"
+    ):
+        load_config(TrainConfig, None, ["rollout.name=hff"])

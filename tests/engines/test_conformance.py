@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite that every training engine passes, against `single` with padding and one micro-batch.
+
+    python -m pytest tests/engines/test_conformance.py --engine path/file.py:MyEngine --engine-options '{"size": 2}'
+
+runs it with an engine of your own; without `--engine` the engines that ship are held to it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engine_conformance as suite
+
+from whet.config import TrainConfig
+from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.engines.protocol import TrainEngine, TrainsAdapter
+from whet.engines.role import RoleSettings
+from whet.registry import ENGINES
+from whet.trainers import build
+from whet.trainers.objectives import ValueObjective
+
+HOST = torch.device("cpu")
+# A large eps makes AdamW close to plain gradient descent: its steps then show the gradient's size, not only its sign.
+OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
+WHOLE, PADDED, TIGHT = suite.Variant(True, 10**6), suite.Variant(False, 10**6), suite.Variant(True, 64)
+Make = Callable[..., TrainEngine]
+
+
+def made(name: str, options: dict[str, Any], folder: Path, variant: suite.Variant, **changes: Any) -> TrainEngine:
+    engine = EngineConfig(name=name, packing=variant.packing, logits_chunk_tokens=16)
+    given = {"optim": OPTIM, "max_tokens_per_micro_batch": variant.max_tokens_per_micro_batch, **changes}
+    role, entry = RoleSettings(str(folder), engine, "float32", **given), ENGINES[name]
+    supplied = {"role": role, "process_group": None, "device": HOST}
+    engine_made: TrainEngine = entry.make(supplied, entry.resolve_options(options, "--engine-options"))
+    return engine_made
+
+
+@pytest.fixture
+def reference(model_folder: Path) -> Make:
+    return lambda variant=PADDED, **changes: made("single", {}, model_folder, variant, **changes)
+
+
+@pytest.fixture
+def engine(engine_name: str, model_folder: Path, request: pytest.FixtureRequest) -> Make:
+    """Makes the engine under test."""
+    options = json.loads(request.config.getoption("--engine-options"))
+    return lambda variant=WHOLE, **changes: made(engine_name, options, model_folder, variant, **changes)
+
+
+@pytest.mark.parametrize("variant", suite.VARIANTS[1:4])
+def test_forward(variant: suite.Variant, reference: Make, engine: Make) -> None:
+    suite.check_forward(reference(), engine(variant))
+
+
+@pytest.mark.parametrize("objective", suite.OBJECTIVES, ids=lambda objective: objective.loss_name)
+def test_updates(objective: object, reference: Make, engine: Make) -> None:
+    suite.check_update(reference(WHOLE), engine(TIGHT), objective, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", suite.VARIANTS[3:])
+def test_updates_under_any_split(variant: suite.Variant, reference: Make, engine: Make) -> None:
+    suite.check_update(reference(WHOLE), engine(variant), suite.OBJECTIVES[1])
+
+
+def test_a_value_model(reference: Make, engine: Make) -> None:
+    one, other = (make(TIGHT, is_value_model=True) for make in (reference, engine))
+    batch, needs = suite.batch_of(0, 12), frozenset({"values"})
+    for each in (one, other):
+        each.update(batch, ValueObjective())
+    torch.testing.assert_close(other.forward(batch, needs)["values"], one.forward(batch, needs)["values"])
+    assert one.whole_module() is other.whole_module() is None
+
+
+def test_without_a_token_that_counts_and_with_an_infinite_loss_nothing_moves(engine: Make) -> None:
+    made, batch = engine(TIGHT), suite.ragged_batch()
+    before = suite.weights_of(made)
+    empty = batch.with_columns(response_mask=torch.zeros_like(batch["response_mask"]))
+    assert made.update(empty, suite.OBJECTIVES[0]).reduce() == {"actor/empty_updates": 1.0}
+    broken = batch.with_columns(advantages=batch["advantages"] * torch.tensor(float("inf")))
+    for times in (1, 2):
+        measured = made.update(broken, suite.OBJECTIVES[0]).reduce()
+        assert measured["actor/skipped_updates"] == measured["actor/skipped_in_a_row"] == times
+    assert torch.equal(suite.weights_of(made), before)
+    assert made.update(batch, suite.OBJECTIVES[0]).reduce()["actor/skipped_in_a_row"] == 0
+
+
+def test_a_saved_state_goes_on_to_the_same_bits(engine: Make, tmp_path: Path) -> None:
+    optim = OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=2)
+    straight, stopped, resumed = (engine(TIGHT, optim=optim, total_steps=4) for _ in range(3))
+    for step in range(4):
+        straight.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+    for step in range(2):
+        stopped.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+    stopped.save(tmp_path / "state", {"of": "it"})
+    assert resumed.load(tmp_path / "state") == {"of": "it"}
+    for step in range(2, 4):
+        resumed.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+    assert torch.equal(suite.weights_of(straight), suite.weights_of(resumed))
+
+
+def test_off_the_device_and_back_changes_nothing(engine: Make) -> None:
+    stays, moves = engine(TIGHT), engine(TIGHT)
+    for step in range(2):
+        for each in (stays, moves):
+            each.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        moves.offload()
+        moves.onload()
+    assert torch.equal(suite.weights_of(stays), suite.weights_of(moves))
+
+
+def test_an_adapter(reference: Make, engine: Make) -> None:
+    """Updated like the reference's; off, the model is the one that it was put into."""
+    batch, needs = suite.ragged_batch(), frozenset({"log_probs"})
+    before = reference().forward(batch, needs)["log_probs"]
+    one, other = (make(TIGHT, lora=LoraConfig(rank=4)) for make in (reference, engine))
+    if not isinstance(other, TrainsAdapter):
+        pytest.skip("this engine trains no adapters")
+    assert isinstance(one, TrainsAdapter) and other.fingerprint() == one.fingerprint()
+    suite.check_update(one, other, suite.OBJECTIVES[1])
+    assert (other.forward(batch, needs)["log_probs"] - before).abs().max() > 1e-6
+    with other.adapter_off():
+        torch.testing.assert_close(other.forward(batch, needs)["log_probs"], before, atol=2e-5, rtol=0)
+
+
+def test_two_processes_take_the_steps_of_one(
+    engine_name: str, model_folder: Path, request: pytest.FixtureRequest
+) -> None:
+    options = json.loads(request.config.getoption("--engine-options"))
+    config = EngineConfig(name=engine_name, options=options, logits_chunk_tokens=16)
+    group = suite.launched({"actor": suite.settings(model_folder, config)}, 2)["actor"]
+    one = suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"]
+    steps = range(2)
+    suite.check_records(suite.drive(one, steps=steps), suite.drive(group, steps=steps))
+    group.close()
+
+
+# -- an engine of one's own --------------------------------------------------------------------------------------------
+
+MINE = """
+import torch
+from whet.engines.single import SingleEngine
+
+class Mine(SingleEngine):
+    \"\"\"`single`, and counts its updates.\"\"\"
+
+    def __init__(self, role, process_group=None, device=torch.device("cpu"), *, first: int = 0):
+        super().__init__(role, process_group, device)
+        self.count = first
+
+    def update(self, batch, objective):
+        self.count += 1
+        return super().update(batch, objective)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return f"{file}:Mine"
+
+
+def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, additions: list[dict[str, str]]) -> None:
+    """Metrics and weights are those of the engine that it inherits from; its option comes from the config."""
+
+    def trained(name: str, **options: int) -> tuple[Any, list[dict[str, float]]]:
+        engine = {"actor.engine.name": name, "actor.engine.options": options}
+        config: TrainConfig = train_config(
+            {**engine, "trainer.run_dir": str(Path(mine).parent / f"run_{len(options)}")}
+        )
+        run = build.build(config, build.scorer_of(config, lambda solution_str, **_: len(solution_str)), additions)
+        actor = run.roles["actor"]._transport._workers["actor"].engine  # type: ignore[attr-defined]
+        build.fit(run)
+        run.close()
+        return actor, run.history
+
+    (ours, history), (_, expected) = trained(mine, first=10), trained("single")
+    assert type(ours).__name__ == "Mine" and ours.count == 12
+    assert [each["actor/pg_loss"] for each in history] == [each["actor/pg_loss"] for each in expected]
+
+
+def test_a_users_engine_runs_the_suite(mine: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", __file__, f"--engine={mine}", "-k", "bits"]
+    done = subprocess.run(
+        [*command, '--engine-options={"first": 3}', "-p", "no:cacheprovider"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training engine is built from: a model, what is trained of it, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from whet.engines.optim import OptimSettings
+from whet.models.freeze import freeze
+from whet.models.load import body_of, compile_layers, load_policy, load_value_model, recompute_activations, torch_dtype
+from whet.models.lora import LoraSettings, add_adapter
+from whet.models.outputs import ForwardSettings
+from whet.models.value_head import TrainedModel
+
+# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
+
+
+class EngineSettings(Protocol):
+    """The part of the config that chooses an engine; see `EngineConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def packing(self) -> bool | None: ...
+    @property
+    def share_prompts(self) -> bool: ...
+    @property
+    def logits_chunk_tokens(self) -> int: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """One model that is trained, or only read. It travels to where its engine is built."""
+
+    model_path: str
+    engine: EngineSettings
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens_per_micro_batch: int | None = None  # unset: what suits the device
+    optim: OptimSettings | None = None  # unset: the model is only read
+    grad_clip: float | None = None
+    total_steps: int = 1  # optimizer steps of the run, for the schedule
+    is_value_model: bool = False
+    gradient_checkpointing: bool = False
+    adapter_path: str | None = None  # merged first
+    allow_pickle: bool = False
+    lora: LoraSettings | None = None  # unset: the whole model is trained
+    freeze: tuple[str, ...] = ()
+    seed: int = 0  # of a new adapter, and of what the optimizer rounds at random
+
+    @property
+    def forward(self) -> ForwardSettings:
+        """How its forward passes are computed."""
+        return ForwardSettings(
+            packing=self.engine.packing is not False,
+            share_prompts=self.engine.share_prompts,
+            chunk_tokens=self.engine.logits_chunk_tokens,
+            dtype=torch_dtype(self.dtype),
+        )
+
+    def micro_batch_tokens(self, device_type: str) -> int:
+        """Tokens of a forward pass."""
+        if self.max_tokens_per_micro_batch is not None:
+            return self.max_tokens_per_micro_batch
+        return MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
+
+    def whole_model(self) -> TrainedModel:
+        """The model with its weights, on the host.  Raises: ModelError."""
+        load = load_value_model if self.is_value_model else load_policy
+        model = load(self.model_path, adapter_path=self.adapter_path, allow_pickle=self.allow_pickle)
+        return self._prepared(model)
+
+    def empty_model(self, device: torch.device) -> TrainedModel:
+        """The model without weights, for `fill`, and with all else on `device`.  Raises: ModelError."""
+        from whet.models.sharded import empty_model
+
+        return self._prepared(empty_model(self.model_path, device, is_value_model=self.is_value_model))
+
+    def fill(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Reads this rank's parts of the weights into a sharded `empty_model`.  Raises: ModelError."""
+        from whet.models.sharded import fill
+
+        fill(model, self.model_path, device, seed=self.seed, allow_pickle=self.allow_pickle)
+
+    def _prepared(self, model: TrainedModel) -> TrainedModel:
+        """The same module: what is trained of it is marked, and how its layers run is set."""
+        freeze(model, self.freeze)
+        if self.lora is not None:
+            add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype))
+        if self.gradient_checkpointing:
+            recompute_activations(model)
+        if self.engine.compile:
+            compile_layers(model)
+        return model

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout engine says of its memory before it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
+    response; in supervised runs whole examples."""
+
+    prompts: tuple[int, ...]
+    response: int
+
+    def spread(self, count: int) -> list[int]:
+        """Returns `count` prompt lengths, evenly spaced over the sorted data, the longest first."""
+        ordered = sorted(self.prompts, reverse=True)
+        return [ordered[index * len(ordered) // count] for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The sequences that one process decodes together."""
+
+    rows: int
+    n: int  # completions of a prompt
+    lengths: Lengths
+    token_bytes: int  # keys and values of one token in all layers
+    layers: int
+
+
+@dataclass(frozen=True)
+class RolloutBytes:
+    """Memory that an engine takes beside the model's weights."""
+
+    cache: int  # reserved for keys and values
+    written: int  # of the cache, at the most
+    is_kept: bool  # between two rollouts
+    prompt_rows: int  # prompts whose logits exist at once
+    prompt_tokens: int  # tokens of prompts that are computed together
+    smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
+
+
+@runtime_checkable
+class PlansMemory(Protocol):
+    """A class of rollout engines that can tell its memory beforehand."""
+
+    def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """The memory of an engine with these options; a class method."""
+        ...
