@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes, same_bits, trl_environment, verl_environment
+from benchmarks import recipes, same_bits, same_speed, trl_environment, verl_environment
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -22,7 +22,7 @@ from benchmarks.workload import make_workload
 log = logging.getLogger("benchmarks")
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-COMPARISONS = {"same_bits": same_bits.main}
+COMPARISONS = {"same_bits": same_bits.main, "same_speed": same_speed.main}
 
 
 def main(words: Sequence[str] | None = None) -> None:

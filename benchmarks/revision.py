@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks.competitor import ROOT
 
 WORKING_TREE = "working tree"
 DEADLINE_SECONDS = 600.0  # of one command
+KIBIBYTE = 1024  # the unit in which Linux counts resident memory
 LINES_SHOWN = 15  # of the output of a command that failed
 
 
@@ -77,6 +79,17 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
     if status != 0:
         said = (folder / "log").read_text(errors="replace").splitlines()[-LINES_SHOWN:]
         raise CommandError("\n".join([f"exit status: {status}; the end of {folder / 'log'}:", *said]))
+
+
+def finish_measured(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Waits for a command as `finish` does.  Returns its peak of resident memory, in bytes."""
+    timer = threading.Timer(DEADLINE_SECONDS, process.kill)
+    timer.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    timer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    finish(process, folder)
+    return usage.ru_maxrss * KIBIBYTE
 
 
 def renamed(word: str, keys: Mapping[str, str]) -> str:

@@ -374,7 +374,12 @@ def report(before: Revision, after: Revision, task: Task, names: Sequence[str], 
             try:
                 result = compare(name, futures[name, "before"].result(), futures[name, "after"].result())
                 all_equal, told = all_equal and result.is_equal, str(result)
-            except CommandError as error:
+            except (
+                CommandError,
+                OSError,
+                ValueError,
+                KeyError,
+            ) as error:  # it ended badly, or wrote what cannot be read
                 all_equal, told = False, f"FAILED     {error}"
             print(f"{name:14} {told}", flush=True)
     return all_equal
