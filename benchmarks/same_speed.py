@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import shutil
@@ -28,6 +29,7 @@ from benchmarks.machine import OthersClock
 from benchmarks.revision import WORKING_TREE, Revision, check_out, finish_measured, write_additions
 from benchmarks.same_bits import RENAMED_KEYS
 
+log = logging.getLogger(__name__)
 # What timings.jsonl of the commit after calls by another name.
 RENAMED_TIMES: dict[str, str] = {}
 
@@ -139,6 +141,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=9, help="runs of each workload on each commit")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all works")
     chosen = parser.parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory(prefix="whet-speed-") as scratch:
         folder = Path(scratch).resolve()
         before = check_out(chosen.before, folder / "tree_before")
@@ -146,7 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
         prepare(before, folder / "task")
         started, others, all_well = time.monotonic(), OthersClock(), True
         for name, workload in workloads(folder / "task", chosen.quick).items():
-            all_well &= report(name, take_pairs(before, after, workload, folder, chosen.pairs))
+            all_well &= report(name, take_pairs(name, before, after, workload, folder, chosen.pairs))
         busy = others.share()
     print(f"{before.name} against {after.name}: {'as fast' if all_well else 'NOT AS FAST'}, ", end="")
     print(f"{time.monotonic() - started:.0f} s; others took {busy:.0%} of the cores")
@@ -156,7 +159,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def take_pairs(
-    before: Revision, after: Revision, workload: Workload, folder: Path, pairs: int
+    name: str, before: Revision, after: Revision, workload: Workload, folder: Path, pairs: int
 ) -> list[tuple[Measured, Measured]]:
     """Runs both commits in turn, each first in every other pair, after a run of each that does not count."""
     sides = {"before": (before, {}), "after": (after, RENAMED_TIMES)}
@@ -165,6 +168,7 @@ def take_pairs(
         order = ("before", "after") if number % 2 else ("after", "before")
         taken = {side: measure(sides[side][0], workload, folder / side, sides[side][1]) for side in order}
         measured.append((taken["before"], taken["after"]))
+        log.info("%s: pair %d of %d", name, number, pairs)
     return measured[1:]
 
 
