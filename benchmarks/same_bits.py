@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from benchmarks.competitor import ROOT
 from benchmarks.revision import WORKING_TREE, CommandError, Revision, check_out, finish, write_additions
 
-# What the commit after calls by another name. The runs below are written as the commit before spells them.
+# Old name -> the name in the commit after. The runs below are written as the commit before spells them.
 RENAMED_KEYS: dict[str, str] = {}  # config key or section
 RENAMED_NAMES: dict[str, str] = {}  # metric, field of a rollout, or weight
-# What differs on purpose: a pattern of RUN/KIND/NAME (kind: metrics, rollouts, tokens or weights), and the reason.
+# Differences on purpose: a pattern of RUN/KIND/NAME (kind: metrics, rollouts, tokens or weights), and the reason.
 EXPECTED: dict[str, str] = {}
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

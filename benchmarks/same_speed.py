@@ -30,7 +30,7 @@ from benchmarks.revision import WORKING_TREE, Revision, check_out, finish_measur
 from benchmarks.same_bits import RENAMED_KEYS
 
 log = logging.getLogger(__name__)
-# What timings.jsonl of the commit after calls by another name.
+# Name in timings.jsonl -> the name in the commit after.
 RENAMED_TIMES: dict[str, str] = {}
 
 CONFIDENCE = 0.95
