@@ -9,7 +9,11 @@ PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
 
-.PHONY: quickstart test test-all peers quality style bench docs
+# A part of the slow tests, by the names of tests/parts.toml: make test-long PART=ray
+PART ?=
+LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
+
+.PHONY: quickstart test test-all test-long peers quality commit license style bench docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -20,6 +24,13 @@ test: $(READY) ## the CPU suite, in two processes of one thread each
 test-all: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
 
+test-long: $(SERVICES) ## one part of the slow tests, recorded in LOG.md; without PART the parts, and which are due
+ifeq ($(PART),)
+	@$(BIN)/python tests/parts.py
+else
+	$(BIN)/python tests/parts.py run $(PART) --record
+endif
+
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
 
 quality: $(SERVICES) ## what a commit must pass
@@ -27,6 +38,17 @@ quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py
+
+commit: quality ## what to run before a commit: quality, and the tests of the files that changed since the last one
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $$($(BIN)/python tests/changed.py)
+
+license: ## puts the licence line first in every Python file that has none
+	@git ls-files --cached --others --exclude-standard '*.py' | while read -r file; do \
+	    if [ -f "$$file" ] && [ "$$(head -n 1 "$$file")" != "$(LICENSE_LINE)" ]; then \
+	        printf '%s\n' "$(LICENSE_LINE)" | cat - "$$file" > "$$file.licensed" \
+	        && cat "$$file.licensed" > "$$file" && rm "$$file.licensed" && echo "licence line added: $$file"; \
+	    fi; \
+	done
 
 style: $(READY) ## mends what can be mended
 	$(BIN)/ruff check --fix

@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes, trl_environment, verl_environment
+from benchmarks import recipes, same_bits, same_speed, trl_environment, verl_environment
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -21,11 +22,19 @@ from benchmarks.workload import make_workload
 log = logging.getLogger("benchmarks")
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+COMPARISONS = {"same_bits": same_bits.main, "same_speed": same_speed.main}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the benchmarks that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """Runs the benchmarks that the command line names, or the comparison of two commits."""
+    words = sys.argv[1:] if words is None else words
+    if words and words[0] in COMPARISONS:
+        sys.exit(COMPARISONS[words[0]](words[1:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"Two commits against each other: python -m benchmarks {' or '.join(COMPARISONS)} --help",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all works; writes no file")
     parser.add_argument("--page", action="store_true", help="measures nothing, writes the page from the kept numbers")

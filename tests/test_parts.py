@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every slow test belongs to one part, and a part is due when it should be."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.parts import GATE, HEADER, LOG, ROOT, Part, choose, last_runs, load_parts, reason_due, with_run
+
+PARTS = load_parts()
+PART = Part("ray", ["tests/controller/test_ray_nodes.py"], ["whet/controller/"], minutes=5)
+LAST = ("2026-11-22", "63aba1a")
+AFTER = "\n## 2026-11-21\n\n| x | y |\n"
+OLD_LOG = f"# Log\n\n{HEADER}| faults | 2026-11-20 | aaaaaaa |\n| ray | 2026-11-22 | 63aba1a |\n{AFTER}"
+
+
+def test_every_slow_test_belongs_to_exactly_one_part() -> None:
+    mark = "mark." + "slow"
+    slow = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if mark in path.read_text()}
+    named = Counter(file for part in PARTS.values() for file in part.files)
+    assert not slow - named.keys(), "name these files in one part of tests/parts.toml"
+    assert not named.keys() - slow, "tests/parts.toml names these files, which have no slow test"
+    assert not [file for file, times in named.items() if times > 1], "tests/parts.toml names these files twice"
+
+
+def test_what_is_watched_is_there() -> None:
+    wrong = [path for part in PARTS.values() for path in part.watches if not (ROOT / path).exists()]
+    assert not wrong, "correct `watches` in tests/parts.toml"
+
+
+def test_the_table_names_only_parts_that_there_are() -> None:
+    text = LOG.read_text()
+    assert text.count(HEADER) == 1 and last_runs(text).keys() <= PARTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("last", "changed", "reason"),
+    [
+        (None, None, "no whole run is recorded"),
+        (LAST, None, "commit 63aba1a of its last run is not in this clone"),
+        (LAST, [], None),
+        (LAST, ["whet/cli/app.py", "docs/whet/controller/a.md"], None),
+        (LAST, ["whet/controller/local.py"], "whet/controller/local.py changed since 63aba1a"),
+        (
+            LAST,
+            ["README.md", "tests/controller/test_ray_nodes.py", "whet/controller/local.py"],
+            "tests/controller/test_ray_nodes.py and 1 more changed since 63aba1a",
+        ),
+    ],
+)
+def test_a_part_is_due_when_what_it_watches_changed(
+    last: tuple[str, str] | None, changed: list[str] | None, reason: str | None
+) -> None:
+    assert reason_due(PART, last, changed) == reason
+
+
+def test_due_parts_come_first_and_one_other_takes_its_turn() -> None:
+    parts = {name: Part(name, [], [], minutes) for name, minutes in (("a", 4), ("b", 3), ("c", 2), ("d", 1), (GATE, 9))}
+    due = {"a": None, "b": "changed", "c": None, "d": "changed", GATE: "changed"}
+    assert choose(parts, due, 100, turn=0) == ["b", "d", "a"]
+    assert choose(parts, due, 100, turn=1) == ["b", "d", "c"]
+    assert choose(parts, due, 100, turn=3) == ["d", "b", "a"]
+    assert choose(parts, due, 6, turn=0) == ["b", "d", "c"]  # 3 + 1, then what fits into 2
+    assert choose(parts, due, 2, turn=0) == ["d"]
+    assert choose(parts, dict.fromkeys(parts), 100, turn=6) == ["c"]
+
+
+def test_a_run_is_recorded_in_its_row() -> None:
+    assert last_runs(OLD_LOG) == {"faults": ("2026-11-20", "aaaaaaa"), "ray": LAST}
+    log = with_run(with_run(OLD_LOG, "faults", "2026-11-23", "bbbbbbb"), "kills", "2026-11-23", "ccccccc")
+    assert log == (
+        f"# Log\n\n{HEADER}| faults | 2026-11-23 | bbbbbbb |\n| kills | 2026-11-23 | ccccccc |\n"
+        f"| ray | 2026-11-22 | 63aba1a |\n{AFTER}"
+    )
+    assert with_run(HEADER, "ray", *LAST) == HEADER + "| ray | 2026-11-22 | 63aba1a |\n"
