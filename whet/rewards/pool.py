@@ -27,13 +27,15 @@ class RewardPool:
     """Scores answers with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
 
     The processes import the function and are ready when the constructor returns; make the pool before a model is
-    loaded. They are new interpreters, never forks, and load no torch unless the function does.
+    loaded. They are forks of a small process that has loaded none of the user's code, and no torch. A process that
+    replaces another runs the same source files, as they were when the pool was made.
 
     An answer has `timeout_seconds`, by the wall's clock: leave room for a busy machine. A process that is late is
-    killed with all that it started, and replaced, as is one that dies. Its answer is a Failure with source "reward",
-    as for an exception, and no other answer is touched. A function that takes all answers at once judges one `score`
-    call in one process, with `timeout_seconds` times their number, and fails as a whole. What a function prints goes to
-    stderr.
+    killed with all that it started, and replaced, as is one that dies, or that writes into its own connection. Its
+    answer is a Failure with source "reward", as for an exception, and no other answer is touched. A function that takes
+    all answers at once judges one `score` call in one process, with `timeout_seconds` times their number, and fails as
+    a whole. What a function prints goes to stderr. What it started ends with its process, and all of them with this
+    process, however that ends.
 
     `num_workers=0` scores in the calling thread, without any deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, where a late call is a Failure in time but cannot be
@@ -51,8 +53,7 @@ class RewardPool:
         correct_threshold: float,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        spec = _make_spec(function, kwargs or {}, correct_threshold, timeout_seconds)
-        self._scorer = _make_scorer(spec, num_workers)
+        self._scorer = _make_scorer(_make_spec(function, kwargs or {}, correct_threshold), num_workers, timeout_seconds)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -97,7 +98,7 @@ class _Scorer(Protocol):
     def close(self) -> None: ...
 
 
-def _make_scorer(spec: WorkerSpec, num_workers: int) -> _Scorer:
+def _make_scorer(spec: WorkerSpec, num_workers: int, timeout_seconds: float) -> _Scorer:
     if num_workers == 0:
         return InlineScorer(spec.load)
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
@@ -110,13 +111,11 @@ def _make_scorer(spec: WorkerSpec, num_workers: int) -> _Scorer:
             shown_as,
             describe(error),
         )
-        return ThreadScorer(spec.load, spec.timeout_seconds)
-    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=spec.timeout_seconds)
+        return ThreadScorer(spec.load, timeout_seconds)
+    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=timeout_seconds)
 
 
-def _make_spec(
-    function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float, timeout_seconds: float
-) -> WorkerSpec:
+def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
     """By reference where a process finds it under the same name, else itself. An alias brings its own options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
@@ -125,7 +124,7 @@ def _make_spec(
             presets = {name: value for name, value in entry.options.items() if value != defaults.get(name)}
             kwargs = {**presets, **kwargs}
         function = entry.function or function
-    return WorkerSpec(function, dict(kwargs), correct_threshold, timeout_seconds)
+    return WorkerSpec(function, dict(kwargs), correct_threshold)
 
 
 def _pickle(spec: WorkerSpec) -> bytes:
