@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
-import cloudpickle  # type: ignore[import-untyped]
-
+from whet.errors import describe
+from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
-from whet.rewards.adapter import RewardItem, describe
+from whet.rewards.adapter import RewardItem
 from whet.rewards.in_process import InlineScorer, ThreadScorer
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import Outcome
@@ -103,7 +102,7 @@ def _make_scorer(spec: WorkerSpec, num_workers: int, timeout_seconds: float) -> 
         return InlineScorer(spec.load)
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     try:
-        pickled = _pickle(spec)
+        pickled = pickle_code(spec, spec.function)
     except Exception as error:  # whatever an object that the function holds raises when it is pickled
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
@@ -125,20 +124,3 @@ def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], co
             kwargs = {**presets, **kwargs}
         function = entry.function or function
     return WorkerSpec(function, dict(kwargs), correct_threshold)
-
-
-def _pickle(spec: WorkerSpec) -> bytes:
-    """By value too where the function's module has no name to import it by (it was loaded from a file)."""
-    module = None if isinstance(spec.function, str) else sys.modules.get(spec.function.__module__)
-    if module is None or _is_importable(module):
-        return bytes(cloudpickle.dumps(spec))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return bytes(cloudpickle.dumps(spec))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_importable(module: ModuleType) -> bool:
-    top = module.__name__.partition(".")[0]
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)

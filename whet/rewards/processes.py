@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 
-from whet.errors import RewardError
+from whet.errors import RewardError, describe
 from whet.processes.children import BROKEN, Children, Event, Said, Talker
-from whet.rewards.adapter import RewardItem, describe, split_calls
+from whet.rewards.adapter import RewardItem, split_calls
 from whet.rewards.result import Outcome, failure
 from whet.rewards.worker import Answer, Started, StartFailed
 

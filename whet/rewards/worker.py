@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from whet.processes.pinned import pin
+from whet.errors import describe
 from whet.processes.template import Caller, Serve
+from whet.processes.user_code import pin
 from whet.registry import REWARDS
-from whet.rewards.adapter import RewardFunction, adapt, describe
+from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.result import Outcome, failure
 
 

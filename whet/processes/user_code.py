@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source files of the user's, as they were when they were first read: what replaces a process runs the same code."""
+"""The user's code in other processes."""
 
 from __future__ import annotations
 
+import sys
 import sysconfig
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+
+def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
+    """`value`, which holds `target`: by reference where other processes can import that, else with its code.
+
+    Raises: whatever an object that the target holds raises when it is pickled."""
+    module = None if isinstance(target, str) else sys.modules.get(target.__module__)
+    top = "" if module is None else module.__name__.partition(".")[0]
+    if module is None or any(finder.find_spec(top, None) is not None for finder in sys.meta_path):
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)  # it was loaded from a file: its name means nothing elsewhere
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def pin(sources: dict[str, bytes]) -> None:
