@@ -19,6 +19,12 @@ WhetError
 A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
 """
 
+from __future__ import annotations
+
+import traceback
+
+MAX_DESCRIBED_CHARACTERS = 500
+
 
 class WhetError(Exception):
     """The root of every error that whet raises on purpose."""
@@ -74,3 +80,18 @@ class StorageError(WhetError, OSError):
 
 class SandboxError(WhetError, RuntimeError):
     """A sandbox that cannot start or cannot be trusted."""
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and place of an exception, on one line of bounded length."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    if len(text) > MAX_DESCRIBED_CHARACTERS:
+        text = text[:MAX_DESCRIBED_CHARACTERS] + " ..."
+    file, line = last_line(error)
+    return f"{text} ({file}:{line})"
+
+
+def last_line(error: BaseException) -> tuple[str, int]:
+    """File and line where an exception was raised."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return lines[-1] if lines else ("?", 0)

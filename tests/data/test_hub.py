@@ -11,7 +11,8 @@ import datasets
 import huggingface_hub
 import pytest
 
-from whet.data.hub import read_hub, within
+from whet.data import hub
+from whet.data.hub import read_hub
 from whet.errors import DataError, DeadlineError
 
 TRAIN, TEST = [{"q": "1+1", "a": "2"}, {"q": "1+2", "a": None}], [{"q": "2+2", "a": "4"}]
@@ -74,8 +75,9 @@ def test_without_network_the_error_says_what_to_do(folder: Path) -> None:
         read("owner/unknown", split="train")
 
 
-def test_what_takes_too_long_is_an_error() -> None:
+def test_what_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_read", lambda *arguments: time.sleep(5))
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"owner/slow was not there after data.hub_deadline_seconds=0.05; raise it"):
-        within(0.05, lambda: time.sleep(5), "owner/slow")
+        read_hub("owner/slow", None, None, default_split=None, deadline_seconds=0.05)
     assert time.monotonic() - start < 2

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from whet.errors import DataError, DeadlineError
+from whet.processes.background import within
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 OFFLINE = (
     "there is no network, or the hub does not answer: fetch the set once where there is (it is kept below HF_HOME), or "
     "name a folder or file instead; HF_HUB_OFFLINE=1 goes to the kept sets at once"
@@ -25,8 +22,9 @@ def read_hub(
 ) -> list[dict[str, Any]]:
     """The rows of one split of a set on the hub, or of a folder.  Raises: DataError, DeadlineError."""
     name = f"{path}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
+    late = f"{name} was not there after data.hub_deadline_seconds={deadline_seconds:g}; raise it; or {OFFLINE}"
     try:
-        return within(deadline_seconds, lambda: _read(path, config, split, default_split), name)
+        return within(deadline_seconds, lambda: _read(path, config, split, default_split), late)
     except (DataError, DeadlineError):
         raise
     except ConnectionError as error:
@@ -34,24 +32,6 @@ def read_hub(
     except Exception as error:  # `datasets` raises whatever the libraries below it do
         hint = _hint(path, str(error))
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:500]}{hint}") from error
-
-
-def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """What `call` returns. It runs in a thread that is left behind when it is late.  Raises: DeadlineError."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="whet-datasets", daemon=True).start()
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    if not done.wait(seconds):
-        raise DeadlineError(f"{what} was not there after data.hub_deadline_seconds={seconds:g}; raise it; or {OFFLINE}")
-    return future.result()
 
 
 def _read(path: str, config: str | None, split: str | None, default_split: str | None) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 }
 
 
-@register_environment("calculator")
+@register_environment("calculator", pure=True)
 class Calculator:
     """An answer with <calc>expression</calc> gets the value as the next message; one without ends the episode."""
 

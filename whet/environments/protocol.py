@@ -1,28 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout asks of an environment. One object is one episode; it is made for a prompt and stepped until done."""
+"""Environments: one object is one episode, which is reset with a prompt, then given a response at each step.
+
+    class Guess:                                              class Guess:
+        def __init__(self, *, limit=100): ...                     def __init__(self, prompt, *, limit=100): ...
+        async def reset(self, prompt, seed) -> Observation: ...
+        async def step(self, answer) -> Observation: ...          def step(self, answer: str) -> Observation: ...
+        async def close(self): ...
+
+On the right is the short form: it is made for a prompt, and given the text of the response, special tokens removed.
+Methods of either form may be `async` or not. Options stand after `*`.
+"""
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from whet.types import Message
+from whet.types import FinishReason, Message, Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response of the model, as an environment reads it."""
+
+    text: str  # special tokens removed
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason = "stop"
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What follows an answer: messages for the model to read, or the end of the episode."""
+    """The reply of an environment: messages for the model to read, or the end of the episode."""
 
     done: bool
     messages: tuple[Message, ...] = ()
-    reward: float = 0.0  # paid for the answer just given; the episode's score by the reward function comes on top
+    reward: float = 0.0  # paid for the response just given; the episode's score by the reward function comes on top
     fields: Mapping[str, Any] = field(default_factory=dict)  # kept with the trajectory: columns by name
+    truncated: bool = False  # a limit of the environment ended the episode, not the task
+    media: tuple[Any, ...] = ()  # in the order of their placeholders in the messages
+    context: Literal["append", "replace"] = "append"  # whether the messages follow all that was said, or replace it
+    state_key: str | None = None  # equal for equal states, for estimators that compare steps
+    max_tokens: int | None = None  # of the next response
 
 
 class Environment(Protocol):
-    """Registered as a class `Name(prompt, *, options...)`. An exception that `step` raises fails this episode alone."""
+    """An environment of either form. What it raises, or returns wrongly, fails its own episode."""
 
-    def step(self, answer: str) -> Observation:
-        """Reads the model's answer, special tokens removed."""
+    def step(self, answer: Any) -> Any:
+        """Reads an `Answer`, or in the short form its text.  Returns an Observation (async methods: to be awaited)."""
         ...
+
+
+@runtime_checkable
+class Resets(Protocol):
+    """The long form of an environment."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        """Begins the episode.  Returns the first Observation. The seed is equal for the episodes of a prompt."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds something."""
+
+    def close(self) -> Any:
+        """Lets go of it. Called exactly once, also after a failure, unless the process itself has died."""
+        ...
+
+
+def read_observation(raw: object) -> Observation:
+    """`raw` as an Observation with plain values.  Raises: TypeError or ValueError, which say what is wrong with it."""
+    if not isinstance(raw, Observation):
+        raise TypeError(f"the environment returned {_show(raw)}; expected an Observation")
+    if not isinstance(raw.messages, tuple | list):
+        raise TypeError(f"Observation.messages is {_show(raw.messages)}; expected a tuple of Message")
+    for place, message in enumerate(raw.messages):
+        if not isinstance(message, Message) or not isinstance(message.role, str):
+            raise TypeError(f"Observation.messages[{place}] is {_show(message)}; expected a Message with a role")
+        if not isinstance(message.content, str | list):
+            raise TypeError(
+                f"Observation.messages[{place}].content is {_show(message.content)}; expected text or a list"
+            )
+    if not isinstance(raw.fields, Mapping) or not all(isinstance(name, str) for name in raw.fields):
+        raise TypeError(f"Observation.fields is {_show(raw.fields)}; expected a dict with names as keys")
+    if raw.context not in ("append", "replace"):
+        raise ValueError(f"Observation.context is {_show(raw.context)}; expected append or replace")
+    if raw.max_tokens is not None and (not isinstance(raw.max_tokens, int) or raw.max_tokens < 1):
+        raise ValueError(f"Observation.max_tokens is {_show(raw.max_tokens)}; expected a whole number above 0, or None")
+    return replace(
+        raw,
+        done=bool(_number("done", raw.done)),
+        truncated=bool(_number("truncated", raw.truncated)),
+        reward=_number("reward", raw.reward),
+        messages=tuple(raw.messages),
+        media=tuple(raw.media),
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"Observation.{name} is {_show(value)}; expected a finite number")
+    return number
+
+
+def _show(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

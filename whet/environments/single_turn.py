@@ -8,7 +8,7 @@ from whet.registry import register_environment
 from whet.types import Prompt
 
 
-@register_environment("single_turn")
+@register_environment("single_turn", pure=True)
 class SingleTurn:
     """The episode ends with the first answer."""
 

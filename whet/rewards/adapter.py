@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import RewardError
+from whet.errors import RewardError, last_line
+from whet.errors import describe as describe
 from whet.rewards.result import Outcome, failure, read_result, split_rows
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ FORMS = """\
 Where several names are shown, any of them may be left out but the answer.
 Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
-
-MAX_MESSAGE_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class RewardFunction:
         return self._runner.run(wait())
 
     def _log_once(self, error: BaseException) -> None:
-        place = _last_line(error)
+        place = last_line(error)
         if place not in self._logged:
             self._logged.add(place)
             logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
@@ -133,15 +131,6 @@ def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_th
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
     """The items that each call of a function judges: all of them, or one by one."""
     return [items] if takes_batch and items else [[item] for item in items]
-
-
-def describe(error: BaseException) -> str:
-    """Type, message and place of an exception, on one line of bounded length."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    if len(text) > MAX_MESSAGE_CHARACTERS:
-        text = text[:MAX_MESSAGE_CHARACTERS] + " ..."
-    file, line = _last_line(error)
-    return f"{text} ({file}:{line})"
 
 
 @dataclass(frozen=True)
@@ -266,8 +255,3 @@ def _annotation_text(parameter: inspect.Parameter) -> str:
 
 def _show(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__qualname__', type(function).__qualname__)}{inspect.signature(function)}"
-
-
-def _last_line(error: BaseException) -> tuple[str, int]:
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return lines[-1] if lines else ("?", 0)

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
-import cloudpickle  # type: ignore[import-untyped]
-
+from whet.errors import describe
+from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
-from whet.rewards.adapter import RewardItem, describe
+from whet.rewards.adapter import RewardItem
 from whet.rewards.in_process import InlineScorer, ThreadScorer
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import Outcome
@@ -27,13 +26,15 @@ class RewardPool:
     """Scores answers with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
 
     The processes import the function and are ready when the constructor returns; make the pool before a model is
-    loaded. They are new interpreters, never forks, and load no torch unless the function does.
+    loaded. They are forks of a small process that has loaded none of the user's code, and no torch. A process that
+    replaces another runs the same source files, as they were when the pool was made.
 
     An answer has `timeout_seconds`, by the wall's clock: leave room for a busy machine. A process that is late is
-    killed with all that it started, and replaced, as is one that dies. Its answer is a Failure with source "reward",
-    as for an exception, and no other answer is touched. A function that takes all answers at once judges one `score`
-    call in one process, with `timeout_seconds` times their number, and fails as a whole. What a function prints goes to
-    stderr.
+    killed with all that it started, and replaced, as is one that dies, or that writes into its own connection. Its
+    answer is a Failure with source "reward", as for an exception, and no other answer is touched. A function that takes
+    all answers at once judges one `score` call in one process, with `timeout_seconds` times their number, and fails as
+    a whole. What a function prints goes to stderr. What it started ends with its process, and all of them with this
+    process, however that ends.
 
     `num_workers=0` scores in the calling thread, without any deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, where a late call is a Failure in time but cannot be
@@ -51,8 +52,7 @@ class RewardPool:
         correct_threshold: float,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        spec = _make_spec(function, kwargs or {}, correct_threshold, timeout_seconds)
-        self._scorer = _make_scorer(spec, num_workers)
+        self._scorer = _make_scorer(_make_spec(function, kwargs or {}, correct_threshold), num_workers, timeout_seconds)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -97,12 +97,12 @@ class _Scorer(Protocol):
     def close(self) -> None: ...
 
 
-def _make_scorer(spec: WorkerSpec, num_workers: int) -> _Scorer:
+def _make_scorer(spec: WorkerSpec, num_workers: int, timeout_seconds: float) -> _Scorer:
     if num_workers == 0:
         return InlineScorer(spec.load)
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     try:
-        pickled = _pickle(spec)
+        pickled = pickle_code(spec, spec.function)
     except Exception as error:  # whatever an object that the function holds raises when it is pickled
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
@@ -110,13 +110,11 @@ def _make_scorer(spec: WorkerSpec, num_workers: int) -> _Scorer:
             shown_as,
             describe(error),
         )
-        return ThreadScorer(spec.load, spec.timeout_seconds)
-    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=spec.timeout_seconds)
+        return ThreadScorer(spec.load, timeout_seconds)
+    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=timeout_seconds)
 
 
-def _make_spec(
-    function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float, timeout_seconds: float
-) -> WorkerSpec:
+def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
     """By reference where a process finds it under the same name, else itself. An alias brings its own options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
@@ -125,21 +123,4 @@ def _make_spec(
             presets = {name: value for name, value in entry.options.items() if value != defaults.get(name)}
             kwargs = {**presets, **kwargs}
         function = entry.function or function
-    return WorkerSpec(function, dict(kwargs), correct_threshold, timeout_seconds)
-
-
-def _pickle(spec: WorkerSpec) -> bytes:
-    """By value too where the function's module has no name to import it by (it was loaded from a file)."""
-    module = None if isinstance(spec.function, str) else sys.modules.get(spec.function.__module__)
-    if module is None or _is_importable(module):
-        return bytes(cloudpickle.dumps(spec))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return bytes(cloudpickle.dumps(spec))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_importable(module: ModuleType) -> bool:
-    top = module.__name__.partition(".")[0]
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+    return WorkerSpec(function, dict(kwargs), correct_threshold)

@@ -1,43 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes, and the one thread that owns them: it hands out tasks, reads answers, kills and replaces workers.
+"""Reward processes, and the one thread that owns them: it hands out tasks, takes answers, and replaces workers.
 
 Produces: outcomes, into the request that they belong to. Consumes: tasks, from a queue that any thread may add to.
-Waits: on the sockets of all workers, at most until the nearest deadline. Nobody else touches a worker, so there is no
-lock but the queue's.
+Waits: for all workers at a time, at most until the nearest deadline. Nobody else touches a worker, so there is no lock
+but the queue's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import pickle
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import count
 
-from whet.errors import RewardError
-from whet.rewards.adapter import RewardItem, describe, split_calls
+from whet.errors import RewardError, describe
+from whet.processes.children import BROKEN, Children, Event, Said, Talker
+from whet.rewards.adapter import RewardItem, split_calls
 from whet.rewards.result import Outcome, failure
-from whet.rewards.worker import BOOT, Answer, Started, StartFailed
+from whet.rewards.worker import Answer, Started, StartFailed
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # to import the user's module; one that needs torch on a busy machine takes half a minute
-STALL_SECONDS = 30  # for a worker that reads or writes a message to get on with it
-CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves, so that a user's open files are flushed
-MAX_TURN_SECONDS = 1.0  # how soon a death is seen where a forked grandchild keeps the socket open
+MAX_KILLED_STARTS = 3  # in a row: a process that a signal ends while it starts (out of memory) is replaced before that
 # Quick tasks go several to a message: each message costs this thread a turn, and a turn costs up to 5 ms while the rest
 # of the program holds the interpreter lock. Tasks behind one that is late wait with it, so messages stay short.
 MESSAGE_SECONDS = 0.02
@@ -72,6 +64,7 @@ class _Request:
 class _Task:
     """What one call of the function judges: `count` items of a request, from `start` on."""
 
+    number: int
     request: _Request
     start: int
     count: int
@@ -81,56 +74,13 @@ class _Task:
         self.request.put(self.start, [failure(message, timed_out=timed_out)] * self.count)
 
 
+@dataclass(eq=False)
 class _Worker:
-    """One process, the pool's end of its socket, and the tasks that it has, the first of which is running."""
+    """One process, and the tasks that it has, the first of which is running."""
 
-    def __init__(self, spec: bytes, folder: Path) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_SECONDS, 0))
-            self.connection = Connection(ours.detach())
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", BOOT, str(theirs.fileno()), *(path or str(folder) for path in sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                cwd=folder,
-                start_new_session=True,  # Ctrl-C is the pool's affair; and what the function started is killed with it
-            )
-        self.running: deque[_Task] = deque()
-        self.started = False
-        self.since = time.monotonic()
-        self._send(spec)
-
-    def give(self, tasks: Sequence[_Task]) -> None:
-        """Has it run these tasks, which are all that it has."""
-        self.running.extend(tasks)
-        self.since = time.monotonic()
-        self._send(pickle.dumps([(task.payload, task.count) for task in tasks]))
-
-    def deadline(self, timeout_seconds: float) -> float:
-        """When what it does now must be done; infinity while it does nothing."""
-        if not self.started:
-            return self.since + START_SECONDS
-        return self.since + timeout_seconds * self.running[0].count if self.running else math.inf
-
-    def kill(self) -> str:
-        """Ends it and all that it started.  Returns how it ended, as a user would say it."""
-        self.connection.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        try:
-            code = self.process.wait(timeout=CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "does not end on SIGKILL"
-        if code == -signal.SIGKILL:
-            return "SIGKILL (out of memory, or killed by hand)"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-    def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # its socket or its deadline tells of a worker that died or stopped
-            self.connection.send_bytes(message)
+    child: Talker
+    running: deque[_Task] = field(default_factory=deque)
+    started: bool = False
 
 
 class ProcessScorer:
@@ -141,14 +91,15 @@ class ProcessScorer:
     """
 
     def __init__(self, spec: bytes, *, shown_as: str, num_workers: int, timeout_seconds: float) -> None:
-        self._spec, self._shown_as, self._folder = spec, shown_as, Path.cwd()
-        self._num_workers, self._timeout_seconds = num_workers, timeout_seconds
-        self._lock = threading.Lock()  # of the queue, of what ended the thread, and of the pipe that wakes it
+        self._shown_as, self._num_workers, self._timeout_seconds = shown_as, num_workers, timeout_seconds
+        self._children = Children("whet.rewards.worker:prepare", spec)
+        self._lock = threading.Lock()  # of the queue, and of what ended the thread
         self._queue: deque[_Task] = deque()
         self._ended: RewardError | None = None
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        self._workers: list[_Worker] = []
+        self._workers: dict[Talker, _Worker] = {}
+        self._sources: dict[str, bytes] = {}  # the user's files that all workers load, by path
+        self._killed_starts = 0
+        self._numbers = count(1)
         self._task_seconds = MESSAGE_SECONDS  # running mean; so the first message carries one task
         self._closing = False
         self._owner = os.getpid()
@@ -169,7 +120,7 @@ class ProcessScorer:
             if self._ended is not None:
                 raise RewardError(str(self._ended))
             self._queue.extend(tasks)
-            self._wake()
+            self._children.wake()
         return request.future
 
     def close(self) -> None:
@@ -179,7 +130,7 @@ class ProcessScorer:
         with self._lock:
             self._closing = True
             if self._ended is None:
-                self._wake()
+                self._children.wake()
         if threading.current_thread() is not self._thread:  # the garbage collector may call from there
             self._thread.join()
 
@@ -188,23 +139,21 @@ class ProcessScorer:
         start = 0
         for call in split_calls(items, takes_batch=self._takes_batch.result()):
             try:
-                tasks.append(_Task(request, start, len(call), pickle.dumps(call)))
+                tasks.append(_Task(next(self._numbers), request, start, len(call), pickle.dumps(call)))
             except Exception as error:  # whatever an object of the user's raises when it is pickled
                 request.put(start, [failure(f"cannot be sent to a reward process: {describe(error)}")] * len(call))
             start += len(call)
         return tasks
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # so full of calls that it will wake anyway
-            os.write(self._wake_writer, b"\0")
-
     def _run(self) -> None:
         ended = RewardError("the reward pool is closed")
         try:
             for _ in range(self._num_workers):
-                self._workers.append(_Worker(self._spec, self._folder))
+                self._start()
             while not self._closing:
-                self._turn()
+                self._hand_out()
+                for event in self._children.poll():
+                    self._take(event)
         except RewardError as error:
             ended = error
         except Exception as error:  # nobody else can tell those who wait
@@ -212,101 +161,101 @@ class ProcessScorer:
             ended = RewardError(f"the reward pool cannot go on: {describe(error)}")
         self._end(ended)
 
-    def _turn(self) -> None:
-        self._hand_out()
-        nearest = min(worker.deadline(self._timeout_seconds) for worker in self._workers)
-        timeout = min(max(nearest - time.monotonic(), 0.0), MAX_TURN_SECONDS)
-        ready = wait([self._wake_reader, *(worker.connection for worker in self._workers)], timeout)
-        if self._wake_reader in ready:
-            os.read(self._wake_reader, 65536)
-        for worker in list(self._workers):
-            if worker.connection in ready:
-                self._receive(worker)
-        self._replace_late()
-        if not ready:
-            self._replace_dead()
+    def _start(self) -> None:
+        child = self._children.start()
+        child.deadline = time.monotonic() + START_SECONDS
+        self._workers[child] = _Worker(child)
+        self._children.send(child, 0, pickle.dumps(self._sources))
 
     def _hand_out(self) -> None:
-        free = [worker for worker in self._workers if worker.started and not worker.running]
-        for worker in free:
+        for worker in self._workers.values():
+            if not worker.started or worker.running:
+                continue
             with self._lock:
                 share = math.ceil(len(self._queue) / self._num_workers)
                 size = min(share, MAX_TASKS_PER_MESSAGE, max(1, int(MESSAGE_SECONDS / self._task_seconds)))
-                tasks = [self._queue.popleft() for _ in range(size)]
-            if tasks:
-                worker.give(tasks)
+                worker.running.extend(self._queue.popleft() for _ in range(size))
+            if worker.running:
+                message = pickle.dumps([(task.number, task.payload, task.count) for task in worker.running])
+                self._children.send(worker.child, 0, message)
+                self._set_deadline(worker)
 
-    def _receive(self, worker: _Worker) -> None:
-        try:
-            message = worker.connection.recv()
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self._replace(worker)
+    def _set_deadline(self, worker: _Worker) -> None:
+        seconds = self._timeout_seconds * worker.running[0].count if worker.running else math.inf
+        worker.child.deadline = time.monotonic() + seconds
+
+    def _take(self, event: Event) -> None:
+        worker = self._workers.get(event.child)
+        if worker is None:  # it was killed after it said this
             return
+        if not isinstance(event, Said):
+            self._replace(worker, event.why, is_late=event.is_late)
+            return
+        try:
+            message = pickle.loads(event.content)
+        except Exception:  # the user's code may write anything
+            message = None
         if isinstance(message, StartFailed):
-            raise RewardError(
-                f"the reward function {self._shown_as} cannot be loaded in its process:\n{message.traceback}"
-            )
+            raise RewardError(f"{self._cannot_load}:\n{message.traceback}")
         if isinstance(message, Started):
-            worker.started = True
-            if all(each.started for each in self._workers) and not self._takes_batch.done():
-                self._takes_batch.set_result(message.takes_batch)
-        elif isinstance(message, Answer):
+            self._take_start(worker, message)
+        elif isinstance(message, Answer) and worker.running and worker.running[0].number == event.number:
             task = worker.running.popleft()
-            worker.since = time.monotonic()
+            self._set_deadline(worker)
             self._note_seconds(message.seconds)
             task.request.put(task.start, message.outcomes)
+        else:
+            self._children.kill(worker.child)
+            self._replace(worker, BROKEN)
 
-    def _replace_late(self) -> None:
-        for worker in list(self._workers):
-            late = time.monotonic() > worker.deadline(self._timeout_seconds)
-            if late and not worker.connection.poll():  # an answer that came in time counts, however late it is read
-                if worker.running:
-                    self._note_seconds(self._timeout_seconds)
-                    self._replace(worker, f"timed out after {self._timeout_seconds * worker.running[0].count:g} s")
-                else:
-                    self._replace(worker, f"it was not ready in {START_SECONDS:g} s")
+    def _take_start(self, worker: _Worker, message: Started) -> None:
+        if any(self._sources.get(path, source) != source for path, source in message.sources.items()):
+            self._children.kill(worker.child)  # a file changed between two starts
+            del self._workers[worker.child]
+            self._start()
+            return
+        self._sources |= message.sources
+        self._killed_starts = 0
+        worker.started = True
+        worker.child.deadline = math.inf
+        if all(each.started for each in self._workers.values()) and not self._takes_batch.done():
+            self._takes_batch.set_result(message.takes_batch)
 
-    def _replace_dead(self) -> None:
-        for worker in list(self._workers):
-            if worker.process.poll() is not None and not worker.connection.poll():
-                self._replace(worker)
-
-    def _replace(self, worker: _Worker, late: str | None = None) -> None:
+    def _replace(self, worker: _Worker, why: str, *, is_late: bool = False) -> None:
         """Fails the task that runs, puts those behind it back where they were, and starts another process."""
-        ended = worker.kill()
-        why = late or f"the reward process died: {ended}"
+        del self._workers[worker.child]
         if not worker.started:
-            raise RewardError(f"the reward function {self._shown_as} cannot be loaded in its process: {why}")
+            self._killed_starts += 1
+            if "SIG" not in why or self._killed_starts == MAX_KILLED_STARTS:
+                late = f"it was not ready in {START_SECONDS:g} s"
+                raise RewardError(f"{self._cannot_load}: {late if is_late else f'the reward process {why}'}")
         if worker.running:
-            worker.running.popleft().fail(why, timed_out=late is not None)
+            task = worker.running.popleft()
+            if is_late:
+                self._note_seconds(self._timeout_seconds)
+                why = f"timed out after {self._timeout_seconds * task.count:g} s"
+            task.fail(why if is_late else f"the reward process {why}", timed_out=is_late)
             with self._lock:
                 self._queue.extendleft(reversed(worker.running))
         else:
-            logger.warning("%s, while it had nothing to do; another takes its place", why)
-        self._workers[self._workers.index(worker)] = _Worker(self._spec, self._folder)
+            logger.warning("the reward process %s, while it had nothing to do; another takes its place", why)
+        self._start()
+
+    @property
+    def _cannot_load(self) -> str:
+        return f"the reward function {self._shown_as} cannot be loaded in its process"
 
     def _note_seconds(self, seconds: float) -> None:
         self._task_seconds = max(0.9 * self._task_seconds + 0.1 * seconds, 1e-6)
 
     def _end(self, ended: RewardError) -> None:
+        workers = self._workers.values()
         with self._lock:
             self._ended = ended
-            waiting = [*self._queue, *(task for worker in self._workers for task in worker.running)]
+            waiting = [*self._queue, *(task for worker in workers for task in worker.running)]
             self._queue.clear()
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
         for task in waiting:
             task.request.fail(ended)
         if not self._takes_batch.done():
             self._takes_batch.set_exception(ended)
-        idle = [worker for worker in self._workers if worker.started and not worker.running]
-        for worker in idle:
-            worker.connection.close()  # asks it to leave
-        give_up = time.monotonic() + CLOSE_SECONDS
-        for worker in idle:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, give_up - time.monotonic()))
-            worker.kill()
-        for worker in self._workers:
-            if worker not in idle:
-                worker.kill()
+        self._children.close([worker.child for worker in workers if worker.started and not worker.running])

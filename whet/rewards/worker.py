@@ -1,45 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: loads one score function, then answers each task that comes through its socket, in order.
+"""A reward process: loads one score function, then answers each task that it is given, in order.
 
-    pool -> worker   WorkerSpec, once; then lists of tasks (pickled items, how many they are)
-    worker -> pool   Started or StartFailed, once; then one Answer a task
-
-The socket is a file descriptor of its own: what a user's function prints cannot get into it.
+pool -> worker   source files, once; then lists of tasks (number, pickled items, how many they are)
+worker -> pool   Started or StartFailed, once; then one Answer a task, under its number
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
+from whet.errors import describe
+from whet.processes.template import Caller, Serve
+from whet.processes.user_code import pin
 from whet.registry import REWARDS
-from whet.rewards.adapter import RewardFunction, adapt, describe
+from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.result import Outcome, failure
-
-ORPHAN_GRACE_SECONDS = 1.0
-FOR_EVER = 1e7  # seconds; a timer takes no infinity
-
-# `-c` and not `-m`: the paths must be the parent's before whet is looked for. `python file.py` would put this folder
-# first on the path, where math.py stands for the standard library's.
-BOOT = "import sys; sys.path[:] = sys.argv[2:]; from whet.rewards.worker import main; main(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs to know: the function, by reference or itself, its options, and the deadline of one item."""
+    """A score function, by reference or itself, with its options."""
 
     function: str | Callable[..., Any]
     kwargs: Mapping[str, Any]
     correct_threshold: float
-    timeout_seconds: float
 
     def load(self) -> RewardFunction:
         """The function, imported where it is named.  Raises: RegistryError, RewardError, what the import raises."""
@@ -52,6 +42,7 @@ class Started:
     """The function is loaded, and the worker waits for tasks."""
 
     takes_batch: bool
+    sources: Mapping[str, bytes]  # the user's files that were loaded, by path
 
 
 @dataclass(frozen=True)
@@ -69,35 +60,27 @@ class Answer:
     seconds: float
 
 
-def main(socket: int) -> None:
-    """Runs until the pool closes its end of the socket, or dies."""
-    del sys.argv[1:]
-    os.set_inheritable(socket, False)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with Connection(socket) as connection:
-        try:
-            _serve(connection)
-        except (EOFError, ConnectionError):
-            return
+def prepare(spec: bytes) -> Serve:
+    """Returns the main function of each worker, which loads the user's code: the template must have no threads."""
+    return partial(_serve, spec)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(spec_bytes: bytes, caller: Caller) -> None:
+    sources: dict[str, bytes] = pickle.loads(caller.receive()[1])
+    pin(sources)
     try:
-        spec: WorkerSpec = pickle.loads(connection.recv_bytes())
+        spec: WorkerSpec = pickle.loads(spec_bytes)
         function = spec.load()
     except BaseException:  # the user's module runs here; the pool raises what it says
-        connection.send(StartFailed(traceback.format_exc()))
+        caller.send(0, pickle.dumps(StartFailed(traceback.format_exc())))
         return
-    connection.send(Started(function.takes_batch))
+    caller.send(0, pickle.dumps(Started(function.takes_batch, sources)))
     while True:
-        tasks: list[tuple[bytes, int]] = connection.recv()
-        for payload, count in tasks:
-            # The pool kills what is late. Where the pool itself was killed, the kernel does it, even inside C code.
-            signal.setitimer(signal.ITIMER_REAL, min(spec.timeout_seconds * count + ORPHAN_GRACE_SECONDS, FOR_EVER))
+        tasks: list[tuple[int, bytes, int]] = pickle.loads(caller.receive()[1])
+        for number, payload, count in tasks:
             start = time.perf_counter()
             outcomes = _outcomes(function, payload, count)
-            connection.send(Answer(outcomes, time.perf_counter() - start))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            caller.send(number, pickle.dumps(Answer(outcomes, time.perf_counter() - start)))
 
 
 def _outcomes(function: RewardFunction, payload: bytes, count: int) -> list[Outcome]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
 from whet.errors import ConfigError, WhetError
+from whet.processes.background import Background
 from whet.registry import load_target
 from whet.tracking.jsonl import METRIC_FILES, read_records
 from whet.tracking.tracker import NO_TABLES, Tables, Tracker
@@ -88,16 +87,16 @@ class BackgroundTracker:
 
     def __init__(self, name: str, make: Callable[[], Service], close_seconds: float = CLOSE_SECONDS) -> None:
         self._name, self._close_seconds = name, close_seconds
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_calls, self._num_failures = 0, 0
-        started: Future[Service] = Future()
-        self._thread = Thread(target=self._work, args=(make, started), name=f"tracker {name}", daemon=True)
-        self._thread.start()
+        self._thread = Background(f"tracker {name}")
+        started = self._thread.submit(make)
         try:
             self._service = started.result(START_SECONDS)
         except WhetError:
+            self._thread.close()
             raise
         except Exception as error:
+            self._thread.close()
             found = f"{type(error).__name__}: {error}" if started.done() else f"no answer in {START_SECONDS:.0f} s"
             raise ConfigError(
                 f"trainer.logger={name} does not start ({found}); mend its settings, or take it out of trainer.logger"
@@ -107,32 +106,25 @@ class BackgroundTracker:
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
         """Leaves a step to the thread, unless the service has it."""
         if step > self.last_step:
-            self._calls.put(partial(self._service.log, step, metrics, tables))
+            self._thread.submit(partial(self._call, partial(self._service.log, step, metrics, tables)))
 
     def close(self, failed: bool = False) -> None:
         """Waits until everything is written, but no longer than the deadline. Says what went wrong, if anything."""
-        self._calls.put(partial(self._service.close, failed))
-        self._calls.put(None)
-        self._thread.join(self._close_seconds)
-        if self._thread.is_alive():
+        closed = self._thread.submit(partial(self._call, partial(self._service.close, failed)))
+        self._thread.close()
+        if not wait([closed], self._close_seconds).done:
             log.warning("%s has not taken everything within %.0f s; it is left behind", self._name, self._close_seconds)
         if self._num_failures:
             log.warning("%s failed in %d of %d calls", self._name, self._num_failures, self._num_calls)
 
-    def _work(self, make: Callable[[], Service], started: Future[Service]) -> None:
+    def _call(self, call: Callable[[], None]) -> None:
+        self._num_calls += 1
         try:
-            started.set_result(make())
-        except BaseException as error:  # libraries exit, too
-            started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            return
-        while (call := self._calls.get()) is not None:
-            self._num_calls += 1
-            try:
-                call()
-            except Exception as error:
-                if not self._num_failures:
-                    log.warning("%s: %s: %s; training goes on without it", self._name, type(error).__name__, error)
-                self._num_failures += 1
+            call()
+        except Exception as error:
+            if not self._num_failures:
+                log.warning("%s: %s: %s; training goes on without it", self._name, type(error).__name__, error)
+            self._num_failures += 1
 
 
 def _make(target: str, run: TrackedRun) -> Service:

@@ -8,12 +8,10 @@ A hint source is registered under its name, takes the step's groups, and gives a
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import replace
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -21,6 +19,7 @@ import torch
 
 from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
+from whet.processes.background import Background
 from whet.protocol import DataProto
 from whet.registry import Registry, load_target
 from whet.trainers.columns import Column, Sources, register_provider
@@ -196,38 +195,20 @@ def judge(
     def ask(group: Group) -> str:
         return function([{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)])
 
-    said = [_said(future) for future in in_threads(ask, groups, parallel, timeout_seconds)]
+    threads = Background("whet-judge", parallel)
+    futures = [threads.submit(partial(ask, group)) for group in groups]
+    threads.close()
+    wait(futures, timeout=timeout_seconds)
+    said = [_said(future) for future in futures]
     return [[hint] * len(group.trajectories) for group, hint in zip(groups, said, strict=True)]
 
 
-def in_threads(
-    function: Callable[[Group], str], groups: Sequence[Group], parallel: int, timeout_seconds: float
-) -> list[Future[str]]:
-    """What the function says of each group by then. Its threads are daemons: one that hangs cannot hold up the end."""
-    futures: list[Future[str]] = [Future() for _ in groups]
-    waiting = deque(zip(groups, futures, strict=True))
-
-    def work() -> None:
-        while waiting:
-            with suppress(IndexError):  # another thread took the last one
-                group, future = waiting.popleft()
-                try:
-                    future.set_result(function(group))
-                except Exception as error:
-                    future.set_exception(error)
-
-    for _ in range(parallel):
-        Thread(target=work, daemon=True).start()
-    wait(futures, timeout=timeout_seconds)
-    waiting.clear()
-    return futures
-
-
 def _said(future: Future[str]) -> str | None:
-    """What a judge has said by now; None where it raised, or is late."""
+    """The hint that a judge has given by now; None where it raised, or is late."""
+    future.cancel()  # unless a thread has begun it
     try:
         return str(future.result(timeout=0))
-    except Exception as error:  # other people's code, over a network
+    except Exception as error:  # other people's code, over a network; TimeoutError, CancelledError
         log.warning("the judge gave no hint: %s: %s", type(error).__name__, error)
         return None
 

@@ -22,7 +22,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from whet.config.cluster import ClusterConfig
-from whet.errors import ConfigError, WorkerError
+from whet.errors import ConfigError, DeadlineError, WorkerError
+from whet.processes.background import within
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for a machine to answer at all
@@ -56,7 +57,7 @@ class Session:
         """Lets go of the cluster; one that was started for the run ends. May be called twice."""
         if self._is_open:
             self._is_open = False
-            within(SHUTDOWN_SECONDS, ray.shutdown)
+            attempt(SHUTDOWN_SECONDS, ray.shutdown)
 
 
 @dataclass(frozen=True)
@@ -158,19 +159,10 @@ def head_address() -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def within(seconds: float, action: Callable[[], Any]) -> bool:
-    """Does it in a thread that nobody waits for longer than this: without its head Ray waits for a minute.
-
-    Returns whether it was done in time."""
-
-    def do() -> None:
-        with contextlib.suppress(RayError, RuntimeError, ValueError):
-            action()
-
-    thread = threading.Thread(target=do, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+def attempt(seconds: float, action: Callable[[], Any]) -> None:
+    """Does something that may fail, and does not wait longer than this: without its head Ray waits for a minute."""
+    with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
+        within(seconds, action, "")
 
 
 def _silence(address: str) -> OSError | None:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from whet.controller import wire
 from whet.controller.hosted import Seat
 from whet.controller.ray.actor import Message, RankActor, Site
-from whet.controller.ray.session import Reservation, Session, all_nodes, head_address, within
+from whet.controller.ray.session import Reservation, Session, all_nodes, attempt, head_address
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import Peer, RemoteTransport, Waiting
@@ -130,8 +130,8 @@ class RayTransport(RemoteTransport[_Actor]):
             return
         if is_orderly:
             leaving = [peer.handle.leave.remote() for peer in self.peers]
-            within(CLOSE_SECONDS, lambda: ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_SECONDS))
-        within(KILL_SECONDS, self._kill)
+            attempt(CLOSE_SECONDS, lambda: ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_SECONDS))
+        attempt(KILL_SECONDS, self._kill)
 
     def _kill(self) -> None:
         for peer in self.peers:

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that hang, die, raise and answer wrongly: each fails its own episode. All processes are real."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.environments.host import Deadlines, EnvironmentHost, InlineHost, ProcessHost, Result, open_host
+from whet.environments.protocol import Answer, Observation, read_observation
+from whet.errors import ConfigError
+from whet.registry import ENVIRONMENTS, register_environment
+from whet.types import Failure, Message, Prompt
+
+ENVIRONMENT = '''
+import asyncio, ctypes, os, random, signal, subprocess, sys, threading, time
+from whet.environments.protocol import Observation
+from whet.registry import register_environment
+from whet.types import Message
+
+loaded_in = os.getpid()
+calls = 0
+
+def say(text, **more):
+    return Observation(False, (Message("tool", str(text)),), **more)
+
+def do(verb, rest):
+    """What an answer says is done."""
+    if verb == "exit": sys.exit(0)
+    if verb == "cancel": raise asyncio.CancelledError
+    if verb == "interrupt": raise KeyboardInterrupt
+    if verb == "raise": raise RuntimeError(rest)
+    if verb == "none": return None
+    if verb == "paid": return Observation(True, reward="a lot")
+    if verb == "nan": return Observation(True, reward=float("nan"))
+    if verb == "text": return Observation(False, "a text")
+    if verb == "dict": return Observation(False, ({"role": "tool", "content": "x"},))
+    if verb == "role": return Observation(False, (Message(3, "x"),))
+    if verb == "field": return Observation(True, fields={"lock": threading.Lock()})
+    if verb == "die": os._exit(3)
+    if verb == "segv": ctypes.string_at(0)
+    if verb == "killed": os.kill(os.getpid(), signal.SIGKILL)
+    if verb == "fork": os.fork()
+    if verb == "hang": time.sleep(1000)
+    if verb == "chdir": os.chdir("/")
+    if verb == "descriptors":
+        for each in map(int, os.listdir("/proc/self/fd")):
+            try: each > 2 and os.write(each, b"x" * 50)
+            except OSError: pass
+    if verb == "daemon":
+        subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + rest])
+    if verb == "pid": return say(os.getpid())
+    if verb == "random": return say(random.random())
+    if verb == "end": return Observation(True, reward=0.5, fields={"words": 1})
+    return say(f"{verb} {rest}".strip())
+
+class Short:
+    """The form of one method."""
+    def __init__(self, prompt, *, note="", at_reset=""):
+        self.note, self.seen = note, []
+        do(*at_reset.partition(" ")[::2])
+    def step(self, answer):
+        global calls
+        calls += 1
+        self.seen.append(answer)
+        if answer == "seen": return say(f"{self.note} {calls} {','.join(self.seen)}")
+        return do(*answer.partition(" ")[::2])
+
+class Long:
+    def __init__(self, *, log): self.log = log
+    async def reset(self, prompt, seed):
+        self.seed = seed
+        await asyncio.sleep(0.01)
+        return say(f"{prompt.uid} {seed}", context="replace", max_tokens=7)
+    async def step(self, answer):
+        verb, _, rest = answer.text.partition(" ")
+        if verb == "wait": await asyncio.sleep(float(rest))
+        return say(f"{answer.finish_reason} {answer.token_ids}") if verb == "all" else do(verb, rest)
+    async def close(self):
+        with open(self.log, "a") as file: file.write(f"{self.seed} ")
+        if self.seed == 13: await asyncio.sleep(1000)
+
+@register_environment("shared_for_a_test", shared=True)
+class Shared(Long):
+    total = 0
+    async def step(self, answer):
+        verb, _, rest = answer.text.partition(" ")
+        if verb == "add": self.total += int(rest); return say(self.total)
+        return await super().step(answer)
+'''
+
+PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
+QUICK = Deadlines(reset=20.0, step=20.0, close=2.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "worlds.py").write_text(ENVIRONMENT)
+    return str(tmp_path / "worlds.py")
+
+
+@pytest.fixture
+def opened(file: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentHost]]:
+    """Opens an environment of the file; at the end all are shut down."""
+    monkeypatch.setattr(ENVIRONMENTS, "_live", dict(ENVIRONMENTS._live))
+    hosts = []
+
+    def open_it(name: str, options: dict[str, Any] | None = None, **settings: Any) -> EnvironmentHost:
+        hosts.append(open_host(f"{file}:{name}", options, **{"deadlines": QUICK, **settings}))
+        return hosts[-1]
+
+    yield open_it
+    for host in hosts:
+        host.shutdown()
+
+
+def wait_for(host: EnvironmentHost, count: int, seconds: float = 20.0) -> dict[str, Observation | Failure]:
+    """The next results, that many or more."""
+    results: list[Result] = []
+    until = time.monotonic() + seconds
+    while len(results) < count and time.monotonic() < until:
+        results += host.poll(0.5)
+    return dict(results)
+
+
+def started(host: EnvironmentHost, *uids: str) -> None:
+    for number, uid in enumerate(uids):
+        host.start(uid, PROMPT, number)
+    assert all(isinstance(result, Observation) for result in wait_for(host, len(uids)).values())
+
+
+def told(host: EnvironmentHost, uid: str, text: str) -> str:
+    """The text of the message with which an environment replies."""
+    host.step(uid, Answer(text))
+    result = wait_for(host, 1)[uid]
+    assert isinstance(result, Observation), result
+    return str(result.messages[0].content)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# The normal run.
+
+
+def test_pure_environments_step_in_the_caller() -> None:
+    host = open_host("calculator", {"role": "user"})
+    assert isinstance(host, InlineHost)
+    host.start("a", PROMPT, 0)
+    host.start("b", PROMPT, 0)
+    assert host.poll(60.0) == [("a", Observation(done=False)), ("b", Observation(done=False))]
+    host.step("a", Answer("<calc>6*7</calc>"))
+    host.step("b", Answer("42"))
+    assert host.poll(60.0) == [("a", Observation(False, (Message("user", "42"),))), ("b", Observation(done=True))]
+    host.close("a")
+    host.close("a")
+    host.shutdown()
+    with pytest.raises(ConfigError, match=r"calculator.*has no option"):
+        open_host("calculator", {"depth": 3})
+
+
+def test_the_short_form_has_a_process_an_episode(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short", {"note": "hello"})
+    assert isinstance(host, ProcessHost)
+    started(host, "a", "b")
+    assert [told(host, uid, "one") for uid in "ab"] == ["one", "one"]
+    assert told(host, "a", "seen") == "hello 2 one,seen"  # what the module counts is its own, too
+    assert len({told(host, uid, "pid") for uid in "ab"} | {str(os.getpid())}) == 3
+    host.step("a", Answer("end"))
+    assert wait_for(host, 1) == {"a": Observation(True, reward=0.5, fields={"words": 1})}
+
+
+def test_the_long_form_is_reset_with_a_seed_and_closed_once(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path
+) -> None:
+    host = opened("Long", {"log": str(tmp_path / "closed")})
+    host.start("a", PROMPT, 5)
+    host.start("b", PROMPT, 6)
+    assert wait_for(host, 2) == {
+        "a": Observation(False, (Message("tool", "0:7 5"),), context="replace", max_tokens=7),
+        "b": Observation(False, (Message("tool", "0:7 6"),), context="replace", max_tokens=7),
+    }
+    host.step("a", Answer("all", token_ids=(3, 4), finish_reason="length"))
+    result = wait_for(host, 1)["a"]
+    assert isinstance(result, Observation) and result.messages[0].content == "length (3, 4)"
+    host.step("b", Answer("raise no"))
+    assert isinstance(wait_for(host, 1)["b"], Failure)
+    host.close("a")
+    host.close("b")  # a failure of its code is no reason to leave it open
+    host.shutdown()
+    assert sorted((tmp_path / "closed").read_text().split()) == ["5", "6"]
+
+
+def test_draws_are_those_of_the_seed(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short")
+    for uid, seed in (("a", 3), ("b", 3), ("c", 4)):
+        host.start(uid, PROMPT, seed)
+    wait_for(host, 3)
+    first, second, third = (told(host, uid, "random") for uid in "abc")
+    assert first == second != third
+
+
+def test_episodes_beyond_the_limit_wait_for_a_place(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short", max_processes=2)
+    for uid in "abcd":
+        host.start(uid, PROMPT, 0)
+    assert wait_for(host, 2).keys() == {"a", "b"}
+    assert host.poll(0.3) == []
+    host.close("d")  # it never had one
+    host.close("a")
+    assert wait_for(host, 1).keys() == {"c"}
+    host.step("c", Answer("die"))
+    assert isinstance(wait_for(host, 1)["c"], Failure)
+    host.start("a", PROMPT, 0)  # its id is free again
+    assert wait_for(host, 1).keys() == {"a"}
+
+
+def test_an_episode_may_be_closed_at_any_time(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short", deadlines=Deadlines(20.0, 20.0, 0.3))
+    started(host, "a", "b")
+    pid = int(told(host, "a", "pid"))
+    host.step("a", Answer("hang"))
+    host.close("a")
+    host.start("a", PROMPT, 0)
+    assert wait_for(host, 1) == {"a": Observation(done=False)}
+    assert wait_until(lambda: not (host.poll(0.05) or is_running(pid)))
+    assert [told(host, uid, "one") for uid in "ab"] == ["one", "one"]
+
+
+# What goes wrong.
+
+WRONG = {
+    "exit": "SystemExit: 0 (",
+    "cancel": "asyncio.exceptions.CancelledError (",
+    "raise no": "RuntimeError: no (",
+    "none": "TypeError: the environment returned None (NoneType); expected an Observation (",
+    "paid": "ValueError: Observation.reward is 'a lot' (str); expected a finite number (",
+    "nan": "ValueError: Observation.reward is nan (float); expected a finite number (",
+    "text": "TypeError: Observation.messages is 'a text' (str); expected a tuple of Message (",
+    "dict": "TypeError: Observation.messages[0] is {'content': 'x', 'role': 'tool'} (dict); expected a Message",
+    "role": "TypeError: Observation.messages[0] is Message(",
+    "field": "the observation cannot leave the environment's process: TypeError: cannot pickle",
+    "interrupt": "KeyboardInterrupt (",
+    "die": "the environment's process died: exit code 3",
+    "segv": "the environment's process died: SIGSEGV",
+    "killed": "the environment's process died: SIGKILL (out of memory, or killed by hand)",
+    "descriptors": "the environment's process wrote what is no answer into its connection",
+}
+
+
+def test_what_goes_wrong_in_a_step_fails_its_episode_and_no_other(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short")
+    started(host, *WRONG, "fork", "chdir")
+    for uid in (*WRONG, "fork", "chdir"):
+        host.step(uid, Answer(uid))
+    results = wait_for(host, len(WRONG) + 2)
+    assert host.poll(0.2) == []
+    for uid, message in WRONG.items():
+        result = results[uid]
+        assert isinstance(result, Failure), uid
+        assert (result.source, result.timed_out) == ("environment", False) and result.message.startswith(message), uid
+    assert [results[uid].messages[0].content for uid in ("fork", "chdir")] == ["fork", "chdir"]
+    assert told(host, "fork", "seen").strip() == "2 fork,seen"
+    assert Path.cwd() != Path("/")
+
+
+@pytest.mark.parametrize("deed", ["exit", "die", "raise no"])
+def test_what_goes_wrong_in_a_reset_fails_its_episode(opened: Callable[..., EnvironmentHost], deed: str) -> None:
+    host = opened("Short", {"at_reset": deed})
+    host.start("a", PROMPT, 0)
+    result = wait_for(host, 1)["a"]
+    assert isinstance(result, Failure) and result.message.startswith(WRONG[deed])
+    host.close("a")
+
+
+def test_a_hanging_step_fails_in_time_and_leaves_nothing(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path
+) -> None:
+    host = opened("Short", deadlines=Deadlines(20.0, 0.5, 2.0))
+    started(host, "a", "b")
+    pid = int(told(host, "a", "pid"))
+    assert told(host, "a", f"daemon {tmp_path / 'left'}").startswith("daemon")
+    left = int((tmp_path / "left").read_text())
+    host.step("a", Answer("hang"))
+    assert told(host, "b", "one") == "one"
+    late = Failure("environment", "step took longer than 0.5 s; its process was killed", timed_out=True)
+    assert wait_for(host, 1) == {"a": late}
+    assert wait_until(lambda: not (is_running(pid) or is_running(left)))
+    host.step("a", Answer("one"))
+    assert wait_for(host, 1) == {"a": late}
+
+
+def test_a_hanging_reset_or_close_fails_in_time(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = opened("Short", {"at_reset": "hang"}, deadlines=Deadlines(0.5, 20.0, 2.0))
+    host.start("a", PROMPT, 0)
+    late = Failure("environment", "reset took longer than 0.5 s; its process was killed", timed_out=True)
+    assert wait_for(host, 1) == {"a": late}
+    host = opened("Long", {"log": str(tmp_path / "closed")}, deadlines=Deadlines(20.0, 20.0, 0.3))
+    host.start("b", PROMPT, 13)
+    wait_for(host, 1)
+    start = time.monotonic()
+    host.shutdown()
+    assert time.monotonic() - start < 5.0
+    assert "the environment of b was not closed in order: close took longer than 0.3 s" in caplog.text
+
+
+def test_what_an_episode_leaves_behind_ends_with_it(opened: Callable[..., EnvironmentHost], tmp_path: Path) -> None:
+    host = opened("Short")
+    started(host, "a")
+    told(host, "a", f"daemon {tmp_path / 'left'}")
+    left = int((tmp_path / "left").read_text())
+    assert is_running(left)
+    host.close("a")
+    assert wait_until(lambda: not (host.poll(0.05) or is_running(left)))
+
+
+def test_a_process_that_dies_between_two_steps_fails_the_next(opened: Callable[..., EnvironmentHost]) -> None:
+    host = opened("Short")
+    started(host, "a")
+    os.kill(int(told(host, "a", "pid")), 9)
+    assert host.poll(0.3) == []
+    host.step("a", Answer("one"))
+    assert wait_for(host, 1) == {
+        "a": Failure("environment", "the environment's process died: SIGKILL (out of memory, or killed by hand)")
+    }
+
+
+# Shared processes, and none.
+
+
+def test_a_shared_process_serves_many_at_a_time(opened: Callable[..., EnvironmentHost], tmp_path: Path) -> None:
+    host = opened("Shared", {"log": str(tmp_path / "closed")})
+    uids = [str(number) for number in range(20)]
+    started(host, *uids)
+    start = time.monotonic()
+    for uid in uids:
+        host.step(uid, Answer("wait 0.4"))
+    assert wait_for(host, 20).keys() == set(uids)
+    assert time.monotonic() - start < 4.0  # of 8 one after the other
+    assert len({told(host, uid, "pid") for uid in uids}) == 1
+
+
+def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = opened("Shared", {"log": str(tmp_path / "closed")}, deadlines=Deadlines(20.0, 1.0, 1.0))
+    started(host, "a", "b", "c")
+    pid = told(host, "a", "pid")
+    assert [told(host, "a", f"add {number}") for number in (1, 2)] == ["1", "3"]
+    host.step("c", Answer("hang"))
+    host.step("b", Answer("add 5"))  # under way, behind it
+    with caplog.at_level(logging.WARNING):
+        results = wait_for(host, 2)
+    assert results["c"] == Failure("environment", "step took longer than 1 s; its process was killed", timed_out=True)
+    assert isinstance(results["b"], Observation) and results["b"].messages[0].content == "5"
+    assert "2 other episodes begin again, with their seeds and responses" in caplog.text
+    assert told(host, "a", "add 4") == "7"
+    assert told(host, "a", "pid") != pid
+    host.step("b", Answer("die"))
+    assert wait_for(host, 1) == {"b": Failure("environment", WRONG["die"])}
+    assert told(host, "a", "add 1") == "8"
+    host.close("a")
+    host.shutdown()
+    assert (tmp_path / "closed").read_text().split() == ["0"]
+
+
+def test_a_class_that_cannot_travel_runs_here_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ENVIRONMENTS, "_live", dict(ENVIRONMENTS._live))
+    lock = threading.Lock()
+
+    @register_environment("holds_a_lock")
+    class HoldsALock:
+        def __init__(self, prompt: Prompt) -> None:
+            pass
+
+        async def step(self, answer: str) -> Observation:
+            with lock:
+                return Observation(True, (Message("tool", f"{os.getpid()}"),))
+
+    with caplog.at_level(logging.WARNING):
+        host = open_host("holds_a_lock")
+    assert "holds_a_lock cannot be sent to a process" in caplog.text and "without deadlines" in caplog.text
+    started(host, "a")
+    assert told(host, "a", "x") == str(os.getpid())
+    host.shutdown()
+
+
+def test_a_class_of_this_program_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENVIRONMENTS, "_live", dict(ENVIRONMENTS._live))
+
+    @register_environment("local")
+    class Local:
+        def __init__(self, prompt: Prompt) -> None:
+            self.uid = prompt.uid
+
+        def step(self, answer: str) -> Observation:
+            return Observation(False, (Message("tool", f"{self.uid} {answer} {os.getpid()}"),))
+
+    host = open_host("local")
+    assert isinstance(host, ProcessHost)
+    started(host, "a")
+    uid, answer, pid = told(host, "a", "x").split()
+    assert (uid, answer) == ("0:7", "x") and int(pid) != os.getpid()
+    host.shutdown()
+
+
+def test_a_pure_environment_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENVIRONMENTS, "_live", dict(ENVIRONMENTS._live))
+
+    @register_environment("waits", pure=True)
+    class Waits:
+        def __init__(self, prompt: Prompt) -> None:
+            pass
+
+        async def step(self, answer: str) -> Observation:
+            import asyncio
+
+            await asyncio.sleep(0)
+            return Observation(True)
+
+    host = open_host("waits")
+    started(host, "a")
+    host.step("a", Answer("x"))
+    ((_, result),) = host.poll(0.0)
+    assert isinstance(result, Failure) and "registered with pure=True" in result.message
+
+
+def test_observations_are_read_into_plain_values() -> None:
+    read = read_observation(Observation(1, [Message("tool", "x")], True))  # type: ignore[arg-type]
+    assert read == Observation(True, (Message("tool", "x"),), 1.0)
+    assert (type(read.done), type(read.reward)) == (bool, float)
+    for wrong, said in [
+        ({"context": "insert"}, "context is 'insert' (str); expected append or replace"),
+        ({"max_tokens": 0}, "max_tokens is 0 (int); expected a whole number above 0, or None"),
+        ({"fields": {3: 4}}, "fields is {3: 4} (dict); expected a dict with names as keys"),
+        ({"done": "no"}, "done is 'no' (str); expected a finite number"),
+    ]:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            read_observation(Observation(**{"done": False, **wrong}))
+        assert str(caught.value) == f"Observation.{said}"

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from whet.errors import DeadlineError
+from whet.processes.background import Background, within
+
+
+def test_calls_are_made_in_order_and_the_thread_ends_after_them() -> None:
+    seen: list[int] = []
+    thread = Background("in-order")
+    futures = [thread.submit(lambda number=number: seen.append(number) or number) for number in range(100)]  # type: ignore
+    thread.close()
+    assert [future.result(10) for future in futures] == seen == list(range(100))
+    end = time.monotonic() + 10
+    while any(each.name == "in-order" for each in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(each.name == "in-order" for each in threading.enumerate())
+
+
+def test_several_threads_work_at_a_time_and_a_call_that_has_not_begun_can_be_cancelled() -> None:
+    together, begun = threading.Barrier(3), []
+    threads = Background("together", 2)
+    first = [threads.submit(together.wait) for _ in range(2)]
+    third = threads.submit(lambda: begun.append(1))
+    assert third.cancel()
+    together.wait(10)
+    assert wait(first, 10).not_done == set()
+    threads.close()
+    assert begun == []
+
+
+def test_what_a_call_raises_is_raised_where_it_is_waited_for() -> None:
+    def leave() -> None:
+        raise SystemExit(0)
+
+    def refuse() -> None:
+        raise TimeoutError("of the call itself")
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(0\)"):
+        within(10, leave, "late")
+    with pytest.raises(TimeoutError, match="of the call itself"):
+        within(10, refuse, "late")
+    assert within(10, lambda: 3, "late") == 3
+
+
+def test_a_late_call_is_left_behind() -> None:
+    release = threading.Event()
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"^it was not there after 0\.1 s$"):
+        within(0.1, lambda: release.wait(20), "it was not there after 0.1 s")
+    assert time.monotonic() - start < 5
+    release.set()

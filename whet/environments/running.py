@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An environment of either form behind one method; and the processes that many run in."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import random
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whet.environments.protocol import Answer, Closes, Environment, Observation, Resets, read_observation
+from whet.errors import describe
+from whet.processes.frames import BrokenMessageError
+from whet.processes.template import Caller, Serve
+from whet.registry import ENVIRONMENTS
+from whet.types import Failure, Prompt
+
+Outcome = Observation | Failure
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """How to make an environment: a registered name, a path or the class itself, with its options."""
+
+    target: str | Callable[..., Environment]
+    options: Mapping[str, Any]
+
+    def load(self) -> Callable[[Prompt], Environment]:
+        """A function that makes the object of one episode.  Raises: RegistryError, what an import raises."""
+        entry = ENVIRONMENTS[self.target]
+        make, options, is_for_prompt = entry.load(), dict(self.options), bool(entry.parameters)
+        return lambda prompt: make(prompt, **options) if is_for_prompt else make(**options)
+
+
+class Running:
+    """The environment of one episode. Whatever its code does but end the process comes out as a Failure."""
+
+    def __init__(self, make: Callable[[Prompt], Environment]) -> None:
+        self._make = make
+        self._environment: Environment | None = None
+
+    async def call(self, verb: str, *arguments: Any) -> Outcome:
+        """Does "reset" with prompt and seed, "step" with an Answer, or "close"."""
+        methods: dict[str, Callable[..., Awaitable[Any]]]
+        methods = {"reset": self._reset, "step": self._step, "close": self._close}
+        try:
+            return read_observation(await methods[verb](*arguments))
+        except KeyboardInterrupt:  # a signal that stops the run
+            raise
+        except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
+            return Failure("environment", describe(error))
+
+    async def _reset(self, prompt: Prompt, seed: int) -> Any:
+        self._environment = self._make(prompt)
+        if not isinstance(self._environment, Resets):
+            return Observation(done=False)
+        return await _awaited(self._environment.reset(prompt, seed))
+
+    async def _step(self, answer: Answer) -> Any:
+        assert self._environment is not None
+        return await _awaited(self._environment.step(answer if isinstance(self._environment, Resets) else answer.text))
+
+    async def _close(self) -> Any:
+        environment, self._environment = self._environment, None
+        if isinstance(environment, Closes):
+            await _awaited(environment.close())
+        return Observation(done=True)
+
+
+def prepare(argument: bytes) -> Serve:
+    """Loads the class, for all processes of a host.  Returns their main function. `argument` is a pickled
+    EnvironmentSpec and whether episodes share a process. A class that cannot be loaded fails each episode."""
+    spec_bytes, is_shared = pickle.loads(argument)
+    try:
+        make = pickle.loads(spec_bytes).load()
+    except Exception as error:
+        make = _Unloadable(error)
+    return lambda caller: asyncio.run(_serve(caller, make, is_shared))
+
+
+@dataclass(frozen=True)
+class _Unloadable:
+    error: Exception
+
+    def __call__(self, prompt: Prompt) -> Environment:
+        raise self.error
+
+
+async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_shared: bool) -> None:
+    """Answers each call, as (verb, number of the episode, arguments), under its number, until the caller is gone."""
+    loop = asyncio.get_running_loop()
+    episodes: dict[int, Running] = {}
+    tasks: set[asyncio.Task[None]] = set()
+    ended = loop.create_future()
+
+    async def answer(number: int, content: bytes) -> None:
+        try:
+            verb, episode, arguments = pickle.loads(content)
+        except Exception as error:  # an object whose class this process cannot import
+            what = f"the prompt cannot be read in the environment's process: {describe(error)}"
+            caller.send(number, pickle.dumps(Failure("environment", what)))
+            return
+        if verb == "reset" and not is_shared:
+            _seed_generators(arguments[1])
+        try:
+            outcome = await episodes.setdefault(episode, Running(make)).call(verb, *arguments)
+        except KeyboardInterrupt as error:  # of the user's code: no signal of the run comes here
+            outcome = Failure("environment", describe(error))
+        if verb == "close":
+            del episodes[episode]
+        caller.send(number, _pickled(outcome))
+
+    def take() -> None:
+        try:
+            task = loop.create_task(answer(*caller.receive()))
+        except (EOFError, OSError, BrokenMessageError):
+            loop.remove_reader(caller.connection)
+            ended.set_result(None)
+            return
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop.add_reader(caller.connection, take)
+    await ended
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:  # an object of the user's in the observation
+        failure = Failure("environment", f"the observation cannot leave the environment's process: {describe(error)}")
+        return pickle.dumps(failure)
+
+
+def _seed_generators(seed: int) -> None:
+    """Gives the process generators of its own: the forks of a template would all draw the same numbers."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner's side of a template process, which forks children on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TypeVar
+
+from whet.processes.template import BOOT, NOT_FORKED, REPORT, REQUEST
+
+CONTROL_SECONDS = 30  # for a template that is loading to read what it is asked
+CLOSE_SECONDS = 5.0  # for all children to be gone
+
+
+class Child:
+    """A process, and the owner's end of the connection to it."""
+
+    def __init__(self, number: int, connection: socket.socket) -> None:
+        self.number, self.connection = number, connection
+        self.exit_code: int | None = None  # minus the signal; None while it runs
+
+
+C = TypeVar("C", bound=Child)
+
+
+def exit_text(code: int) -> str:
+    """How a process ended that nobody here killed, as a user would say it."""
+    if code == -signal.SIGKILL:
+        return "SIGKILL (out of memory, or killed by hand)"
+    if code == NOT_FORKED:
+        return (
+            "it could not be forked, or exit code 71 (this user has too many processes, or too little memory is free)"
+        )
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class ForkServer:
+    """Starts children, each of which runs what `target`, as "package.module:function", returns.
+
+    The function is called once, in a new interpreter, with `argument`: what it loads, all children have. Each child is
+    in a session of its own. It ends with all that it started, at the latest with this process, however that ends.
+    Any thread may call; a copy of this process, made by a fork, ends nothing.
+    """
+
+    def __init__(self, target: str, argument: bytes = b"") -> None:
+        self._target, self._argument = target, argument
+        self._folder, self._path, self._owner = Path.cwd(), list(sys.path), os.getpid()
+        self._lock = threading.RLock()
+        self._next = 1
+        self._running: dict[int, Child] = {}
+        self._start()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once a child has ended."""
+        return self._control.fileno()
+
+    def spawn(self, kind: type[C]) -> C:
+        """A new child, which starts now. A template that died is replaced first."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            child = kind(self._next, ours)
+            self._next += 1
+            if self._template.poll() is not None:
+                self._lose()
+                self._control.close()
+                self._start()
+            self._running[child.number] = child
+            with contextlib.suppress(OSError):  # it has just died: the connection ends
+                socket.send_fds(self._control, [REQUEST.pack(child.number)], [theirs.fileno()])
+        return child
+
+    def kill(self, child: Child) -> None:
+        """Ends a child and all that it started, soon; its exit code stays unset."""
+        child.connection.close()
+        with self._lock, contextlib.suppress(OSError):
+            self._running.pop(child.number, None)
+            self._control.send(REQUEST.pack(child.number))
+
+    def read(self, seconds: float = 0.0) -> list[Child]:
+        """Those that have ended by themselves since the last call, which waits for the first that long."""
+        ended = []
+        with self._lock:
+            self._control.settimeout(seconds)
+            try:
+                while packet := self._control.recv(REPORT.size):
+                    number, code = REPORT.unpack(packet)
+                    if (child := self._running.pop(number, None)) is not None:
+                        child.exit_code = code
+                        ended.append(child)
+                    self._control.settimeout(0.0)
+                ended += self._lose()
+            except (TimeoutError, BlockingIOError, ConnectionError, struct.error):
+                pass
+            finally:
+                self._control.settimeout(CONTROL_SECONDS)
+        return ended
+
+    def wait(self, child: Child, seconds: float) -> bool:
+        """Waits until a child has ended by itself.  Returns whether it has."""
+        until = time.monotonic() + seconds
+        while child.exit_code is None and time.monotonic() < until:
+            self.read(min(0.1, seconds))
+        return child.exit_code is not None
+
+    def close(self) -> None:
+        """Ends the template and all children, and waits until they are gone."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._ended_template()
+        self._control.close()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(CONTROL_SECONDS)
+        with theirs, os.fdopen(os.memfd_create("whet"), "wb") as given:
+            given.write(self._argument)
+            given.seek(0)
+            numbers = [str(each) for each in (theirs.fileno(), given.fileno(), self._owner)]
+            self._template = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-u",
+                    "-c",
+                    BOOT,
+                    *numbers,
+                    self._target,
+                    *(p or str(self._folder) for p in self._path),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno(), given.fileno()],
+                cwd=self._folder,
+                start_new_session=True,  # Ctrl-C is the owner's affair
+            )
+
+    def _lose(self) -> list[Child]:
+        """All children end with their template, as it did."""
+        code, lost = self._ended_template(), list(self._running.values())
+        self._running.clear()
+        for child in lost:
+            child.exit_code = code
+        return lost
+
+    def _ended_template(self) -> int:
+        """The exit code of the template, which is ending."""
+        try:
+            return self._template.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._template.kill()
+            return self._template.wait()

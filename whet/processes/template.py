@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The template process: it loads what its children need, once, and forks a child for each that is asked for.
+
+    owner ── template ── guard ── child ── whatever the child starts
+                      └─ guard ── child
+
+The owner is the process that has a `ForkServer`. A guard outlives its child, and reports how that ended. Processes that
+lost their parent become children of the guard (it is a "subreaper"), so it can end all of them, those too that left the
+child's session. A child ends with its guard, a guard with the template, and the template with its owner, however each
+of them ends: no process that a child started outlives a kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from whet.processes import frames
+
+REQUEST = struct.Struct("<Q")  # the number of a child: to be forked where a descriptor comes with it, else to be ended
+REPORT = struct.Struct("<Qi")  # the number of a child that ended, and its exit code, or minus the signal
+LOOK_SECONDS = 0.5  # how often the template looks whether its owner and its guards live
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NOT_FORKED = 71  # as the exit code of a child that could not be forked
+HIGH_DESCRIPTORS = 64  # so far below the limit of open files is the connection of a child
+
+# `-c` and not `-m`: the paths must be the owner's before whet is looked for. `python file.py` would put its folder
+# first on the path, where a math.py may stand for the standard library's.
+BOOT = "import sys; sys.path[:] = sys.argv[5:]; from whet.processes.template import main; main()"
+
+
+class Caller:
+    """The child's end of its connection to the owner. A copy of the child, made by a fork, has none."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        lowest = max(3, (files if 0 < files < 1024 else 1024) - HIGH_DESCRIPTORS)  # out of the way of loops over a few
+        with connection:
+            self.connection = socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, lowest))
+        os.register_at_fork(after_in_child=self.connection.close)
+        self._pid = os.getpid()
+
+    def receive(self) -> tuple[int, bytes]:
+        """The next message of the owner.  Raises: EOFError where no more come; BrokenMessageError; OSError."""
+        number, (content,) = frames.receive(self.connection, lambda size: memoryview(bytearray(size)))
+        return number, bytes(content)
+
+    def send(self, number: int, content: bytes) -> None:
+        """Answers the owner. A copy ends here.  Raises: OSError."""
+        self.end_copy()
+        frames.send(self.connection, number, [content])
+
+    def end_copy(self) -> None:
+        """Ends the process, unless it is the one that was forked for the owner."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+
+Serve = Callable[[Caller], None]
+
+
+def main() -> None:
+    """The template's main function, and then that of each child: it serves its caller, and ends as a program does."""
+    control, given, owner = (int(each) for each in sys.argv[1:4])
+    module, _, name = sys.argv[4].partition(":")
+    del sys.argv[1:]
+    with os.fdopen(given, "rb") as file:
+        argument = file.read()
+    with socket.socket(fileno=control) as channel:
+        os.set_inheritable(control, False)
+        serve: Serve = vars(importlib.import_module(module))[name](argument)
+        gc.collect()
+        gc.freeze()  # so that collections in children leave the pages shared
+        connection = _fork_on_request(channel, owner)
+    caller = Caller(connection)
+    try:
+        with suppress(EOFError, ConnectionError):
+            serve(caller)
+    finally:
+        caller.end_copy()
+
+
+def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
+    """Serves the owner until that ends.  Returns in children only."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    template, guards = os.getpid(), dict[int, int]()  # their process ids, by number
+    while os.getppid() == owner:
+        if select.select([control], [], [], LOOK_SECONDS)[0]:
+            packet, descriptors, _, _ = socket.recv_fds(control, REQUEST.size, 1)
+            if not packet:
+                break
+            (number,) = REQUEST.unpack(packet)
+            for descriptor in descriptors:
+                try:
+                    guards[number] = os.fork()
+                except OSError:
+                    _report(control, number, NOT_FORKED)
+                if guards.get(number) == 0:
+                    return _guard(number, socket.socket(fileno=descriptor), control, template)
+                os.close(descriptor)
+            if not descriptors and number in guards:
+                os.kill(guards[number], signal.SIGTERM)
+        for number, pid in list(guards.items()):
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                del guards[number]
+                if ended[1]:  # somebody killed it, so it reported nothing, and its orphans came here
+                    _report(control, number, os.waitstatus_to_exitcode(ended[1]))
+                    _end_children(spared=guards.values())
+    for pid in guards.values():
+        os.kill(pid, signal.SIGTERM)
+    for pid in guards.values():
+        os.waitpid(pid, 0)
+    _end_children()
+    os._exit(0)
+
+
+def _guard(number: int, connection: socket.socket, control: socket.socket, template: int) -> socket.socket:
+    """Forks the child, reports its end, and ends what it left behind.  Returns in the child only."""
+    os.setsid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _live_with(template, signal.SIGTERM)
+    watched = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    guard = os.getpid()
+    try:
+        child = os.fork()
+    except OSError:
+        _report(control, number, NOT_FORKED)
+        os._exit(0)
+    if child == 0:
+        control.close()
+        os.setsid()
+        _live_with(guard, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        return connection
+    connection.close()
+    code = None
+    while code is None:
+        if signal.sigwait(watched) == signal.SIGTERM:
+            code = -signal.SIGTERM
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    code = os.waitstatus_to_exitcode(ended[1])
+    if os.getppid() == template:
+        _report(control, number, code)
+    _end_children()
+    os._exit(0)
+
+
+def _report(control: socket.socket, number: int, code: int) -> None:
+    with suppress(OSError):  # nobody is there to hear it
+        control.send(REPORT.pack(number, code))
+
+
+def _live_with(parent: int, number: signal.Signals) -> None:
+    """Has the kernel send a signal when the parent ends."""
+    _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_children(spared: Collection[int] = ()) -> None:
+    """Kills the children of this process, and their children, who become its own."""
+    while children := [pid for pid in _children() if pid not in spared]:
+        for pid in children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    with suppress(FileNotFoundError):  # on kernels without this file
+        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    return [int(each.name) for each in Path("/proc").glob("[0-9]*") if _parent(each) == own]
+
+
+def _parent(process: Path) -> int | None:
+    with suppress(OSError):
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

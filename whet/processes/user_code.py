@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's code in other processes."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import CodeType
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+
+def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
+    """`value`, which holds `target`: by reference where other processes can import that, else with its code.
+
+    Raises: whatever an object that the target holds raises when it is pickled."""
+    module = None if isinstance(target, str) else sys.modules.get(target.__module__)
+    top = "" if module is None else module.__name__.partition(".")[0]
+    if module is None or any(finder.find_spec(top, None) is not None for finder in sys.meta_path):
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)  # it was loaded from a file: its name means nothing elsewhere
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def pin(sources: dict[str, bytes]) -> None:
+    """Has modules that no installation made load from `sources`, by their path; a file that is not in there is read,
+    and put there. Compiled files beside them are not used: they may be of another version."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    get_code = SourceFileLoader.get_code
+
+    def pinned_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        path = loader.get_filename(name)
+        if path.startswith(installed):
+            return get_code(loader, name)
+        if path not in sources:
+            sources[path] = loader.get_data(path)
+        code: Any = loader.source_to_code(sources[path], path)
+        return code
+
+    SourceFileLoader.get_code = pinned_code  # type: ignore[method-assign, assignment]
