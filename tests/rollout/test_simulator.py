@@ -76,8 +76,8 @@ def after(episode: Episode, command: Command, done: dict[str, Trajectory]) -> li
             return episode.on_observation(Observation(done=False))
         case Sample(request=request):
             return episode.on_completion(respond(request))
-        case Step(text=text):
-            found = step(text, episode.uid)
+        case Step(answer=answer):
+            found = step(answer.text, episode.uid)
             return episode.on_failure(found) if isinstance(found, Failure) else episode.on_observation(found)
         case Score(trajectory):
             assert trajectory.uid not in done, "an episode ends once"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from whet.environments.protocol import Answer
+from whet.environments.protocol import Answer, Observation, Resets, read_observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running
 from whet.errors import describe
 from whet.processes.children import BROKEN, Children, Event, Said, Talker
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 Result = tuple[str, Outcome]  # of a start or a step: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
+GOES_ON = Observation(done=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def open_host(
     target = environment if ":" in environment else entry.function or environment
     spec = EnvironmentSpec(target, resolved)
     if entry.marks.get("pure"):
-        return InlineHost(spec, _at_once)
+        return PureHost(spec)
     try:
         code = pickle_code(spec, target)
     except Exception as error:  # whatever an object that the class holds raises when it is pickled
@@ -98,6 +99,49 @@ def open_host(
         )
         return InlineHost(spec, asyncio.Runner().run)
     return ProcessHost(code, deadlines or Deadlines(), max_processes, is_shared=bool(entry.marks.get("shared")))
+
+
+class PureHost:
+    """Environments that only compute, in the caller's thread and without an event loop: a call costs microseconds."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._make = spec.load()
+        self._open: dict[str, Any] = {}
+        self._is_long: dict[type, bool] = {}  # of classes: isinstance of a protocol takes longer than a whole step
+        self._results: list[Result] = []
+
+    def start(self, uid: str, prompt: Prompt, seed: int) -> None:
+        """As EnvironmentHost.start."""
+        try:
+            environment = self._open[uid] = self._make(prompt)
+            if type(environment) not in self._is_long:
+                self._is_long[type(environment)] = isinstance(environment, Resets)
+            is_long = self._is_long[type(environment)]
+            self._results.append((uid, read_observation(environment.reset(prompt, seed)) if is_long else GOES_ON))
+        except Exception as error:  # the user's code
+            self._results.append((uid, Failure("environment", describe(error))))
+
+    def step(self, uid: str, answer: Answer) -> None:
+        """As EnvironmentHost.step."""
+        environment = self._open[uid]
+        try:
+            observation = environment.step(answer if self._is_long[type(environment)] else answer.text)
+            self._results.append((uid, read_observation(observation)))
+        except Exception as error:  # the user's code
+            self._results.append((uid, Failure("environment", describe(error))))
+
+    def close(self, uid: str) -> None:
+        """As EnvironmentHost.close."""
+        self._open.pop(uid, None)
+
+    def poll(self, timeout_seconds: float) -> list[Result]:
+        """As EnvironmentHost.poll; never waits, because nothing can come."""
+        results, self._results = self._results, []
+        return results
+
+    def shutdown(self) -> None:
+        """As EnvironmentHost.shutdown."""
+        self._open.clear()
 
 
 class InlineHost:
@@ -303,17 +347,6 @@ class ProcessHost:
         if self._queue and self._is_shared:
             log.warning("%s; %d other episodes begin again, with their seeds and responses", what, len(self._queue))
         self._seat()
-
-
-def _at_once(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        outcome: Outcome = done.value
-        return outcome
-    coroutine.close()
-    return Failure("environment", "it waits for something, but is registered with pure=True; register it without")
 
 
 def _note_close(uid: str, outcome: Outcome) -> None:

@@ -92,6 +92,9 @@ def read_observation(raw: object) -> Observation:
         raise ValueError(f"Observation.context is {_show(raw.context)}; expected append or replace")
     if raw.max_tokens is not None and (not isinstance(raw.max_tokens, int) or raw.max_tokens < 1):
         raise ValueError(f"Observation.max_tokens is {_show(raw.max_tokens)}; expected a whole number above 0, or None")
+    is_plain = type(raw.done) is type(raw.truncated) is bool and type(raw.messages) is type(raw.media) is tuple
+    if is_plain and type(raw.reward) is float and math.isfinite(raw.reward):
+        return raw
     return replace(
         raw,
         done=bool(_number("done", raw.done)),

@@ -94,6 +94,7 @@ def evaluate(
         stop_ids = stop_token_ids(model_path, tokenizer)
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine, config.seed)
+        started.callback(collector.close)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
         def answers_to(asked: Sequence[Prompt]) -> list[Row]:

@@ -6,31 +6,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import encode_continuation, encode_rendered
-from whet.environments.protocol import Environment, Observation
-from whet.registry import ENVIRONMENTS
-from whet.rewards.adapter import describe
-from whet.rollout.episode import Close, Command, Episode, Reset, Rules, Sample, Score, Step
+from whet.environments.host import Deadlines, open_host
+from whet.keyed import key
+from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Failed, Finished, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
-
-Result = tuple[str, Observation | Failure]  # of a reset or a step: the episode's uid, and what came of it
-
-
-class Environments(Protocol):
-    """The place where environments run."""
-
-    def carry_out(self, command: Reset | Step | Close) -> None:
-        """Begins a reset, a step or a close; its result comes out of `poll`."""
-        ...
-
-    def poll(self, timeout_seconds: float) -> list[Result]:
-        """Returns results as soon as there are any, at the latest after `timeout_seconds`."""
-        ...
 
 
 class TemplateCodec:
@@ -74,13 +59,15 @@ class Collector:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         deadline_seconds: float = 3600.0,
+        episode_seconds: float = 3600.0,
+        environment_seconds: Deadlines | None = None,
     ) -> None:
         self.engine, self.max_turns, self.seed = engine, max_turns, seed
-        self.environments: Environments = InlineEnvironments(environment, environment_options or {})
+        self.environments = open_host(environment, environment_options, deadlines=environment_seconds)
         self.codec = TemplateCodec(
             tokenizer, apply_chat_template=apply_chat_template, chat_template_kwargs=chat_template_kwargs
         )
-        self.deadline_seconds = deadline_seconds
+        self.deadline_seconds, self.episode_seconds = deadline_seconds, episode_seconds
 
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
@@ -89,86 +76,95 @@ class Collector:
 
         Raises: DeadlineError; what the engine raises."""
         rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
-        episodes = [Episode(prompt, sample, rules) for prompt in prompts for sample in range(n)]
-        done = self._run({episode.uid: episode for episode in episodes})
-        ordered = [done[episode.uid] for episode in episodes]
-        return [ordered[start : start + n] for start in range(0, len(ordered), n)]
+        episodes = []
+        for prompt in prompts:
+            seed = key(self.seed, "environment", purpose, step, prompt.uid)
+            episodes += [Episode(prompt, sample, rules, seed) for sample in range(n)]
+        done = _Running(self, episodes).trajectories()
+        return [done[start : start + n] for start in range(0, len(done), n)]
 
-    def _run(self, episodes: Mapping[str, Episode]) -> dict[str, Trajectory]:
-        """The trajectories of all episodes, by uid."""
-        deadline = time.monotonic() + self.deadline_seconds
-        commands = deque(command for episode in episodes.values() for command in episode.start())
-        unsent, running = deque[Sample](), dict[str, Episode]()  # the latter by the uid of the request
-        stepping: set[str] = set()  # episodes whose environment is at work
-        done: dict[str, Trajectory] = {}
+    def close(self) -> None:
+        """Ends the environments' processes."""
+        self.environments.shutdown()
+
+
+class _Running:
+    """The episodes of one call, and what they wait for."""
+
+    def __init__(self, collector: Collector, episodes: Sequence[Episode]) -> None:
+        self.engine, self.environments, self._limits = collector.engine, collector.environments, collector
+        self.episodes = {episode.uid: episode for episode in episodes}
+        self.done: dict[str, Trajectory] = {}
+        self._unsent = deque[Sample]()
+        self._sampling: dict[str, Episode] = {}  # by the uid of their request
+        self._stepping = 0  # resets and steps under way
+
+    def trajectories(self) -> list[Trajectory]:
+        """Runs all episodes to their end."""
+        began, total = time.monotonic(), len(self.episodes)
         try:
-            while len(done) < len(episodes):
-                while commands:
-                    match commands.popleft():
-                        case Sample() as command:
-                            unsent.append(command)
-                        case Score(trajectory):
-                            done[trajectory.uid] = trajectory
-                        case command:
-                            self.environments.carry_out(command)
-                            if not isinstance(command, Close):
-                                stepping.add(command.uid)
-                while unsent and self.engine.submit(unsent[0].request):
-                    sample = unsent.popleft()
-                    running[sample.request.uid] = episodes[sample.uid]
-                for uid, result in self.environments.poll(0.0 if running else POLL_SECONDS) if stepping else []:
-                    stepping.discard(uid)
-                    commands += _after(episodes[uid], result)
-                if not commands and running:
-                    commands += self._sampled(running, POLL_SECONDS if not stepping else 0.0)
-                if time.monotonic() > deadline:
-                    raise late(self.engine, self.deadline_seconds, len(episodes) - len(done), len(episodes))
+            for episode in self.episodes.values():
+                self._carry_out(episode.start())
+            while len(self.done) < total:
+                self._send()
+                self._take_observations(0.0 if self._sampling else POLL_SECONDS)
+                self._take_completions(0.0 if self._stepping or self._unsent else POLL_SECONDS)
+                seconds = time.monotonic() - began
+                if seconds > self._limits.episode_seconds:
+                    self._fail_all(f"the episode took longer than {self._limits.episode_seconds:g} s")
+                if seconds > self._limits.deadline_seconds and len(self.done) < total:
+                    raise late(self.engine, self._limits.deadline_seconds, total - len(self.done), total)
         except BaseException:
-            drop(self.engine, list(running))
+            drop(self.engine, list(self._sampling))
+            for uid in self.episodes.keys() - self.done.keys():
+                self.environments.close(uid)
             raise
-        return done
+        return [self.done[uid] for uid in self.episodes]
 
-    def _sampled(self, running: dict[str, Episode], timeout_seconds: float) -> list[Command]:
-        """The commands that follow from the engine's events."""
-        commands: list[Command] = []
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Sample):
+                self._unsent.append(command)
+            elif isinstance(command, Score):
+                self.done[command.trajectory.uid] = command.trajectory
+            elif isinstance(command, Close):
+                self.environments.close(command.uid)
+            elif isinstance(command, Step):
+                self._stepping += 1
+                self.environments.step(command.uid, command.answer)
+            else:
+                self._stepping += 1
+                self.environments.start(command.uid, command.prompt, command.seed)
+
+    def _send(self) -> None:
+        """Submits requests until the engine is full."""
+        while self._unsent and self.engine.submit(self._unsent[0].request):
+            sample = self._unsent.popleft()
+            self._sampling[sample.request.uid] = self.episodes[sample.uid]
+
+    def _take_observations(self, timeout_seconds: float) -> None:
+        if not self._stepping:
+            return
+        for uid, result in self.environments.poll(timeout_seconds):
+            self._stepping -= 1
+            episode = self.episodes[uid]
+            failed = isinstance(result, Failure)
+            self._carry_out(episode.on_failure(result) if failed else episode.on_observation(result))
+
+    def _take_completions(self, timeout_seconds: float) -> None:
+        if not self._sampling:
+            return
         for event in self.engine.poll(timeout_seconds):
-            if isinstance(event, Finished) and event.uid in running:
-                commands += running.pop(event.uid).on_completion(event.completion)
-            elif isinstance(event, Failed) and event.uid in running:
-                commands += running.pop(event.uid).on_failure(event.failure)
-        return commands
+            if isinstance(event, Finished) and event.uid in self._sampling:
+                self._carry_out(self._sampling.pop(event.uid).on_completion(event.completion))
+            elif isinstance(event, Failed) and event.uid in self._sampling:
+                self._carry_out(self._sampling.pop(event.uid).on_failure(event.failure))
 
-
-class InlineEnvironments:
-    """Environments that step in this process, in the call."""
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        entry = ENVIRONMENTS[name]
-        self._make = entry.load()
-        self._options = entry.resolve_options(options, "environment.options")
-        self._living: dict[str, Environment] = {}
-        self._results: list[Result] = []
-
-    def carry_out(self, command: Reset | Step | Close) -> None:
-        """Does it now. An exception of the environment is a failure of its episode."""
-        uid = command.uid
-        try:
-            match command:
-                case Reset(prompt=prompt):
-                    self._living[uid] = self._make(prompt, **self._options)
-                    self._results.append((uid, Observation(done=False)))
-                case Step(text=text):
-                    self._results.append((uid, self._living[uid].step(text)))
-                case Close():
-                    self._living.pop(uid, None)
-        except Exception as error:  # other people's code
-            self._results.append((uid, Failure("environment", describe(error))))
-
-    def poll(self, timeout_seconds: float) -> list[Result]:
-        """The results since the last call."""
-        results, self._results = self._results, []
-        return results
-
-
-def _after(episode: Episode, result: Observation | Failure) -> list[Command]:
-    return episode.on_failure(result) if isinstance(result, Failure) else episode.on_observation(result)
+    def _fail_all(self, why: str) -> None:
+        """Ends the episodes that are not over."""
+        drop(self.engine, list(self._sampling))
+        self._sampling.clear()
+        self._unsent.clear()
+        self._stepping = 0
+        for episode in self.episodes.values():
+            self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from whet.environments.protocol import Observation
+from whet.environments.protocol import Answer, Observation
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
@@ -53,12 +53,7 @@ class Reset:
 
     uid: str
     prompt: Prompt
-    rules: Rules
-
-    @property
-    def seed(self) -> int:
-        """The seed of the environment, equal for the samples of a prompt."""
-        return key(self.rules.seed, "environment", self.rules.purpose, self.rules.step, self.prompt.uid)
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,7 @@ class Step:
     """Give a completion to the environment of an episode."""
 
     uid: str
-    text: str
-    completion: Completion
+    answer: Answer
 
 
 @dataclass(frozen=True)
@@ -102,6 +96,7 @@ class Episode:
     prompt: Prompt
     sample: int
     rules: Rules
+    seed: int = 0  # of the environment, equal for the samples of a prompt
     context_ids: tuple[int, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -110,14 +105,12 @@ class Episode:
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _attempt: int = 0
 
-    @property
-    def uid(self) -> str:
-        """Names the trajectory in the run."""
-        return f"{self.prompt.uid}:{self.sample}"
+    def __post_init__(self) -> None:
+        self.uid = f"{self.prompt.uid}:{self.sample}"  # names the trajectory in the run
 
     def start(self) -> list[Command]:
         """Begins."""
-        return [Reset(self.uid, self.prompt, self.rules)]
+        return [Reset(self.uid, self.prompt, self.seed)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
@@ -127,7 +120,9 @@ class Episode:
         if not self.turns:
             self.context_ids = self.prompt.token_ids
         else:
-            last = self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
+            last = self.turns[-1]
+            if observation.reward:
+                last = self.turns[-1] = replace(last, reward=observation.reward)
             if observation.done or last.finish_reason == "length":
                 return self._end()
             before = [*self.prompt.messages, *self.messages[:-1]]
@@ -160,7 +155,7 @@ class Episode:
             )
         )
         self.messages.append(Message("assistant", text))
-        return [Step(self.uid, text, whole)]
+        return [Step(self.uid, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
 
     def on_failure(self, failure: Failure) -> list[Command]:
         """Ends the episode with a failure of its environment or of the engine."""

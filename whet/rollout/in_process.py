@@ -73,7 +73,7 @@ class InProcessEngine(ABC, Generic[L]):
         keep_cache: bool = False,
     ) -> None:
         self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
-        self.policy = Policy()
+        self.policy, self.vocab_size = Policy(), 0
         self.stops = StopStringsByRequest(load_tokenizer)  # calls it only for requests with stop strings
         self.unfinished: dict[str, L] = {}  # by uid, the oldest first
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
@@ -97,8 +97,9 @@ class InProcessEngine(ABC, Generic[L]):
                 f"{request.params.max_new_tokens} and {len(request.sampled_ids)} tokens sampled earlier; it needs a "
                 "prompt token and room for one more"
             )
-        vocab_size = self.policy.require().config.get_text_config().vocab_size
-        check_rules((request.params.allowed_token_ids, request.params.bad_words), vocab_size)
+        self.policy.require()
+        if request.params.allowed_token_ids is not None or request.params.bad_words:
+            check_rules((request.params.allowed_token_ids, request.params.bad_words), self.vocab_size)
         self.stops.of(request)
         self.unfinished[request.uid] = live = self._take(request)
         self._first_late_at = min(self._first_late_at, live.late_at)
@@ -153,6 +154,7 @@ class InProcessEngine(ABC, Generic[L]):
         is_other = module is not self.policy.module
         self._before_new_weights(forget=is_other or not self.keep_cache)
         if is_other:
+            self.vocab_size = module.config.get_text_config().vocab_size
             self._use(module)
         self.policy.set(module, version, is_own=is_own)
 

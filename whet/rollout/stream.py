@@ -145,6 +145,12 @@ class Rollouts:
             log.debug("step %d trains on %d of %d groups: the filter dropped the others", step, len(taken.groups), n)
         return Sampled(taken.groups, lambda: taken)
 
+    def close(self) -> None:
+        """Ends the processes of environments and rewards."""
+        self.collector.close()
+        if self.scorer is not None:
+            self.scorer.close()
+
     def params_at(self, step: int) -> SamplingParams:
         """How a step samples: within the length of its stage."""
         begun = [start for start in self.length_stages if start <= step]

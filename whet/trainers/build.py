@@ -24,6 +24,7 @@ from whet.data.load import VAL, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.engines.role import RoleSettings
+from whet.environments.host import Deadlines
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.planning.fit import check_fits
@@ -337,6 +338,8 @@ def build_collector(
         chat_template_kwargs=config.data.chat_template_kwargs,
         seed=seed,
         deadline_seconds=config.rollout.deadline_seconds,
+        episode_seconds=config.environment.episode_seconds,
+        environment_seconds=Deadlines(reset=config.environment.reset_seconds, step=config.environment.step_seconds),
     )
 
 

@@ -202,8 +202,7 @@ class Run:
         with ExitStack() as stack:
             for group in self.roles.values():
                 stack.callback(group.close)
-            if self.rollouts.scorer is not None:
-                stack.callback(self.rollouts.scorer.close)
+            stack.callback(self.rollouts.close)
             for tracker in (self.trackers, self.metrics_file, self.timings_file):
                 stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
             if self.opened is not None:

@@ -116,8 +116,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         assert scheduler is not None
         scheduler.cache = self._require_cache()
         if self._running is None:
-            vocab_size, expected = module.config.get_text_config().vocab_size, list(self.unfinished.values())
-            self._running = Running(vocab_size, module.device, self.max_batch_size, expected)
+            expected = list(self.unfinished.values())
+            self._running = Running(self.vocab_size, module.device, self.max_batch_size, expected)
         running = self._running
         if admitted := scheduler.admit():
             self._prefill(scheduler, admitted, running)
