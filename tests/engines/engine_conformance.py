@@ -23,8 +23,9 @@ from whet.controller.local import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Placement, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.engines.protocol import Objective, TrainEngine
+from whet.engines.protocol import Columns, Objective, TrainEngine
 from whet.engines.role import RoleSettings
+from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
 from whet.trainers.workers import TrainWorker
@@ -61,8 +62,13 @@ def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
     response_mask[:, 1] = 0
     response_mask[3] = 0
     log_probs = -torch.rand(rows, response, generator=draw) * response_mask - 3.0 * response_mask
+    objects = {
+        "names": [f"row {row}" for row in range(rows)],
+        "media_digests": [("of two",) * (row % 3 == 2) for row in range(rows)],
+    }
     return DataProto.from_dict(
         {
+            "number": torch.arange(rows),
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
@@ -71,8 +77,18 @@ def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
             "ref_log_probs": log_probs * 1.1,
             "rollout_log_probs": log_probs,
             "advantages": torch.randn(rows, response, generator=draw) * response_mask,
-        }
+        },
+        objects,
     )
+
+
+class Named(PolicyObjective):
+    """Looks that objects stay beside the tensors of their row."""
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """The loss."""
+        assert list(batch["names"]) == [f"row {number}" for number in batch["number"].tolist()]
+        return super().loss(outputs, batch, counts)
 
 
 OBJECTIVES = [
@@ -80,7 +96,7 @@ OBJECTIVES = [
     PolicyObjective(
         "gspo", {}, aggregation="seq-mean-token-mean", entropy_coef=0.01, kl_form="k3", kl_coef=0.1, temperature=0.8
     ),
-    PolicyObjective("reinforce", {}, aggregation="seq-mean-token-sum-norm", fixed_length=20),
+    Named("reinforce", {}, aggregation="seq-mean-token-sum-norm", fixed_length=20),
     ImitationObjective(),
 ]
 

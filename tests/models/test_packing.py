@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from whet.errors import DataError
-from whet.models.packing import layout, same_prompt
+from whet.models.packing import DIGESTS, layout, same_prompt
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -134,6 +135,18 @@ def test_a_prompt_is_another_with_another_token_padding_or_position(name: str) -
     rows[name][2] = rows[name][0]
     rows[name][2, 2:] += 1  # an answer's does not matter
     assert same_prompt(rows).tolist() == [0, 1, 0, 0]
+
+
+def test_a_prompt_with_other_media_is_another_prompt() -> None:
+    """Rows 0, 2 and 3 have one prompt by their tokens; the image of row 2 is another one."""
+    rows = answers_to_one_prompt()
+    digests = np.array([("a",), (), ("b",), ("a",)], dtype=object)
+    assert same_prompt({**rows, DIGESTS: digests}).tolist() == [0, 1, 2, 0]
+    shared, apart = (layout({**rows, **more}, share_prompts=True) for more in ({}, {DIGESTS: digests}))
+    assert len(apart.input_ids) == len(shared.input_ids) + 2  # the prompt of row 2 is read once more
+    left_out = {**rows, "response_mask": rows["response_mask"].clone()}
+    left_out["response_mask"][0] = 0  # rows that are not read leave the others their own digests
+    assert len(layout({**left_out, DIGESTS: digests}, share_prompts=True).input_ids) == len(apart.input_ids) - 1
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -35,14 +35,16 @@ def test_weights_buffers_and_adapters_are_those_of_a_whole_model(
     expected, got = (dict(each.engine.named_weights()) for each in (one, parts))
     assert list(expected) == list(got)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    buffers = [dict(each.model.named_buffers()) for each in (one, parts)]
+    buffers = [dict(each.engine.model.named_buffers()) for each in (one, parts)]
     assert buffers[0].keys() == buffers[1].keys() and buffers[0]
     assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
-    assert [type(each) for each in one.model.modules()][-3:] == [type(each) for each in parts.model.modules()][-3:]
+    assert [type(each) for each in one.engine.model.modules()][-3:] == [
+        type(each) for each in parts.engine.model.modules()
+    ][-3:]
     if one.start is not None and parts.start is not None:
         assert one.start == parts.start
         trained = [
-            {name: weight for name, weight in each.model.named_parameters() if weight.requires_grad}
+            {name: weight for name, weight in each.engine.model.named_parameters() if weight.requires_grad}
             for each in (one, parts)
         ]
         assert trained[0].keys() == trained[1].keys()

@@ -85,7 +85,7 @@ def test_a_pass_takes_what_it_takes_on_real_tensors(
     needs = frozenset({"values"} if role.is_value_model else {"log_probs", "entropy"})
     planned = Outline(role).update_bytes(ROWS, needs, accumulates=accumulates)
 
-    model = TrainWorker(Placement("actor"), role).model
+    model = TrainWorker(Placement("actor"), role).engine.model
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if accumulates and weight.requires_grad else None
     batch = columns(ROWS)
@@ -101,7 +101,7 @@ def test_a_mixture_of_experts_is_taken_to_use_all_alike(tmp_path: Path) -> None:
     """Real tokens choose unevenly, which changes little."""
     folder = init_model(tmp_path / "model", "qwen3_moe", "nano", num_layers=2, max_position_embeddings=512)
     planned = Outline(settings(folder)).update_bytes(ROWS, frozenset({"log_probs"}), accumulates=False)
-    model = TrainWorker(Placement("actor"), settings(folder)).model
+    model = TrainWorker(Placement("actor"), settings(folder)).engine.model
     with TensorBytes() as counted:
         outputs = model_outputs(model, columns(ROWS), frozenset({"log_probs"}), settings(folder).forward)
         outputs["log_probs"].sum().backward()  # type: ignore[no-untyped-call]

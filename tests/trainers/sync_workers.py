@@ -45,6 +45,9 @@ class Sharded:
             self.shards[name] = weight.shape, flat.chunk(self.size)[rank].clone()
             weight.detach().fill_(float("nan"))  # whoever read it would know
 
+    def whole_module(self) -> None:
+        return None
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, (shape, shard) in self.shards.items():
             parts = [torch.empty_like(shard) for _ in range(self.size)]

@@ -153,12 +153,8 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, Any] = Field({}, description="options of the environment")
     max_turns: PositiveInt = Field(8, description="turns after which an episode ends")
-    reset_seconds: PositiveFloat = Field(
-        120.0, description="seconds; an environment that takes longer to begin fails"
-    )
-    step_seconds: PositiveFloat = Field(
-        60.0, description="seconds; an environment that takes longer for a step fails"
-    )
+    reset_seconds: PositiveFloat = Field(120.0, description="seconds; an environment that takes longer to begin fails")
+    step_seconds: PositiveFloat = Field(60.0, description="seconds; an environment that takes longer for a step fails")
     episode_seconds: PositiveFloat = Field(3600.0, description="seconds; an episode that takes longer fails")
 
 

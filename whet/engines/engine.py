@@ -232,7 +232,7 @@ class Engine(ABC):
         )
 
     def _columns(self, batch: DataProto) -> Columns:
-        return {name: column.to(self.device) for name, column in batch.tensors().items()}
+        return {name: column.to(self.device) for name, column in batch.tensors().items()} | batch.non_tensor_batch
 
     def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         if group is not None:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 
-Columns = Mapping[str, torch.Tensor]
+# Tensors [B, ...], and arrays of B objects (media, digests, names), which pass through every split as they are.
+Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):

@@ -22,6 +22,7 @@ from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
+from whet.models.positions import position_ids
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.export import model_folder
 from whet.trainers.rollout_worker import rollout_engine
@@ -157,7 +158,7 @@ class WhetLM(TemplateLM):
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         scored = torch.tensor([[0] * (width - 1 - size) + [1] * size for size in sizes])
-        positions = (real.cumsum(1) - 1).clamp(0, self.max_length - 1)
+        positions = position_ids(real).clamp(max=self.max_length - 1)
         batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
         where = layout(batch)
         hidden = hidden_states(self.policy, where, ForwardSettings())[where.states]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class ForwardSettings:
 
 def model_outputs(
     model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
     needs: frozenset[str],
     settings: ForwardSettings,
     temperature: float = 1.0,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ FEW_PAIRS = 2**16
 # On a CPU a bfloat16 product is compiled anew for every shape, which takes longer than a small one does: counts of
 # tokens and rows, and widths, are padded so that they come again.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
-PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")  # what makes two prompts the same
+# What makes two prompts the same: tokens, and where a batch has them the digests of their media, a tuple for each row.
+PROMPT_COLUMNS, DIGESTS = ("input_ids", "attention_mask", "position_ids"), "media_digests"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Layout(Grid):
         return Spread.apply(flat, self.bunches, True)
 
 
-def layout(batch: Mapping[str, torch.Tensor], share_prompts: bool = False) -> Layout:
+def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
     """The layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R].
 
     With `share_prompts` a prompt is read once for all its rows, as nothing that comes after it changes it.
@@ -116,7 +118,8 @@ def layout(batch: Mapping[str, torch.Tensor], share_prompts: bool = False) -> La
     real = batch["attention_mask"].bool()[kept]
     own, first = real, row_at
     if share_prompts:
-        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)})
+        digests = {DIGESTS: [batch[DIGESTS][row] for row in kept.tolist()]} if DIGESTS in batch else {}
+        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | digests)
         own = real.clone()
         own[first != row_at, :prompt_width] = False
 
@@ -153,13 +156,13 @@ def layout(batch: Mapping[str, torch.Tensor], share_prompts: bool = False) -> La
     )
 
 
-def same_prompt(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """[B] for each row the first one with the same prompt: the same tokens and positions with the same padding."""
+def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
+    """[B] for each row the first one with the same prompt: the same tokens, media and positions, padded alike."""
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
-    first: dict[bytes, int] = {}
-    table = torch.cat(prompts, 1).cpu().numpy()
-    found = [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(table)]
+    first: dict[tuple[bytes, object], int] = {}
+    table, digests = torch.cat(prompts, 1).cpu().numpy(), batch.get(DIGESTS, [()] * rows)
+    found = [first.setdefault((prompt.tobytes(), digests[row]), row) for row, prompt in enumerate(table)]
     return torch.tensor(found, dtype=torch.int64, device=batch["input_ids"].device)
 
 

@@ -24,6 +24,7 @@ from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout, layout
+from whet.models.positions import position_ids
 from whet.planning.tensor_bytes import TensorBytes
 
 FLOAT32 = 4  # bytes of a master weight, of its gradient, and of each moment
@@ -209,7 +210,7 @@ def columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     return {
         "input_ids": torch.tensor([row.prompt for row in rows])[:, None] * real,
         "attention_mask": real,
-        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+        "position_ids": position_ids(real),
         "response_mask": real[:, prompt_width:],
     }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from whet.errors import DataError
+from whet.models.positions import position_ids
 from whet.protocol import DataProto
 from whet.types import Group, Trajectory, Turn
 
@@ -151,7 +152,7 @@ def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Te
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "position_ids": position_ids(attention_mask),
         "turn_ids": _pad([row.turn_ids for row in rows], NOT_SAMPLED, torch.int64),
         "policy_version": _pad([row.versions for row in rows], 0, torch.int32),
         "rollout_log_probs": _pad([row.log_probs for row in rows], 0.0, torch.float32),

@@ -19,6 +19,7 @@ import torch
 
 from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
+from whet.models.positions import position_ids
 from whet.processes.background import Background
 from whet.protocol import DataProto
 from whet.registry import Registry, load_target
@@ -127,7 +128,7 @@ def with_prompts(batch: DataProto, prompts: Sequence[Sequence[int]], pad_token_i
             "responses": batch["responses"],
             "input_ids": torch.cat([ids, batch["responses"]], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "position_ids": position_ids(attention_mask),
             "response_mask": batch["response_mask"],
         }
     )

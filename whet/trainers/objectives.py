@@ -107,8 +107,8 @@ class PolicyObjective(Objective):
         supplied = {
             "config": self.supplied,
             "loss_agg_mode": self.aggregation,
-            "batch": columns,
-            "non_tensor_batch": {},
+            "batch": {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)},
+            "non_tensor_batch": {name: each for name, each in batch.items() if not isinstance(each, torch.Tensor)},
         }
         result = policy_loss(self.entry, columns, self.options, supplied)
         metrics = Metrics()

@@ -27,6 +27,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.metrics import Metrics, phase
 from whet.models.load import load_config, load_tokenizer
+from whet.models.positions import position_ids
 from whet.planning.fit import check_fits
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
@@ -261,7 +262,7 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
         {
             "input_ids": torch.tensor([padded(example.input_ids, pad_token_id) for example in examples]),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "position_ids": position_ids(attention_mask),
             "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
         }
     )
