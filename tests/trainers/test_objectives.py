@@ -41,6 +41,10 @@ def my_advantage_estimator(returns, values, gamma=1.0):
     return gamma * (returns - values), {"my/return": returns.sum()}
 
 
+def my_aggregation(values, response_mask, *, num_sequences, power=2.0):
+    return (values.sum(-1) ** power).sum() / num_sequences
+
+
 def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
     per_token = -advantages * torch.exp(log_prob - old_log_prob)
     loss = (per_token * response_mask).sum() / response_mask.sum()
@@ -87,6 +91,13 @@ def test_reinforce_by_hand(rows: list[list[int]]) -> None:
     assert loss == pytest.approx((12 - 0.5) / 2 / 8)
     loss, _ = of(PolicyObjective("reinforce", aggregation="token-sum"), OUTPUTS, BATCH, *rows)
     assert loss == pytest.approx(11.5)
+
+
+@pytest.mark.parametrize("rows", SPLITS, ids=str)
+def test_a_users_aggregation_is_given_what_it_names(functions: str, rows: list[list[int]]) -> None:
+    # sums of -A l by row: 12 and -0.5
+    loss, metrics = of(PolicyObjective("reinforce", aggregation=f"{functions}:my_aggregation"), OUTPUTS, BATCH, *rows)
+    assert loss == metrics["actor/pg_loss"] == pytest.approx((144 + 0.25) / 2)
 
 
 @pytest.mark.parametrize("rows", SPLITS, ids=str)
@@ -191,6 +202,12 @@ def test_pg_loss_of_an_update_in_several_micro_batches_is_the_hand_value(model_f
 # ---- a user's functions, unchanged, through a whole run
 
 
+def test_a_users_aggregation_is_chosen_by_config(functions: str, train_config: MakeConfig, additions: Rows) -> None:
+    config = train_config({"algorithm.loss_agg_mode": f"{functions}:my_aggregation", "trainer.total_steps": 1})
+    run = train(config, reward=lambda solution_str: float(len(solution_str)), data=additions)
+    assert run.history[0]["actor/pg_loss"] > 0 and run.history[0]["actor/grad_norm"] > 0
+
+
 def test_a_users_estimator_starts_a_critic_that_learns_returns(
     functions: str, train_config: MakeConfig, additions: Rows
 ) -> None:
@@ -228,7 +245,7 @@ def test_a_users_loss_gives_the_steps_of_the_same_loss_of_ours(
                 "trainer.total_steps": 2,
                 "trainer.run_dir": str(tmp_path / Path(name).name),
                 **(
-                    {"algorithm.loss_options": {"clip_ratio_low": 1e9, "clip_ratio_high": 1e9}}
+                    {"algorithm.loss_options": {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9}}
                     if ":" not in name
                     else {}
                 ),

@@ -8,12 +8,14 @@ l is `log_probs`, o is `old_log_probs`, A is `advantages`, sg stops the gradient
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from whet.algorithms.statistics import pick, row_means, row_sums
+from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -25,9 +27,9 @@ def ppo_clip(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = None,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    clip_ratio_c: Annotated[float, Gt(1)] | None = None,
 ) -> Loss:
     """max(-A rho, -A clamp(rho, 1 - low, 1 + high)) with rho = exp(clamp(l - o, -20, 20)).   -> [B, R]
 
@@ -54,8 +56,8 @@ def gspo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 3e-4,
-    clip_ratio_high: float = 4e-4,
+    clip_ratio_low: Share = 3e-4,
+    clip_ratio_high: NonNegative = 4e-4,
 ) -> Loss:
     """PPO's clipped loss on the ratio of the whole sequence, s = exp(mean_t(l - o)), log s at most 10.   -> [B, R]
 
@@ -79,9 +81,9 @@ def delta(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    delta: float = 2.0,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    delta: Annotated[float, Gt(1)] = 2.0,
 ) -> Loss:
     """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): wrong tokens' ratios are bounded too.   -> [B, R]
 
@@ -102,8 +104,8 @@ def luspo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 3e-4,
-    clip_ratio_high: float = 4e-4,
+    clip_ratio_low: Share = 3e-4,
+    clip_ratio_high: NonNegative = 4e-4,
 ) -> Loss:
     """GSPO's clipped sequence ratio on every token, summed and not averaged: long answers weigh by their length.
 
@@ -124,8 +126,8 @@ def cispo(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: Cap = 0.2,
     bounds: Literal["relative", "cap", "absolute"] = "relative",
 ) -> Loss:
     """-sg(clamp(rho, lower, upper)) A l: no token loses its gradient, its weight is what is clipped.   -> [B, R]
@@ -149,7 +151,7 @@ def cispo(
 
 @register_policy_loss("sapo", aggregation="seq-mean-token-mean")
 def sapo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> Loss:
     """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a gate that closes smoothly, no clip.   -> [B, R]
 
@@ -170,8 +172,8 @@ def geo_mean(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 0.4,
-    clip_ratio_high: float = 0.4,
+    clip_ratio_low: NonNegative = 0.4,
+    clip_ratio_high: NonNegative = 0.4,
 ) -> Loss:
     """-mean_t(A) exp(mean_t x_t), x_t = sgn(A) min(sgn(A) k_t, sgn(A) clamp(k_t, -low, high)), k = l - o.   -> [B, R]
 
@@ -190,7 +192,7 @@ def geo_mean(
 
 @register_policy_loss("sppo", aggregation="seq-mean-token-mean")
 def sppo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: float = 1.0
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: Positive = 1.0
 ) -> Loss:
     """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, as `win_rate` gives it.   -> [B, R]
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_origin
 
+from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ CHOSEN_BY = {  # where a kind of function is chosen, and where its options are g
     "token weight": ("algorithm.correction.weight", "algorithm.correction.weight_options"),
     "rejection": ("algorithm.correction.rejection", "algorithm.correction.rejection_options"),
     "filter": ("algorithm.filter.name", "algorithm.filter.options"),
-    "reward shaping": ("algorithm.overlong", None),
     "reward": ("reward.function", "reward.kwargs"),
     "environment": ("environment.name", "environment.options"),
     "sampler": ("data.sampler", "data.sampler_options"),
@@ -126,10 +126,9 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
     found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]
     if options_key is not None:
         for name, value in entry.options.items():
-            choices = (
-                f" (or {', '.join(c for c in entry.choices[name] if c != value)})" if name in entry.choices else ""
-            )
-            found.append((f"{options_key}.{name}", default(value) + choices))
+            takes = entry.takes.get(name)
+            is_limited = get_origin(takes) is Literal or any(bounds_of(takes))
+            found.append((f"{options_key}.{name}", default(value) + (f" ({words(takes)})" if is_limited else "")))
     found.append(("elsewhere", elsewhere(entry)))
     return [(title, text) for title, text in found if text]
 

@@ -9,8 +9,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.config.section import Section
 
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-
 
 class KLConfig(Section):
     """Distance to the reference policy."""
@@ -38,7 +36,7 @@ class FilterConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft penalty for answers near the limit."""
+    """DAPO's soft penalty for responses near the limit: min(-(len - (limit - buffer)) / buffer * penalty, 0)."""
 
     penalty: NonNegativeFloat = Field(0.0, description="the most that is taken from a reward; 0 is off")
     buffer_length: PositiveInt = Field(64, description="tokens before the limit over which the penalty grows")
@@ -86,8 +84,10 @@ class AlgorithmConfig(Section):
     adv_options: dict[str, Any] = Field({}, description="options of the estimator")
     policy_loss: str = Field("ppo_clip", description="registered name, module:function or file.py:function")
     loss_options: dict[str, Any] = Field({}, description="options of the loss")
-    loss_agg_mode: Aggregation | None = Field(
-        None, description="unset: what the loss or estimator fixes, else token-mean"
+    loss_agg_mode: str | None = Field(
+        None,
+        description="registered aggregation, module:function or file.py:function; unset: what the loss or estimator "
+        "fixes, else token-mean",
     )
     loss_fixed_length: PositiveInt | None = Field(
         None, description="F of seq-mean-token-sum-norm; unset: data.max_response_length"

@@ -11,10 +11,12 @@ from whet.config.schema import ActorConfig, AlgorithmConfig, DataConfig, KLConfi
 from whet.errors import ConfigError, RegistryError
 from whet.registry import (
     ADV_ESTIMATORS,
+    AGGREGATIONS,
     FILTERS,
     KL_FORMS,
     POLICY_LOSSES,
     REJECTIONS,
+    REQUIRED,
     VALUE_LOSSES,
     WEIGHTS,
     WRAPPERS,
@@ -24,6 +26,7 @@ from whet.registry import (
 
 CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
+AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # what there is to aggregate
 OPTIONS = {  # the key of a function to the key of its options
     "environment.name": "environment.options",
     "algorithm.adv_estimator": "algorithm.adv_options",
@@ -80,7 +83,7 @@ def algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(_check_correction, algorithm),
         partial(_check_group, config),
         *([partial(check_options, FILTERS, "algorithm.filter.name", rows.name, rows.options)] if rows.name else []),
-        partial(aggregation, algorithm),
+        partial(_check_aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
         partial(_check_critic, config),
@@ -101,6 +104,16 @@ def _check_wrapper(algorithm: AlgorithmConfig) -> None:
     name = algorithm.adv_options.get("wrap_method")
     if isinstance(name, str):
         entry_at(WRAPPERS, "algorithm.adv_options.wrap_method", name)
+
+
+def _check_aggregation(algorithm: AlgorithmConfig) -> None:
+    entry = entry_at(AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
+    required = [name for name, default in entry.options.items() if default is REQUIRED]
+    if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
+        raise ConfigError(
+            f"algorithm.loss_agg_mode={entry.name} takes {unknown[0]!r}, which nobody gives it; there is "
+            f"{', '.join(AGGREGATED)}; give it a default after the `*`, or take it out"
+        )
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:

@@ -12,6 +12,7 @@ from whet.config.compose import shipped_recipes
 from whet.config.section import Section
 from whet.registry import (
     ADV_ESTIMATORS,
+    AGGREGATIONS,
     ENVIRONMENTS,
     FILTERS,
     KL_FORMS,
@@ -27,6 +28,7 @@ INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 NAMES: dict[str, Registry] = {  # what may stand in a field, beside any module:function
     "AlgorithmConfig.adv_estimator": ADV_ESTIMATORS,
     "AlgorithmConfig.policy_loss": POLICY_LOSSES,
+    "AlgorithmConfig.loss_agg_mode": AGGREGATIONS,
     "KLConfig.form": KL_FORMS,
     "FilterConfig.name": FILTERS,
     "CorrectionConfig.weight": WEIGHTS,
