@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from whet.algorithms.adapters import settle
 from whet.config import TrainConfig
 from whet.config.schema import OptimConfig
 from whet.engines.single import SingleEngine
@@ -16,6 +17,7 @@ from whet.metrics import Metrics
 from whet.models.load import load_policy
 from whet.models.outputs import ForwardSettings
 from whet.protocol import DataProto
+from whet.registry import POLICY_LOSSES
 from whet.trainers.build import train
 from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective
 
@@ -124,6 +126,25 @@ def test_diagnostics_are_means_over_sampled_tokens(rows: list[list[int]]) -> Non
     assert metrics["actor/ppo_kl"] == pytest.approx(-(1.0 - 0.1 + 1.0) / 4)
 
 
+@pytest.mark.parametrize("name", [entry.name for entry in POLICY_LOSSES if "old_log_probs" in entry.columns])
+@pytest.mark.parametrize("rows", SPLITS, ids=str)
+def test_ppo_kl_is_the_k1_estimate_of_every_loss(name: str, rows: list[list[int]]) -> None:
+    # l - o of the four sampled tokens: -30, 0, 1, 25; no loss cuts what is reported
+    moved = torch.tensor([[-30.0, 9.0, 0.0, 1.0], [25.0, 9.0, 9.0, 9.0], [9.0] * 4])
+    others = {"rollout_log_probs": LOG_PROBS, "draws": MASK / 2, "accuracy": torch.tensor([1.0, 0.0, 0.0])}
+    batch = {**BATCH, **others, "old_log_probs": LOG_PROBS - moved}
+    _, metrics = of(PolicyObjective(name), OUTPUTS, settle(POLICY_LOSSES[name], batch, {}), *rows)
+    assert metrics["actor/ppo_kl"] == pytest.approx((30 + 0 - 1 - 25) / 4)
+
+
+def test_a_ppo_kl_that_a_users_loss_reports_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def own(log_probs, old_log_probs):\n    return log_probs, {'actor/ppo_kl': old_log_probs.sum() * 0 + 7}\n"
+    )
+    batch = {**BATCH, "old_log_probs": LOG_PROBS}
+    assert of(PolicyObjective(f"{tmp_path}/own.py:own"), OUTPUTS, batch, [0, 1, 2])[1]["actor/ppo_kl"] == 7.0
+
+
 def test_without_old_log_probs_they_are_the_current_ones() -> None:
     log_probs = LOG_PROBS.clone().requires_grad_()
     options = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
@@ -167,7 +188,7 @@ def test_a_loss_that_sums_up_itself_is_weighed_by_what_it_was_taken_over(functio
     # -A exp(-0.5): three times 2 and once -1
     assert whole == pytest.approx(-5 * 0.60653066 / 4)
     assert metrics == pytest.approx(
-        {"actor/pg_loss": whole, "actor/mode": 1.0, "actor/prompts": 32.0, "actor/entropy": 1.5}
+        {"actor/pg_loss": whole, "actor/mode": 1.0, "actor/prompts": 32.0, "actor/entropy": 1.5, "actor/ppo_kl": 0.5}
     )
     for rows in SPLITS[1:]:
         split, metrics = of(objective, OUTPUTS, batch, *rows)

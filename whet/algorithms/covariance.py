@@ -64,7 +64,7 @@ def kl_cov(
     loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp()
     places = chosen.nonzero(as_tuple=True)  # few: a product over all tokens would cost more than the rest
     loss = loss.index_put(places, coef * log_ratio[places].abs(), accumulate=True)
-    return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": chosen != 0}
+    return loss, {"kl_cov_share": chosen != 0}
 
 
 def choose_within(

@@ -148,7 +148,7 @@ def dro(
     if level == "sequence":
         lengths = response_mask.sum(-1).clamp(min=1)
         tie = (row_sums(log_ratio, response_mask).square() / lengths)[:, None].expand_as(log_ratio)
-    return 0.5 * beta * tie - advantages * log_probs, {"ppo_kl": -log_ratio.detach()}
+    return 0.5 * beta * tie - advantages * log_probs, {}
 
 
 @register_policy_loss("vespo", aggregation="token-mean")

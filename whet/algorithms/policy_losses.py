@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses. Each returns the loss of every token [B, R], and per-token diagnostics, whose mean over the sampled
 tokens is what is reported (as `actor/<name>`, under verl's names). How tokens are summed up is not a loss's to say; one
-that is defined by its aggregation has it as a mark.
+that is defined by its aggregation has it as a mark. `actor/ppo_kl` is measured by the objective, for all losses alike.
 
 l is `log_probs`, o is `old_log_probs`, A is `advantages`, sg stops the gradient.
 """
@@ -40,10 +40,9 @@ def ppo_clip(
     Elsewhere: verl `vanilla` has the dual clip on, as the alias has; TRL's loss_types grpo, bnpo, dr_grpo and dapo are
     this with four aggregations and without the limit of 20.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    ratio = log_ratio.exp()
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    diagnostics = {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    diagnostics = {"pg_clipfrac": clipped}
     if clip_ratio_c is not None:
         diagnostics["pg_clipfrac_lower"] = (advantages < 0) & (ratio > clip_ratio_c)
     return loss, diagnostics
@@ -72,7 +71,7 @@ def gspo(
     sequence_ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()
     ratio = sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+    return loss, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("delta", unbiased=True)
@@ -114,10 +113,9 @@ def luspo(
 
     Elsewhere: TRL loss_type="luspo" with importance_sampling_level="sequence", without the limit of 10.
     """
-    log_ratio = log_probs - old_log_probs
-    ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()[:, None]
+    ratio = row_means(log_probs - old_log_probs, response_mask).clamp(max=10.0).exp()[:, None]
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    return loss, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("cispo", unbiased=True)
@@ -143,10 +141,9 @@ def cispo(
         "cap": (0.0, clip_ratio_high),
         "absolute": (clip_ratio_low, clip_ratio_high),
     }[bounds]
-    log_ratio = _log_ratio(log_probs, old_log_probs).detach()
-    ratio = log_ratio.exp()
+    ratio = _log_ratio(log_probs, old_log_probs).detach().exp()
     clipped = (ratio < lower) | (ratio > upper)
-    return -ratio.clamp_(lower, upper) * advantages * log_probs, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+    return -ratio.clamp_(lower, upper) * advantages * log_probs, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("sapo", aggregation="seq-mean-token-mean")
@@ -159,10 +156,10 @@ def sapo(
 
     Elsewhere: verl `sapo` and TRL loss_type="sapo", the same numbers.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    tau = pick(advantages > 0, tau_pos, tau_neg, log_ratio)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0))
-    return -4.0 * advantages / tau * gate, {"ppo_kl": -log_ratio.detach()}
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    tau = pick(advantages > 0, tau_pos, tau_neg, ratio)
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    return -4.0 * advantages / tau * gate, {}
 
 
 @register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", aliases=("gmpo",))
@@ -187,7 +184,7 @@ def geo_mean(
     kept = kept.masked_fill(advantages == 0, 0.0)  # sgn(0) is 0
     loss = -row_means(advantages, response_mask) * row_means(kept, response_mask).exp()
     clipped = kept.detach() != log_ratio
-    return loss[:, None].expand(response_mask.shape), {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    return loss[:, None].expand(response_mask.shape), {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("sppo", aggregation="seq-mean-token-mean")

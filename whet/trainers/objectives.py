@@ -112,11 +112,15 @@ class PolicyObjective(Objective):
         }
         result = policy_loss(self.entry, columns, self.options, supplied)
         metrics = Metrics()
+        tokens = batch["response_mask"].bool().sum()
+        reported = {*result.diagnostics, *result.metrics}
+        if "old_log_probs" in self.entry.columns and not {"ppo_kl", "actor/ppo_kl"} & reported:
+            moved = columns["old_log_probs"] - outputs["log_probs"].detach()
+            metrics.mean("actor/ppo_kl", masked_mean(moved, batch["response_mask"]), tokens)
         measure(metrics, "actor/", result, batch)
         total = self.total(result, batch, counts)
         measure_share(metrics, "actor/pg_loss", total, batch, counts)
 
-        tokens = batch["response_mask"].bool().sum()
         metrics.mean("actor/entropy", outputs["entropy"].detach().sum() / tokens.clamp(min=1), tokens)
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
