@@ -89,7 +89,12 @@ ESTIMATORS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("optimal_token_baseline", "optimal_token_baseline", {}, {}),
     ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {}, {}),
     ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {"cap": 1.2}, {"cap": 1.2}),
-    ("gdpo", "gdpo", {"weights": [1.0, 0.5]}, {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]}),
+    (
+        "gdpo",
+        "gdpo",
+        {"weights": [1.0, 0.5], "over": "tokens"},
+        {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
+    ),
 ]
 # verl compares positions, whet numbers of sampled tokens: the same where no tool has written.
 WITHOUT_TOOLS = {"optimal_token_baseline"}

@@ -217,20 +217,28 @@ def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, 
 
 @register_adv_est("gdpo")
 def gdpo(
-    reward_parts: Tensor, response_mask: Tensor, uid: Tensor, *, weights: Sequence[Finite] | None = None
+    reward_parts: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    *,
+    weights: Sequence[Finite] | None = None,
+    over: Literal["rows", "tokens"] = "rows",
 ) -> Tensor:
-    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B, R]
+    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B]
 
-    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. https://arxiv.org/abs/2601.05242.
+    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. Mean and deviation of the sum are over
+    rows, whatever their lengths, or over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
 
-    Elsewhere: verl `gdpo`, whose parts gdpo_reward_keys names; TRL multi_objective_aggregation="normalize_then_sum"
-    normalises the sum over rows and not over tokens, with 1e-4 in both places.
+    Elsewhere: verl `gdpo`, whose parts gdpo_reward_keys names, is over="tokens"; NeMo-RL and TRL
+    multi_objective_aggregation="normalize_then_sum", with 1e-4 in both places, are over rows.
     """
     groups = Groups(uid, response_mask)
     parts = reward_parts.unbind(1)
     advantage = reward_parts.new_zeros(len(reward_parts))
     for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
         advantage = advantage + weight * groups.deviation(part) / (groups.std(part) + 1e-6)
+    if over == "rows":
+        return whiten(advantage[:, None], groups.member[:, None])[:, 0]
     return whiten(advantage[:, None].expand(response_mask.shape), response_mask)
 
 
