@@ -9,6 +9,8 @@ signature names after the `*`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ from whet.algorithms.statistics import row_means, row_sums
 from whet.registry import AGGREGATIONS, call, register_aggregation
 
 Count = Tensor | int | float
+
+
+def loss_mask(columns: Mapping[str, Tensor]) -> Tensor:
+    """1 on the tokens that are trained on: those that were sampled, without those that were rejected.   [B, R]"""
+    return columns.get("loss_mask", columns["response_mask"])
 
 
 def counts(response_mask: Tensor) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from whet.models.lora import adapter_off, add_adapter, fingerprint
 from whet.models.outputs import ForwardSettings
 from whet.models.value_head import ValueModel
 from whet.protocol import DataProto
+from whet.trainers.objectives import narrowed
 from whet.trainers.weight_sender import WeightSender
 
 # By `make bench` (docs/benchmarks.md, "Packed or padded"): another device comes in with its own measurement
@@ -130,7 +131,7 @@ class TrainWorker(WeightSender):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """One optimizer step on the mini-batch `batch`."""
-        return self.engine.update(batch, objective)
+        return self.engine.update(narrowed(batch, objective), objective)
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
