@@ -184,7 +184,7 @@ def test_kl_forms_and_value_loss(python: Path, tmp_path: Path) -> None:
     for (kind, name, batch, _), theirs in compare(python, tmp_path, calls):
         mask = batch["response_mask"]
         if kind == "kl":
-            ours = kl_penalty(forms[name], batch["log_probs"], batch["ref_log_probs"], mask)
+            ours = kl_penalty(forms[name], batch)
             torch.testing.assert_close(ours * mask, theirs.double() * mask, rtol=1e-6, atol=1e-6, msg=name)
             continue
         loss, _ = call(VALUE_LOSSES["clipped"], batch, {})

@@ -38,6 +38,16 @@ def length(solution_str: str) -> float:
         ({"algorithm.correction.rejection": "divergence"}, ["old_log_probs"]),
         (
             {
+                "algorithm.policy_loss": "reinforce",
+                "algorithm.kl.where": "loss",
+                "algorithm.kl.form": "k3_ratio",
+                "actor.mini_batch_size": 2,
+            },
+            ["old_log_probs", "ref_log_probs"],
+        ),
+        ({"algorithm.kl.where": "loss", "algorithm.kl.form": "k3_ratio"}, ["ref_log_probs"]),
+        (
+            {
                 "algorithm.policy_loss": "gspo",
                 "algorithm.correction.rejection": "divergence",
                 "algorithm.correction.rejection_options": {"form": "k1", "high": 1e-9},

@@ -16,7 +16,8 @@ class KLConfig(Section):
     where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
     form: str = Field(
         "k3",
-        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; full over the vocabulary",
+        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; k1_ratio and k3_ratio for a "
+        "loss with several updates a step; full over the vocabulary",
     )
     coef: NonNegativeFloat = Field(0.001, description="its weight")
     controller: Literal["fixed", "adaptive"] = Field("fixed", description="whether the weight follows a target")

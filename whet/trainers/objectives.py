@@ -151,14 +151,7 @@ class PolicyObjective(Objective):
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
         if self.kl_form is not None:
-            penalty = kl_penalty(
-                self.kl_form,
-                outputs["log_probs"],
-                batch.get("ref_log_probs"),
-                mask,
-                vocab_log_probs=outputs.get("vocab_log_probs"),
-                ref_vocab_log_probs=batch.get("ref_vocab_log_probs"),
-            )
+            penalty = kl_penalty(self.kl_form, {**columns, "response_mask": mask})
             distance = self.aggregate(penalty, batch, counts)
             measure_share(metrics, "actor/kl_loss", distance, batch, counts)
             total = total + self.kl_coef * distance
