@@ -2,8 +2,9 @@
 """The one extension mechanism: a function by its registered name, `package.module:function` or `path/file.py:function`.
 
 The signature is the schema. Parameters before `*` are batch columns, parameters after it are options, and the signature
-owns the options' defaults. A signature without `*` is the foreign form that verl users have: parameters with a default
-are options, the rest are columns under verl's or whet's names, or things supplied by name (`config`, `batch`, ...).
+owns the options' defaults, types and ranges (`whet.options`). A signature without `*` is the foreign form that verl
+users have: parameters with a default are options, the rest are columns under verl's or whet's names, or things supplied
+by name (`config`, `batch`, ...).
 
 Shipped functions are read from their source and imported only when called, so that listing them needs no torch.
 """
@@ -11,6 +12,7 @@ Shipped functions are read from their source and imported only when called, so t
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import hashlib
 import importlib
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import ConfigError, RegistryError
+from whet.options import fits, read, words
 
 F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = Path(__file__).parent
@@ -56,7 +59,7 @@ class Entry:
     marks: Mapping[str, Any] = field(default_factory=dict)  # what was said where it was registered
     alias_of: str | None = None
     accepts_any_option: bool = False
-    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of the options annotated as Literal
+    takes: Mapping[str, Any] = field(default_factory=dict)  # by option what it takes, Any where that is not known
     function: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -86,13 +89,30 @@ class Entry:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.options) or 'no options'}"
             raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
-        for name, value in given.items():
-            _check_type(value, self.options.get(name), f"{where}.{name}")
-            _check_choice(value, self.choices.get(name), f"{where}.{name}")
         missing = [name for name, value in options.items() if value is REQUIRED]
         if missing:
             raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
+        self.check(given, f"{where}.")
         return options
+
+    def check(self, given: Mapping[str, Any], prefix: str) -> None:
+        """Refuses values that options do not take; of two options that the mark `ordered` names the first has to be
+        below the second. `prefix` stands before a name in errors.  Raises: ConfigError."""
+        for name, value in given.items():
+            default, takes = self.options.get(name), self.takes.get(name, Any)
+            if takes is Any and default is not None and default is not REQUIRED and value is not None:
+                takes = type(default)
+            if not fits(value, takes):
+                instead = "" if default is REQUIRED else f", or leave it out for the default {default!r}"
+                raise ConfigError(f"{prefix}{name}={value!r}; expected {words(takes)}; change it{instead}")
+        if "ordered" in self.marks:
+            low, high = self.marks["ordered"]
+            values = {**self.options, **given}
+            if not values[low] < values[high]:
+                raise ConfigError(
+                    f"{prefix}{low}={values[low]!r} is not below {prefix}{high}={values[high]!r}: nothing lies between "
+                    f"them; lower {low} or raise {high}"
+                )
 
 
 class Registry:
@@ -208,7 +228,7 @@ def call(
     for name, value in named.items():
         if value is REQUIRED:
             _supplied(name, supplied, entry)
-        _check_choice(value, entry.choices.get(name), f"{name} of {entry.kind} {entry.name!r}")
+    entry.check(options, f"{entry.kind} {entry.name!r}: ")
     return entry.load()(*arguments, **named)
 
 
@@ -239,14 +259,13 @@ def entry_of(
         doc=inspect.getdoc(function) or "",
         marks=dict(marks),
         accepts_any_option=any(p.kind is p.VAR_KEYWORD for p in signature),
-        choices=_choices({p.name: _written(p.annotation) for p in (*keyword_only, *foreign)}),
+        takes={
+            p.name: read(p.annotation, vars(inspect.getmodule(function) or builtins))
+            for p in (*keyword_only, *foreign)
+            if p.annotation is not p.empty
+        },
         function=function,
     )
-
-
-def _written(annotation: Any) -> str:
-    """An annotation as it stands in the source, be it postponed or not."""
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def load_target(target: str) -> Any:
@@ -302,33 +321,6 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
     ]
 
 
-def _check_type(value: Any, default: Any, where: str) -> None:
-    if default is None or default is REQUIRED or value is None:
-        return
-    fits = isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
-    if not fits or (isinstance(value, bool) and not isinstance(default, bool)):
-        raise ConfigError(
-            f"{where}={value!r} is a {type(value).__name__}; expected {type(default).__name__} like {default!r}"
-        )
-
-
-def _check_choice(value: Any, choices: tuple[Any, ...] | None, where: str) -> None:
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{where}={value!r}; expected {' or '.join(map(str, choices))}")
-
-
-def _choices(annotations: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
-    """The values of those that are written as Literal[...]."""
-    found = {}
-    for name, written in annotations.items():
-        if written.removeprefix("typing.").startswith("Literal["):
-            node = ast.parse(written, mode="eval").body
-            assert isinstance(node, ast.Subscript)
-            values = ast.literal_eval(node.slice)
-            found[name] = values if isinstance(values, tuple) else (values,)
-    return found
-
-
 @cache
 def _read_shipped(kind: str, folder: str, decorator: str, has_foreign_form: bool) -> Mapping[str, Entry]:
     """Entries of the functions under `folder` that carry `decorator`, read from source."""
@@ -369,7 +361,7 @@ def _entry_from_source(
         doc=ast.get_docstring(node) or "",
         marks=keywords,
         accepts_any_option=arguments.kwarg is not None,
-        choices=_choices({arg.arg: ast.unparse(arg.annotation) for arg in arguments.kwonlyargs if arg.annotation}),
+        takes={arg.arg: read(ast.unparse(arg.annotation)) for arg in arguments.kwonlyargs if arg.annotation},
     )
     return entry, aliases
 
@@ -394,7 +386,6 @@ FILTERS = Registry("filter", "algorithms", "register_filter")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
 REJECTIONS = Registry("rejection", "algorithms", "register_rejection")
 WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
-SHAPINGS = Registry("reward shaping", "algorithms", "register_shaping")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
 SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
@@ -415,7 +406,6 @@ register_filter = FILTERS.register
 register_weight = WEIGHTS.register
 register_rejection = REJECTIONS.register
 register_wrapper = WRAPPERS.register
-register_shaping = SHAPINGS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
 register_sampler = SAMPLERS.register
@@ -432,7 +422,6 @@ KINDS: tuple[Registry, ...] = (
     WEIGHTS,
     REJECTIONS,
     FILTERS,
-    SHAPINGS,
     REWARDS,
     ENVIRONMENTS,
     SAMPLERS,

@@ -268,9 +268,27 @@ def test_gdpo_reads_all_parts_of_a_row_however_short_its_answer() -> None:
         "token_level_rewards": torch.zeros(3, 2, dtype=torch.float64),
         "uid": torch.tensor([1, 1, 1]),
     }
-    # the second part: 2, -1, -1, over tokens of rows 0, 1, 1, 2: mean -1/4, so 2.25, -.75 and a deviation of 1.5
-    expected = torch.tensor([[1.5, 0.0], [-0.5, -0.5], [-0.5, 0.0]], dtype=torch.float64)
+    # the second part: 2, -1, -1 and a deviation of sqrt(3)
+    expected = torch.tensor([[2.0, 0.0], [-1.0, -1.0], [-1.0, 0.0]], dtype=torch.float64) / 3**0.5
     torch.testing.assert_close(advantages("gdpo", batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gdpo_compares_rows_whatever_their_lengths() -> None:
+    # summed and normalised parts are 2c, -2c, c, -c in rows of 4, 1, 1, 1 tokens: mean 0, deviation c sqrt(10 / 3)
+    batch = {
+        "reward_parts": torch.tensor([[3.0, 1.0], [0.0, 0.0], [1.0, 5.0], [0.0, 5.0]], dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1, 1, 1], *3 * [[1, 0, 0, 0]]]),
+        "token_level_rewards": torch.zeros(4, 4, dtype=torch.float64),
+        "uid": torch.tensor([1, 1, 2, 2]),
+    }
+    expected = torch.tensor([1.095, -1.095, 0.548, -0.548], dtype=torch.float64)
+    rows = advantages("gdpo", batch)
+    torch.testing.assert_close(rows[:, 0], expected, atol=5e-4, rtol=0)
+    assert torch.equal(rows, rows[:, :1] * batch["response_mask"])
+    # over tokens, as verl has it: 2 four times, -2, 1, -1: mean 6 / 7, squares (4 * 8^2 + 20^2 + 1 + 13^2) / 49
+    tokens = advantages("gdpo", batch, over="tokens")[:, 0]
+    over = torch.tensor([8.0, -20.0, 1.0, -13.0], dtype=torch.float64) / 7
+    torch.testing.assert_close(tokens, over / (826 / 49 / 6) ** 0.5, atol=5e-4, rtol=0)
 
 
 def test_gdpo_normalises_each_part_before_it_is_weighed() -> None:
@@ -281,9 +299,9 @@ def test_gdpo_normalises_each_part_before_it_is_weighed() -> None:
         "uid": torch.tensor([4, 4]),
     }
     torch.testing.assert_close(advantages("gdpo", batch), torch.zeros(2, 2, dtype=torch.float64), atol=1e-2, rtol=0)
-    # one sign a row, four tokens: the variance with n - 1 is 4/3 of the square
+    # one sign a row, two rows: the variance with n - 1 is twice the square
     weighed = advantages("gdpo", batch, weights=[3.0, 1.0])
-    root = 0.75**0.5
+    root = 0.5**0.5
     expected = torch.tensor([[-root, -root], [root, root]], dtype=torch.float64)
     torch.testing.assert_close(weighed, expected, atol=1e-6, rtol=0)
 

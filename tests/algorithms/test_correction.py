@@ -65,9 +65,11 @@ def test_top_entropy_takes_a_share_of_all_tokens() -> None:
 
 
 def test_off_policy_sequences_are_not_unlearnt() -> None:
-    # means of u - o: -log 2 / 3 and -log 2
-    assert weight("off_policy_sequence", threshold=-0.5) == [0, 1, 0, 1]
-    assert weight("off_policy_sequence", threshold=-1.0) == [0, 1, 0, 0]
+    # means of u - o: log 2 / 3 = .23 and log 2
+    swapped = {"old_log_probs": BATCH["rollout_log_probs"], "rollout_log_probs": BATCH["old_log_probs"]}
+    for threshold, kept_tokens in ((0.1, [0, 1, 0, 0]), (0.5, [1, 1, 1, 0]), (1.0, [1, 1, 1, 1])):
+        found: Tensor = call(WEIGHTS["off_policy_sequence"], {**BATCH, **swapped}, {"threshold": threshold})
+        assert found[SAMPLED].tolist() == kept_tokens
 
 
 def test_pf_ppo_weighs_rows_by_their_score() -> None:

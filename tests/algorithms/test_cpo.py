@@ -200,7 +200,7 @@ def test_positions_by_hand() -> None:
     longer = torch.ones(1, 6, dtype=torch.long)  # a fifth of six tokens is one and a bit
     assert positions("first", entropy[:, :6], longer).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert torch.equal(positions("all", entropy, mask), mask.bool())
-    with pytest.raises(ConfigError, match="loss_position='last'; expected all or entropy or first"):
+    with pytest.raises(ConfigError, match="loss_position='last'; expected one of all, entropy, first"):
         ADV_ESTIMATORS["cpo"].resolve_options({"loss_position": "last"}, "algorithm.adv_options")
 
 

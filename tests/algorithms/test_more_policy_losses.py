@@ -215,7 +215,7 @@ def test_clip_cov_takes_the_gradient_of_a_random_share_within_the_bounds() -> No
     close(gradient(loss[:, :4], batch)[:, :4], [[-3 * rho, -rho, rho, 0.0]])
     _, diagnostics = loss_of("clip_cov", batch, share=0.5, lower=1.0, upper=4.0)
     assert diagnostics["clip_cov_share"].tolist() == [[0, 0, 1, 1, 0]]
-    assert loss_of("clip_cov", batch, share=1.0, lower=5.0)[1]["clip_cov_share"].sum() == 0
+    assert loss_of("clip_cov", batch, share=1.0, lower=5.0, upper=6.0)[1]["clip_cov_share"].sum() == 0
     assert loss_of("clip_cov", batch, share=0.0, lower=1.0)[1]["clip_cov_share"].sum() == 1  # at least one
 
 

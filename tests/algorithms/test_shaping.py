@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token
-from whet.registry import SHAPINGS, call
+from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
 
 
 def test_soft_overlong_by_hand() -> None:
     # L_max 100, L_buf 20: up to 80 nothing; 85: -5/20 * 2; 100: -2
-    lengths = {"response_lengths": torch.tensor([1, 80, 85, 100])}
-    supplied = {"max_response_length": 100}
-    added = call(SHAPINGS["soft_overlong"], lengths, {"buffer_length": 20, "penalty": 2.0}, supplied)
+    lengths = torch.tensor([1, 80, 85, 100])
+    added = soft_overlong(lengths, max_response_length=100, buffer_length=20, penalty=2.0)
     assert added.tolist() == [0.0, 0.0, -0.5, -2.0]
 
 

@@ -42,7 +42,7 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
     assert out.startswith("policy loss gspo\n") and "arxiv.org/abs/2507.18071" in out
     assert facts["choose"] == "algorithm.policy_loss=gspo"
     assert facts["columns"].startswith("log_probs, old_log_probs, advantages")
-    assert facts["algorithm.loss_options.clip_ratio_low"] == "0.0003"
+    assert facts["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
     assert facts["fixes aggregation"] == "seq-mean-token-mean"
 
 

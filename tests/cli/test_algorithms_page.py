@@ -52,7 +52,7 @@ def test_facts_and_certificate_of_one() -> None:
     known = dict(facts(POLICY_LOSSES["gspo"]))
     assert known["choose"] == "algorithm.policy_loss=gspo"
     assert known["fixes aggregation"] == "seq-mean-token-mean"
-    assert known["algorithm.loss_options.clip_ratio_low"] == "0.0003"
+    assert known["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
     [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
     assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
     assert certificate(POLICY_LOSSES["vanilla"]) == []
@@ -69,7 +69,12 @@ def test_the_definition_ends_where_other_places_begin() -> None:
 
 
 def test_an_option_shows_what_it_may_be() -> None:
-    assert dict(facts(POLICY_LOSSES["cispo"]))["algorithm.loss_options.bounds"] == "relative (or cap, absolute)"
+    assert (
+        dict(facts(POLICY_LOSSES["cispo"]))["algorithm.loss_options.bounds"]
+        == "relative (one of relative, cap, absolute)"
+    )
+    assert dict(facts(POLICY_LOSSES["vanilla"]))["algorithm.loss_options.clip_ratio_c"] == "3.0 (a number > 1 or null)"
+    assert dict(facts(ADV_ESTIMATORS["grpo"]))["algorithm.adv_options.std_norm"] == "True"
 
 
 def test_an_alias_says_what_it_changes() -> None:

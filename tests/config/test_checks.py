@@ -61,6 +61,7 @@ SECTIONS_AND_REFUSALS = [
     ("trainer: {callbacks: ['nowhere.py:f']}", "trainer.callbacks: nowhere.py does not exist"),
     ("reward: {function: null}", "reward.function is not set; name "),
     ("reward: {function: gms8k}", "reward.function: no reward is called 'gms8k'; did you mean 'gsm8k'?"),
+    ("reward: {kwargs: {format_score: 2}}", "reward.kwargs.format_score=2; expected a number >= 0 and <= 1; change it"),
     ("reward: {function: 'nowhere.py:f'}", "reward.function: nowhere.py does not exist"),
     ("reward: {weights: [1, 2]}", "reward.weights has 2 and reward.function 1; give one for each"),
     ("environment: {name: nothing}", "environment.name: no environment is called 'nothing'"),
@@ -82,9 +83,22 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "algorithm: {policy_loss: cispo, loss_options: {bounds: capped}}",
-        "algorithm.loss_options.bounds='capped'; expected relative or cap or absolute",
+        "algorithm.loss_options.bounds='capped'; expected one of relative, cap, absolute; change it, or leave",
     ),
-    ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high' is a str; expected bool"),
+    (
+        "algorithm: {correction: {rejection: divergence, rejection_options: {form: k3, high: -1}}}",
+        "algorithm.correction.rejection_options.high=-1; expected a number > 0 or null; change it",
+    ),
+    (
+        "algorithm: {filter: {name: mean_window, options: {low: 0.9, high: 0.1}}}",
+        "algorithm.filter.options.low=0.9 is not below algorithm.filter.options.high=0.1: nothing lies between them",
+    ),
+    ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode: no aggregation is called 'token-maen'; did"),
+    (
+        "algorithm: {loss_agg_mode: 'mine.py:with_options'}",
+        "algorithm.loss_agg_mode=mine.py:with_options takes 'token_level_rewards', which nobody gives it; there is val",
+    ),
+    ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high'; expected true or false"),
     ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options: policy loss 'ppo_clip' has no option 'clip'"),
     ("algorithm: {kl: {form: k4}}", "algorithm.kl.form: no KL form is called 'k4'"),
     ("algorithm: {filter: {name: dap}}", "algorithm.filter.name: no filter is called 'dap'; did you mean 'dapo'?"),

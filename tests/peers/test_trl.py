@@ -62,12 +62,18 @@ def one_advantage_a_row(seed: int) -> Batch:
 
 
 def ours(
-    batch: Batch, name: str, options: dict[str, Any], mode: str, weight: Tensor | float = 1.0, kl: float = 0.0
+    batch: Batch,
+    name: str,
+    options: dict[str, Any],
+    mode: str,
+    weight: Tensor | float = 1.0,
+    kl: float = 0.0,
+    form: str = "k3",
 ) -> tuple[Tensor, Tensor]:
     log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
     loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs}, options).per_token
     assert loss is not None
-    loss = loss * weight + kl * kl_penalty("k3", log_probs, batch["ref_log_probs"], mask)
+    loss = loss * weight + kl * kl_penalty(form, {**batch, "log_probs": log_probs})
     total = aggregate(mode, loss, mask, **counts(mask), fixed_length=1)
     (gradient,) = torch.autograd.grad(total, log_probs)
     return total.detach(), gradient
@@ -86,7 +92,8 @@ def test_losses_and_their_gradients(python: Path, tmp_path: Path) -> None:
 
 def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> None:
     batches = [one_advantage_a_row(seed) for seed in range(60)]
-    told = [{"beta": 0.1}, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.05}]
+    unbiased = {"beta": 0.1, "use_bias_correction_kl": True}
+    told = [{"beta": 0.1}, unbiased, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.05}]
     calls = [("loss", batch, options) for options in told for batch in batches]
     for (_, batch, options), (value, gradient) in zip(calls, ask(python, WORKER, tmp_path, calls), strict=True):
         weight: Tensor | float = 1.0
@@ -95,7 +102,8 @@ def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> No
         if "off_policy_mask_threshold" in options:  # TRL compares with the current policy
             now = {**batch, "old_log_probs": batch["log_probs"], "rollout_log_probs": batch["old_log_probs"]}
             weight = call(WEIGHTS["off_policy_sequence"], now, {"threshold": 0.05})
-        total, slope = ours(batch, "ppo_clip", {}, "seq-mean-token-mean", weight, options.get("beta", 0.0))
+        form = "k3_ratio" if "use_bias_correction_kl" in options else "k3"
+        total, slope = ours(batch, "ppo_clip", {}, "seq-mean-token-mean", weight, options.get("beta", 0.0), form)
         torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=str(options))
         torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6, msg=f"gradient of {options}")
 

@@ -89,7 +89,12 @@ ESTIMATORS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("optimal_token_baseline", "optimal_token_baseline", {}, {}),
     ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {}, {}),
     ("tir_optimal_token_baseline", "tir_optimal_token_baseline", {"cap": 1.2}, {"cap": 1.2}),
-    ("gdpo", "gdpo", {"weights": [1.0, 0.5]}, {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]}),
+    (
+        "gdpo",
+        "gdpo",
+        {"weights": [1.0, 0.5], "over": "tokens"},
+        {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
+    ),
 ]
 # verl compares positions, whet numbers of sampled tokens: the same where no tool has written.
 WITHOUT_TOOLS = {"optimal_token_baseline"}
@@ -179,7 +184,7 @@ def test_kl_forms_and_value_loss(python: Path, tmp_path: Path) -> None:
     for (kind, name, batch, _), theirs in compare(python, tmp_path, calls):
         mask = batch["response_mask"]
         if kind == "kl":
-            ours = kl_penalty(forms[name], batch["log_probs"], batch["ref_log_probs"], mask)
+            ours = kl_penalty(forms[name], batch)
             torch.testing.assert_close(ours * mask, theirs.double() * mask, rtol=1e-6, atol=1e-6, msg=name)
             continue
         loss, _ = call(VALUE_LOSSES["clipped"], batch, {})

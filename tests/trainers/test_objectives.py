@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from whet.algorithms.adapters import settle
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.metrics import Metrics
 from whet.protocol import DataProto
+from whet.registry import POLICY_LOSSES
 from whet.trainers.build import train
 from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective
 
@@ -38,6 +40,10 @@ import torch
 def my_advantage_estimator(returns, values, gamma=1.0):
     """Returns minus values."""
     return gamma * (returns - values), {"my/return": returns.sum()}
+
+
+def my_aggregation(values, response_mask, *, num_sequences, power=2.0):
+    return (values.sum(-1) ** power).sum() / num_sequences
 
 
 def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
@@ -89,6 +95,13 @@ def test_reinforce_by_hand(rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("rows", SPLITS, ids=str)
+def test_a_users_aggregation_is_given_what_it_names(functions: str, rows: list[list[int]]) -> None:
+    # sums of -A l by row: 12 and -0.5
+    loss, metrics = of(PolicyObjective("reinforce", aggregation=f"{functions}:my_aggregation"), OUTPUTS, BATCH, *rows)
+    assert loss == metrics["actor/pg_loss"] == pytest.approx((144 + 0.25) / 2)
+
+
+@pytest.mark.parametrize("rows", SPLITS, ids=str)
 def test_entropy_bonus_and_kl_are_added_to_the_loss(rows: list[list[int]]) -> None:
     objective = PolicyObjective("reinforce", entropy_coef=0.1, kl_form="k2", kl_coef=0.5)
     # k2 is d^2 / 2: only the last token of the first row is away from the reference, by 1
@@ -110,6 +123,25 @@ def test_diagnostics_are_means_over_sampled_tokens(rows: list[list[int]]) -> Non
     assert loss == metrics["actor/pg_loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 4)
     assert metrics["actor/ppo_kl"] == pytest.approx(-(1.0 - 0.1 + 1.0) / 4)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in POLICY_LOSSES if "old_log_probs" in entry.columns])
+@pytest.mark.parametrize("rows", SPLITS, ids=str)
+def test_ppo_kl_is_the_k1_estimate_of_every_loss(name: str, rows: list[list[int]]) -> None:
+    # l - o of the four sampled tokens: -30, 0, 1, 25; no loss cuts what is reported
+    moved = torch.tensor([[-30.0, 9.0, 0.0, 1.0], [25.0, 9.0, 9.0, 9.0], [9.0] * 4])
+    others = {"rollout_log_probs": LOG_PROBS, "draws": MASK / 2, "accuracy": torch.tensor([1.0, 0.0, 0.0])}
+    batch = {**BATCH, **others, "old_log_probs": LOG_PROBS - moved}
+    _, metrics = of(PolicyObjective(name), OUTPUTS, settle(POLICY_LOSSES[name], batch, {}), *rows)
+    assert metrics["actor/ppo_kl"] == pytest.approx((30 + 0 - 1 - 25) / 4)
+
+
+def test_a_ppo_kl_that_a_users_loss_reports_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def own(log_probs, old_log_probs):\n    return log_probs, {'actor/ppo_kl': old_log_probs.sum() * 0 + 7}\n"
+    )
+    batch = {**BATCH, "old_log_probs": LOG_PROBS}
+    assert of(PolicyObjective(f"{tmp_path}/own.py:own"), OUTPUTS, batch, [0, 1, 2])[1]["actor/ppo_kl"] == 7.0
 
 
 def test_without_old_log_probs_they_are_the_current_ones() -> None:
@@ -155,7 +187,7 @@ def test_a_loss_that_sums_up_itself_is_weighed_by_what_it_was_taken_over(functio
     # -A exp(-0.5): three times 2 and once -1
     assert whole == pytest.approx(-5 * 0.60653066 / 4)
     assert metrics == pytest.approx(
-        {"actor/pg_loss": whole, "actor/mode": 1.0, "actor/prompts": 32.0, "actor/entropy": 1.5}
+        {"actor/pg_loss": whole, "actor/mode": 1.0, "actor/prompts": 32.0, "actor/entropy": 1.5, "actor/ppo_kl": 0.5}
     )
     for rows in SPLITS[1:]:
         split, metrics = of(objective, OUTPUTS, batch, *rows)
@@ -186,6 +218,12 @@ def test_pg_loss_of_an_update_in_several_micro_batches_is_the_hand_value(model_f
 
 
 # ---- a user's functions, unchanged, through a whole run
+
+
+def test_a_users_aggregation_is_chosen_by_config(functions: str, train_config: MakeConfig, additions: Rows) -> None:
+    config = train_config({"algorithm.loss_agg_mode": f"{functions}:my_aggregation", "trainer.total_steps": 1})
+    run = train(config, reward=lambda solution_str: float(len(solution_str)), data=additions)
+    assert run.history[0]["actor/pg_loss"] > 0 and run.history[0]["actor/grad_norm"] > 0
 
 
 def test_a_users_estimator_starts_a_critic_that_learns_returns(
@@ -225,7 +263,7 @@ def test_a_users_loss_gives_the_steps_of_the_same_loss_of_ours(
                 "trainer.total_steps": 2,
                 "trainer.run_dir": str(tmp_path / Path(name).name),
                 **(
-                    {"algorithm.loss_options": {"clip_ratio_low": 1e9, "clip_ratio_high": 1e9}}
+                    {"algorithm.loss_options": {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9}}
                     if ":" not in name
                     else {}
                 ),

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from whet.algorithms.scan import next_sampled, reverse_scan, reward_to_go
 from whet.algorithms.statistics import Groups, whiten
+from whet.options import Cap, Finite, Share
 from whet.registry import register_adv_est
 
 
 @register_adv_est("gae")
 def gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the sampled tokens, whitened; returns = L + V.   -> [B, R], [B, R]
 
@@ -82,7 +83,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Ten
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus(
-    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0
 ) -> tuple[Tensor, Tensor]:
     """R_t = r_t + gamma R_{t+1} over sampled tokens; A = whiten(R).   -> A [B, R], R [B, R]
 
@@ -215,19 +216,29 @@ def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, 
 
 
 @register_adv_est("gdpo")
-def gdpo(reward_parts: Tensor, response_mask: Tensor, uid: Tensor, *, weights: Sequence[float] | None = None) -> Tensor:
-    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B, R]
+def gdpo(
+    reward_parts: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    *,
+    weights: Sequence[Finite] | None = None,
+    over: Literal["rows", "tokens"] = "rows",
+) -> Tensor:
+    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B]
 
-    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. https://arxiv.org/abs/2601.05242.
+    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. Mean and deviation of the sum are over
+    rows, whatever their lengths, or over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
 
-    Elsewhere: verl `gdpo`, whose parts gdpo_reward_keys names; TRL multi_objective_aggregation="normalize_then_sum"
-    normalises the sum over rows and not over tokens, with 1e-4 in both places.
+    Elsewhere: verl `gdpo`, whose parts gdpo_reward_keys names, is over="tokens"; NeMo-RL and TRL
+    multi_objective_aggregation="normalize_then_sum", with 1e-4 in both places, are over rows.
     """
     groups = Groups(uid, response_mask)
     parts = reward_parts.unbind(1)
     advantage = reward_parts.new_zeros(len(reward_parts))
     for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
         advantage = advantage + weight * groups.deviation(part) / (groups.std(part) + 1e-6)
+    if over == "rows":
+        return whiten(advantage[:, None], groups.member[:, None])[:, 0]
     return whiten(advantage[:, None].expand(response_mask.shape), response_mask)
 
 
@@ -240,7 +251,7 @@ def optimal_token_baseline(
     response_mask: Tensor,
     uid: Tensor,
     *,
-    cap: float | None = None,
+    cap: Cap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A_t = R_t - B_t,  B_t = sum_G R_t W_t / (sum_G W_t + 1e-8),  W_t = sum_{k <= t} (1 - 2 pi_k + sum_v pi_v^2).
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from whet.algorithms.scan import reverse_scan
 from whet.algorithms.statistics import Groups
+from whet.options import NonNegative, Share
 from whet.registry import register_adv_est
 
 
 @register_adv_est("segment_reinforce", unbiased=True)
 def segment_reinforce(
-    token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0
+    token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, *, gamma: Share = 1.0
 ) -> Tensor:
     """A_t = G_k of the turn k that sampled t: gamma acts once a turn.   -> [B, R]
 
@@ -31,7 +32,7 @@ def segment_reinforce(
 
 @register_adv_est("step_reinforce")
 def step_reinforce(
-    token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, uid: Tensor, *, gamma: float = 1.0
+    token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, uid: Tensor, *, gamma: Share = 1.0
 ) -> Tensor:
     """A_t = (G_k - mean) / (sd + 1e-6), mean and deviation over all turns of all rows of the group.   -> [B, R]
 
@@ -53,9 +54,9 @@ def gigpo(
     response_mask: Tensor,
     uid: Tensor,
     *,
-    gamma: float = 0.95,
-    episode_weight: float = 1.0,
-    step_weight: float = 1.0,
+    gamma: Share = 0.95,
+    episode_weight: NonNegative = 1.0,
+    step_weight: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
     """A = w_ep norm(s over the group) + w_step norm(G_k over the turns of the group taken in the same state).

@@ -3,10 +3,13 @@
 
 N (`num_tokens`) and S (`num_sequences`) are what `counts` gives, summed over the global mini-batch, and never those of
 the rows at hand, so that the results of any split (micro-batches, packing, processes) add up to the same loss and the
-same gradient. F is `fixed_length`. Where a count is 0 the result is 0.
+same gradient. F is `fixed_length`. Where a count is 0 the result is 0. A function is given those of the three that its
+signature names after the `*`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +18,11 @@ from whet.algorithms.statistics import row_means, row_sums
 from whet.registry import AGGREGATIONS, call, register_aggregation
 
 Count = Tensor | int | float
+
+
+def loss_mask(columns: Mapping[str, Tensor]) -> Tensor:
+    """1 on the tokens that are trained on: those that were sampled, without those that were rejected.   [B, R]"""
+    return columns.get("loss_mask", columns["response_mask"])
 
 
 def counts(response_mask: Tensor) -> dict[str, Tensor]:
@@ -28,15 +36,13 @@ def aggregate(
 ) -> Tensor:
     """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters.
     Raises: RegistryError."""
-    options = {"num_tokens": num_tokens, "num_sequences": num_sequences, "fixed_length": fixed_length}
-    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, options)
+    supplied = {"num_tokens": num_tokens, "num_sequences": num_sequences, "fixed_length": fixed_length}
+    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, supplied)
     return total
 
 
 @register_aggregation("token-mean")
-def token_mean(
-    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
+def token_mean(values: Tensor, response_mask: Tensor, *, num_tokens: Count) -> Tensor:
     """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476).
 
     Elsewhere: verl `token-mean`; TRL's "dapo" and "cispo" divide by the tokens of the whole batch as here, its "bnpo"
@@ -46,9 +52,7 @@ def token_mean(
 
 
 @register_aggregation("token-sum")
-def token_sum(
-    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
+def token_sum(values: Tensor, response_mask: Tensor) -> Tensor:
     """sum(x m): grows with the mini-batch.
 
     Elsewhere: verl `token-sum`.
@@ -57,9 +61,7 @@ def token_sum(
 
 
 @register_aggregation("seq-mean-token-sum", unbiased=True)
-def seq_mean_token_sum(
-    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
+def seq_mean_token_sum(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
     """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences.
 
     Elsewhere: verl `seq-mean-token-sum`; TRL's "luspo".
@@ -69,7 +71,7 @@ def seq_mean_token_sum(
 
 @register_aggregation("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(
-    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
+    values: Tensor, response_mask: Tensor, *, num_sequences: Count, fixed_length: int
 ) -> Tensor:
     """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783).
 
@@ -80,9 +82,7 @@ def seq_mean_token_sum_norm(
 
 
 @register_aggregation("seq-mean-token-mean")
-def seq_mean_token_mean(
-    values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
+def seq_mean_token_mean(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
     """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300).
 
     Elsewhere: verl `seq-mean-token-mean`; TRL's "grpo".

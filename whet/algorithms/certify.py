@@ -220,16 +220,7 @@ def loss_of_group(
     mask, kl, correction = batch["response_mask"], algorithm.kl, algorithm.correction
     rewards = batch["token_level_scores"]
     if kl.where == "reward":
-        rewards, _ = apply_kl_to_reward(
-            rewards,
-            batch["old_log_probs"],
-            batch["ref_log_probs"],
-            mask,
-            form=kl.form,
-            coef=kl.coef,
-            old_vocab_log_probs=batch["old_vocab_log_probs"],
-            ref_vocab_log_probs=batch["ref_vocab_log_probs"],
-        )
+        rewards, _ = apply_kl_to_reward(rewards, batch, form=kl.form, coef=kl.coef)
     batch["token_level_rewards"] = rewards
     estimated = estimate(ADV_ESTIMATORS[algorithm.adv_estimator], batch, algorithm.adv_options)
     batch |= {"advantages": estimated.advantages}
@@ -248,15 +239,7 @@ def loss_of_group(
     if algorithm.entropy_coef:
         total = total - algorithm.entropy_coef * total_of(outputs["entropy"])
     if kl.where == "loss":
-        penalty = kl_penalty(
-            kl.form,
-            outputs["log_probs"],
-            batch["ref_log_probs"],
-            mask,
-            vocab_log_probs=outputs["vocab_log_probs"],
-            ref_vocab_log_probs=batch["ref_vocab_log_probs"],
-        )
-        total = total + kl.coef * total_of(penalty)
+        total = total + kl.coef * total_of(kl_penalty(kl.form, {**batch, **outputs}))
     return total
 
 

@@ -8,12 +8,14 @@ count. None of them carries a gradient.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums
+from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_rejection, register_weight
 
 LARGEST = 20.0  # of a log-weight: exp of it is far beyond any bound
@@ -26,7 +28,7 @@ def importance(
     response_mask: Tensor,
     *,
     level: Literal["token", "sequence"] = "token",
-    cap: float = 2.0,
+    cap: Cap = 2.0,
     normalise: bool = False,
 ) -> Tensor:
     """min(w, cap), w = exp(x) of each token, or exp(sum_t x) of its sequence.   -> [B, R]
@@ -52,8 +54,8 @@ def icepop(
     response_mask: Tensor,
     *,
     level: Literal["token", "sequence"] = "token",
-    low: float = 0.5,
-    high: float = 5.0,
+    low: Share = 0.5,
+    high: Annotated[float, Ge(1)] = 5.0,
 ) -> Tensor:
     """w where low <= w <= high, else 0: tokens on which the two disagree teach nothing.   -> [B, R]
 
@@ -66,7 +68,7 @@ def icepop(
 
 
 @register_weight("top_entropy")
-def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: float = 0.2) -> Tensor:
+def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: Annotated[float, Gt(0), Le(1)] = 0.2) -> Tensor:
     """1 on the `share` of the mini-batch's tokens with the most entropy, 0 on the others.   -> [B, R]
 
     Wang et al. 2025, https://arxiv.org/abs/2506.01939.
@@ -87,7 +89,7 @@ def off_policy_sequence(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    threshold: float = 2.0,
+    threshold: Positive = 2.0,
 ) -> Tensor:
     """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
 
@@ -105,7 +107,7 @@ def pf_ppo(
     response_mask: Tensor,
     *,
     form: Literal["pow", "max_min", "max_random"] = "pow",
-    power: float = 2.0,
+    power: NonNegative = 2.0,
 ) -> Tensor:
     """Rows weighed by their score: "pow" abs(s)^power; "max_min" the best and the worst of all alone; "max_random" the
     best whole, others a quarter. Their mean over the mini-batch's rows is 1.   -> [B, R]
@@ -135,8 +137,8 @@ def divergence(
     *,
     form: Literal["k1", "k2", "k3"] = "k3",
     level: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"] = "token",
-    low: float | None = None,
-    high: float | None = None,
+    low: Annotated[float, Le(0)] | None = None,
+    high: Annotated[float, Gt(0)] | None = None,
 ) -> Tensor:
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 

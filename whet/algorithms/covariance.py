@@ -13,23 +13,24 @@ from torch import Tensor
 
 from whet.algorithms.policy_losses import ppo_clip
 from whet.algorithms.statistics import masked_mean
+from whet.options import Finite, NonNegative, Share
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-@register_policy_loss("clip_cov", before={"chosen": "choose_within"})
+@register_policy_loss("clip_cov", ordered=("lower", "upper"), before={"chosen": "choose_within"})
 def clip_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     chosen: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    share: float = 2e-4,
-    lower: float = 1.0,
-    upper: float = 5.0,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    share: Share = 2e-4,
+    lower: Finite = 1.0,
+    upper: Finite = 5.0,
 ) -> Loss:
     """PPO's clipped loss, without gradient on the `chosen` tokens, those with lower < cov < upper.   -> [B, R]
 
@@ -52,8 +53,8 @@ def kl_cov(
     advantages: Tensor,
     chosen: Tensor,
     *,
-    share: float = 2e-4,
-    coef: float = 1.0,
+    share: Share = 2e-4,
+    coef: NonNegative = 1.0,
 ) -> Loss:
     """-A rho, and on the `chosen` tokens, the `share` of all with the largest cov, coef abs(l - o) more.   -> [B, R]
 
@@ -63,7 +64,7 @@ def kl_cov(
     loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp()
     places = chosen.nonzero(as_tuple=True)  # few: a product over all tokens would cost more than the rest
     loss = loss.index_put(places, coef * log_ratio[places].abs(), accumulate=True)
-    return loss, {"ppo_kl": -log_ratio.detach(), "kl_cov_share": chosen != 0}
+    return loss, {"kl_cov_share": chosen != 0}
 
 
 def choose_within(
@@ -72,9 +73,9 @@ def choose_within(
     response_mask: Tensor,
     draws: Tensor,
     *,
-    share: float,
-    lower: float,
-    upper: float,
+    share: Share,
+    lower: Finite,
+    upper: Finite,
 ) -> Tensor:
     """`chosen` of `clip_cov` [B, R] bool. `draws` [B, R] are uniform in [0, 1): the smallest are taken."""
     covariance = covariances(advantages, old_log_probs, response_mask)
@@ -83,7 +84,7 @@ def choose_within(
     return _flags(within[order[: _count(share, response_mask)]], response_mask)
 
 
-def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: float) -> Tensor:
+def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: Share) -> Tensor:
     """`chosen` of `kl_cov` [B, R] bool."""
     covariance = covariances(advantages, old_log_probs, response_mask).masked_fill(response_mask == 0, -torch.inf)
     count = min(_count(share, response_mask), covariance.numel())

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, where
 
 from whet.algorithms.advantages import grpo
 from whet.algorithms.statistics import Groups, pick, row_means
+from whet.options import Finite, NonNegative
 from whet.registry import WRAPPERS, register_adv_est, register_wrapper
 
 LARGEST = 10.0  # of MI in the clamped forms, and of k by token
@@ -32,12 +34,12 @@ def cpo(
     uid: Tensor,
     *,
     wrap_method: str = "naive",
-    cpo_lambda: float = 2.0,
-    pos_alpha: float = 0.1,
-    neg_alpha: float = 0.1,
+    cpo_lambda: Annotated[float, Ge(1)] = 2.0,
+    pos_alpha: NonNegative = 0.1,
+    neg_alpha: NonNegative = 0.1,
     loss_position: Literal["all", "entropy", "first"] = "all",
     gate: bool = False,
-    correct_threshold: float = 1.0,
+    correct_threshold: Finite = 1.0,
     std_norm: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A = GRPO's + what `wrap_method` adds, at the tokens that `loss_position` names.   -> [B, R]

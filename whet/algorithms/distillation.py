@@ -6,11 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from whet.algorithms.advantages import grpo
+from whet.options import NonNegative, Positive
 from whet.registry import register_adv_est
 
 
 @register_adv_est("on_policy_distillation")
-def on_policy_distillation(old_log_probs: Tensor, teacher_log_probs: Tensor, *, coef: float = 1.0) -> Tensor:
+def on_policy_distillation(old_log_probs: Tensor, teacher_log_probs: Tensor, *, coef: Positive = 1.0) -> Tensor:
     """A = -coef (o - g): with loss `reinforce` the policy gradient of each token's KL to the teacher.   -> [B, R]
 
     The teacher may be the policy itself with a hint in its prompt (self-distillation).
@@ -30,7 +31,7 @@ def grpo_distillation(
     response_mask: Tensor,
     uid: Tensor,
     *,
-    coef: float = 1.0,
+    coef: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
     """A = GRPO's - coef (o - g): a reward and a teacher at once.   -> [B, R]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whet.options import Finite
 from whet.registry import register_filter
 
 
@@ -20,8 +21,8 @@ def dynamic_sampling(values: Sequence[float]) -> bool:
     return len(set(values)) > 1
 
 
-@register_filter("mean_window")
-def mean_window(values: Sequence[float], *, low: float = 0.01, high: float = 0.99) -> bool:
+@register_filter("mean_window", ordered=("low", "high"))
+def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0.99) -> bool:
     """Keep a group with low < mean < high: neither too hard nor too easy.
 
     The difficulty window of Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312) and EasyR1.

@@ -3,43 +3,30 @@
 
 d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). Where each fits:
 as a loss, on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form follow the
-gradient of the per-token KL with the state distribution held fixed, and `k3` is biased. In the reward, `k1` gives the
-gradient of the sequence KL where it is neither discounted nor divided by a group's deviation; `k3` is far from it.
+gradient of the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy
+those are biased too; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL
+where it is neither discounted nor divided by a group's deviation; `k3` is far from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from whet.registry import KL_FORMS, call, register_kl
 
+Gradient = Literal["own", "k2"]
 
-def kl_penalty(
-    form: str,
-    log_probs: Tensor,
-    ref_log_probs: Tensor | None,
-    response_mask: Tensor | None = None,
-    *,
-    vocab_log_probs: Tensor | None = None,
-    ref_vocab_log_probs: Tensor | None = None,
-) -> Tensor:
-    """The registered `form` of the KL per token, with its gradient with respect to `log_probs`.   [B, R] -> [B, R]
 
-    `full` reads the last two [B, R, V] in their place. With `response_mask`, what stands where it is 0 reaches neither
-    the result nor the gradient.  Raises: RegistryError.
+def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
+    """The registered `form` of the KL per token, with its gradient with respect to what the policy says.   -> [B, R]
+
+    It reads `log_probs`, `ref_log_probs`, `old_log_probs`, or [B, R, V] `vocab_log_probs` and `ref_vocab_log_probs`.
+    Where `response_mask` is 0, what stands there reaches neither the result nor the gradient.  Raises: RegistryError.
     """
-    given = {
-        "log_probs": log_probs,
-        "ref_log_probs": ref_log_probs,
-        "response_mask": response_mask,
-        "vocab_log_probs": vocab_log_probs,
-        "ref_vocab_log_probs": ref_vocab_log_probs,
-    }
-    columns = {name: column for name, column in given.items() if column is not None}
     penalty: Tensor = call(KL_FORMS[form], columns, {})
     return penalty
 
@@ -47,45 +34,37 @@ def kl_penalty(
 def kl_columns(form: str, policy: str = "") -> list[str]:
     """The columns that a form reads, of the policy under the prefix that says which: "" or "old_".
     Raises: RegistryError."""
-    return [name if name.startswith("ref_") else policy + name for name in KL_FORMS[form].columns]
+    return [name if name.startswith(("ref_", "old_")) else policy + name for name in KL_FORMS[form].columns]
 
 
 def apply_kl_to_reward(
-    token_level_scores: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor | None,
-    response_mask: Tensor,
-    *,
-    form: str,
-    coef: float,
-    old_vocab_log_probs: Tensor | None = None,
-    ref_vocab_log_probs: Tensor | None = None,
+    rewards: Tensor, columns: Mapping[str, Tensor], *, form: str, coef: float
 ) -> tuple[Tensor, Tensor]:
-    """(token_level_rewards, KL), both [B, R] and 0 where the mask is 0: r_t = score_t - coef k(o, b)_t.
+    """(token_level_rewards, KL), both [B, R] and 0 where `response_mask` is 0: r_t = rewards_t - coef k(o, b)_t.
 
-    The KL is that of the samples' policy before the update, and comes back for the controller and the metrics. The last
-    two [B, R, V] are what `full` reads.
+    The KL is that of the samples' policy before the update, whose columns are those of `kl_columns(form, "old_")`, and
+    comes back for the controller and the metrics.
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593.
     """
-    outside = response_mask == 0
-    vocabulary = {"vocab_log_probs": old_vocab_log_probs, "ref_vocab_log_probs": ref_vocab_log_probs}
+    outside = columns["response_mask"] == 0
+    before = {name.removeprefix("old_"): column for name, column in columns.items() if name.startswith("old_")}
     with torch.no_grad():
-        penalty = kl_penalty(form, old_log_probs, ref_log_probs, response_mask, **vocabulary).masked_fill(outside, 0.0)
-        return token_level_scores.masked_fill(outside, 0.0) - coef * penalty, penalty
+        penalty = kl_penalty(form, {**columns, **before}).masked_fill(outside, 0.0)
+        return rewards.masked_fill(outside, 0.0) - coef * penalty, penalty
 
 
-@register_kl("k1")
-def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+@register_kl("k1", aliases={"k1+": {"gradient": "k2"}})
+def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
     """d: unbiased for KL(pi || ref), of either sign. For the reward; as a loss its expected gradient is zero.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
     Elsewhere: verl `k1`, `kl`.
     """
-    return log_probs - ref_log_probs
+    return _with_gradient(gradient, log_probs - ref_log_probs, log_probs, ref_log_probs)
 
 
-@register_kl("k2")
+@register_kl("k2", aliases=("k2+",))
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """d^2 / 2: biased in value, of little variance; on-policy its gradient is that of the per-token KL.
 
@@ -96,25 +75,50 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
-@register_kl("k3")
-def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+@register_kl("k3", aliases={"k3+": {"gradient": "k2"}})
+def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
     """exp(-d) + d - 1, -d within 20 and the result at most 10: never negative, unbiased in value, biased as a loss.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
 
-    Elsewhere: verl `k3`, `low_var_kl`, the same limits; TRL's KL term without them, times the ratio by default.
+    Elsewhere: verl `k3`, `low_var_kl`, the same limits; TRL with use_bias_correction_kl=False, without limits.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
-    return (x.expm1() - x).clamp(max=10.0)  # expm1: exp(x) - 1 - x would lose a small x altogether
+    # expm1: exp(x) - 1 - x would lose a small x altogether
+    return _with_gradient(gradient, (x.expm1() - x).clamp(max=10.0), log_probs, ref_log_probs)
 
 
-@register_kl("abs")
-def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+@register_kl("abs", aliases={"abs+": {"gradient": "k2"}})
+def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
     """abs(d).
 
     Elsewhere: verl `abs`.
     """
-    return (log_probs - ref_log_probs).abs()
+    return _with_gradient(gradient, (log_probs - ref_log_probs).abs(), log_probs, ref_log_probs)
+
+
+@register_kl("k1_ratio")
+def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
+
+    As a loss exact where k1 has no gradient, because the ratio has one; of more variance than `k3_ratio`.
+
+    Elsewhere: slime use_unbiased_kl with kl_loss_type="k1".
+    """
+    return _ratio(log_probs, old_log_probs) * k1(log_probs, ref_log_probs)
+
+
+@register_kl("k3_ratio")
+def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
+
+    With several updates a step the samples are of the policy before the first. The gradient is that of the ratio and of
+    k3 together. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+
+    Elsewhere: TRL use_bias_correction_kl, its default; slime use_unbiased_kl; NeMo-RL use_on_policy_kl_approximation,
+    with the ratio to the sampler.
+    """
+    return _ratio(log_probs, old_log_probs) * k3(log_probs, ref_log_probs)
 
 
 @register_kl("full")
@@ -129,45 +133,16 @@ def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
-@register_kl("k1+")
-def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k1 with the gradient of k2.
-
-    Elsewhere: verl `k1+`.
-    """
-    return _with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-@register_kl("k2+")
-def k2_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """k2, under the name that the other forms' pattern gives it.
-
-    Elsewhere: verl `k2+`.
-    """
-    return k2(log_probs, ref_log_probs)
+def _with_gradient(gradient: Gradient, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value with its own gradient, or with that of k2."""
+    if gradient == "own":
+        return value
+    other = k2(log_probs, ref_log_probs)
+    return value.detach() + (other - other.detach())
 
 
-@register_kl("k3+")
-def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2.
-
-    Elsewhere: verl `k3+`.
-    """
-    return _with_gradient_of_k2(k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-@register_kl("abs+")
-def absolute_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of abs with the gradient of k2.
-
-    Elsewhere: verl `abs+`.
-    """
-    return _with_gradient_of_k2(absolute(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-def _with_gradient_of_k2(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    gradient = k2(log_probs, ref_log_probs)
-    return value.detach() + (gradient - gradient.detach())
+def _ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    return (log_probs - old_log_probs).clamp(-20.0, 20.0).exp()
 
 
 class KLController(Protocol):

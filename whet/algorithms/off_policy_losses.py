@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whet.algorithms.policy_losses import ppo_clip
 from whet.algorithms.statistics import pick, row_sums
+from whet.options import Cap, NonNegative, Share
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -39,9 +40,9 @@ def decoupled_ppo(
     rollout_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    cap: float = 2.0,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    cap: Cap = 2.0,
 ) -> Loss:
     """PPO's clipped loss around o, each token weighed by min(exp(o - u), cap), u what the sampler said.   -> [B, R]
 
@@ -66,8 +67,8 @@ def topr(
     response_mask: Tensor,
     *,
     level: Literal["trajectory", "token"] = "trajectory",
-    right_weight: float = 1.0,
-    wrong_weight: float = 1.0,
+    right_weight: NonNegative = 1.0,
+    wrong_weight: NonNegative = 1.0,
 ) -> Loss:
     """Right rows -A l, wrong ones -sg(clamp(ratio, 0, 1)) A l: imitate without weights, unlearn with tapered ones.
 
@@ -90,9 +91,9 @@ def dppo_tv(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    cap: float = 20.0,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: Share = 0.2,
+    cap: Cap = 20.0,
 ) -> Loss:
     """-A sg(min(rho, c)) l where the move of a token's probability p is within bounds, else 0.   -> [B, R]
 
@@ -109,7 +110,7 @@ def dppo_tv(
 
 @register_policy_loss("dppo_kl", unbiased=True)
 def dppo_kl(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: float = 0.05, cap: float = 20.0
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: NonNegative = 0.05, cap: Cap = 20.0
 ) -> Loss:
     """As `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.   -> [B, R]
 
@@ -132,7 +133,7 @@ def dro(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    beta: float = 1.0,
+    beta: NonNegative = 1.0,
     level: Literal["token", "sequence"] = "token",
 ) -> Loss:
     """-(A l - beta/2 (l - o)^2): a quadratic tie to the old policy and no ratio.   -> [B, R]
@@ -147,7 +148,7 @@ def dro(
     if level == "sequence":
         lengths = response_mask.sum(-1).clamp(min=1)
         tie = (row_sums(log_ratio, response_mask).square() / lengths)[:, None].expand_as(log_ratio)
-    return 0.5 * beta * tie - advantages * log_probs, {"ppo_kl": -log_ratio.detach()}
+    return 0.5 * beta * tie - advantages * log_probs, {}
 
 
 @register_policy_loss("vespo", aggregation="token-mean")
@@ -157,10 +158,10 @@ def vespo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
+    k_pos: NonNegative = 2.0,
+    lambda_pos: NonNegative = 3.0,
+    k_neg: NonNegative = 3.0,
+    lambda_neg: NonNegative = 2.0,
 ) -> Loss:
     """-sg(phi(w)) A l, phi(w) = e^lambda w^k e^(-lambda w), w the ratio of the sequence, k and lambda by A's sign.
 

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses. Each returns the loss of every token [B, R], and per-token diagnostics, whose mean over the sampled
 tokens is what is reported (as `actor/<name>`, under verl's names). How tokens are summed up is not a loss's to say; one
-that is defined by its aggregation has it as a mark.
+that is defined by its aggregation has it as a mark. `actor/ppo_kl` is measured by the objective, for all losses alike.
 
 l is `log_probs`, o is `old_log_probs`, A is `advantages`, sg stops the gradient.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from whet.algorithms.statistics import pick, row_means, row_sums
+from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_policy_loss
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -25,9 +27,9 @@ def ppo_clip(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = None,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    clip_ratio_c: Annotated[float, Gt(1)] | None = None,
 ) -> Loss:
     """max(-A rho, -A clamp(rho, 1 - low, 1 + high)) with rho = exp(clamp(l - o, -20, 20)).   -> [B, R]
 
@@ -38,10 +40,9 @@ def ppo_clip(
     Elsewhere: verl `vanilla` has the dual clip on, as the alias has; TRL's loss_types grpo, bnpo, dr_grpo and dapo are
     this with four aggregations and without the limit of 20.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    ratio = log_ratio.exp()
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    diagnostics = {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    diagnostics = {"pg_clipfrac": clipped}
     if clip_ratio_c is not None:
         diagnostics["pg_clipfrac_lower"] = (advantages < 0) & (ratio > clip_ratio_c)
     return loss, diagnostics
@@ -54,8 +55,8 @@ def gspo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 3e-4,
-    clip_ratio_high: float = 4e-4,
+    clip_ratio_low: Share = 3e-4,
+    clip_ratio_high: NonNegative = 4e-4,
 ) -> Loss:
     """PPO's clipped loss on the ratio of the whole sequence, s = exp(mean_t(l - o)), log s at most 10.   -> [B, R]
 
@@ -70,7 +71,7 @@ def gspo(
     sequence_ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()
     ratio = sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+    return loss, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("delta", unbiased=True)
@@ -79,9 +80,9 @@ def delta(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    delta: float = 2.0,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    delta: Annotated[float, Gt(1)] = 2.0,
 ) -> Loss:
     """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): wrong tokens' ratios are bounded too.   -> [B, R]
 
@@ -102,8 +103,8 @@ def luspo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 3e-4,
-    clip_ratio_high: float = 4e-4,
+    clip_ratio_low: Share = 3e-4,
+    clip_ratio_high: NonNegative = 4e-4,
 ) -> Loss:
     """GSPO's clipped sequence ratio on every token, summed and not averaged: long answers weigh by their length.
 
@@ -112,10 +113,9 @@ def luspo(
 
     Elsewhere: TRL loss_type="luspo" with importance_sampling_level="sequence", without the limit of 10.
     """
-    log_ratio = log_probs - old_log_probs
-    ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()[:, None]
+    ratio = row_means(log_probs - old_log_probs, response_mask).clamp(max=10.0).exp()[:, None]
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    return loss, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("cispo", unbiased=True)
@@ -124,8 +124,8 @@ def cispo(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: Share = 0.2,
+    clip_ratio_high: Cap = 0.2,
     bounds: Literal["relative", "cap", "absolute"] = "relative",
 ) -> Loss:
     """-sg(clamp(rho, lower, upper)) A l: no token loses its gradient, its weight is what is clipped.   -> [B, R]
@@ -141,15 +141,14 @@ def cispo(
         "cap": (0.0, clip_ratio_high),
         "absolute": (clip_ratio_low, clip_ratio_high),
     }[bounds]
-    log_ratio = _log_ratio(log_probs, old_log_probs).detach()
-    ratio = log_ratio.exp()
+    ratio = _log_ratio(log_probs, old_log_probs).detach().exp()
     clipped = (ratio < lower) | (ratio > upper)
-    return -ratio.clamp_(lower, upper) * advantages * log_probs, {"ppo_kl": -log_ratio, "pg_clipfrac": clipped}
+    return -ratio.clamp_(lower, upper) * advantages * log_probs, {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("sapo", aggregation="seq-mean-token-mean")
 def sapo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> Loss:
     """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a gate that closes smoothly, no clip.   -> [B, R]
 
@@ -157,10 +156,10 @@ def sapo(
 
     Elsewhere: verl `sapo` and TRL loss_type="sapo", the same numbers.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    tau = pick(advantages > 0, tau_pos, tau_neg, log_ratio)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0))
-    return -4.0 * advantages / tau * gate, {"ppo_kl": -log_ratio.detach()}
+    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    tau = pick(advantages > 0, tau_pos, tau_neg, ratio)
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    return -4.0 * advantages / tau * gate, {}
 
 
 @register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", aliases=("gmpo",))
@@ -170,8 +169,8 @@ def geo_mean(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip_ratio_low: float = 0.4,
-    clip_ratio_high: float = 0.4,
+    clip_ratio_low: NonNegative = 0.4,
+    clip_ratio_high: NonNegative = 0.4,
 ) -> Loss:
     """-mean_t(A) exp(mean_t x_t), x_t = sgn(A) min(sgn(A) k_t, sgn(A) clamp(k_t, -low, high)), k = l - o.   -> [B, R]
 
@@ -185,12 +184,12 @@ def geo_mean(
     kept = kept.masked_fill(advantages == 0, 0.0)  # sgn(0) is 0
     loss = -row_means(advantages, response_mask) * row_means(kept, response_mask).exp()
     clipped = kept.detach() != log_ratio
-    return loss[:, None].expand(response_mask.shape), {"ppo_kl": -log_ratio.detach(), "pg_clipfrac": clipped}
+    return loss[:, None].expand(response_mask.shape), {"pg_clipfrac": clipped}
 
 
 @register_policy_loss("sppo", aggregation="seq-mean-token-mean")
 def sppo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: float = 1.0
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: Positive = 1.0
 ) -> Loss:
     """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, as `win_rate` gives it.   -> [B, R]
 

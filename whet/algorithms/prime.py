@@ -9,6 +9,7 @@ from torch import Tensor
 from whet.algorithms.advantages import rloo
 from whet.algorithms.scan import reward_to_go
 from whet.algorithms.statistics import Groups, row_means, row_sums, whiten
+from whet.options import NonNegative, Positive
 from whet.registry import register_adv_est, register_value_loss
 
 
@@ -19,9 +20,9 @@ def prime(
     response_mask: Tensor,
     uid: Tensor,
     *,
-    beta: float = 0.05,
-    outcome_weight: float = 1.0,
-    process_weight: float = 1.0,
+    beta: Positive = 0.05,
+    outcome_weight: NonNegative = 1.0,
+    process_weight: NonNegative = 1.0,
 ) -> Tensor:
     """A_t = whiten(w_o (s - mean of the others' s) + w_p sum_{k >= t} (q_k - mean of the others' mean q)).   -> [B, R]
 
@@ -43,7 +44,7 @@ def prime(
 
 @register_value_loss("implicit_reward", aggregation="seq-mean-token-mean")
 def implicit_reward(
-    log_probs: Tensor, ref_log_probs: Tensor, accuracy: Tensor, response_mask: Tensor, *, beta: float = 0.05
+    log_probs: Tensor, ref_log_probs: Tensor, accuracy: Tensor, response_mask: Tensor, *, beta: Positive = 0.05
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What trains the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against right or wrong.
 

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.statistics import Groups, row_sums
-from whet.registry import register_shaping
 
 
-@register_shaping("soft_overlong")
 def soft_overlong(
     response_lengths: Tensor, *, max_response_length: int, buffer_length: int, penalty: float = 1.0
 ) -> Tensor:
     """min(-(len - (L_max - L_buf)) / L_buf * penalty, 0), to be added to the score.   [B] tokens -> [B]
 
     A ramp over the last L_buf = `buffer_length` tokens, from 0 down to -penalty at L_max = `max_response_length`.
-
-    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
-
-    Elsewhere: verl's reward manager `dapo`, overlong_buffer; TRL get_soft_overlong_punishment, with a penalty of 1.
+    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476; verl's reward manager `dapo`, overlong_buffer; TRL
+    get_soft_overlong_punishment.
     """
     excess = response_lengths - (max_response_length - buffer_length)
     return (-excess / buffer_length * penalty).clamp(max=0.0)

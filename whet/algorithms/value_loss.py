@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.options import Positive
 from whet.registry import register_value_loss
 
 
 @register_value_loss("clipped", aliases={"mse": {"cliprange_value": None}})
 def clipped(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None = 0.5
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: Positive | None = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """1/2 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2), or 1/2 (v - R)^2 where c is None.   -> [B, R]
 

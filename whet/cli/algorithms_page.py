@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_origin
 
 from whet.config.keys import choices
 from whet.config.schema import TrainConfig
-from whet.registry import AGGREGATIONS, KINDS, REQUIRED, SHAPINGS, WRAPPERS, Entry, Registry
+from whet.options import bounds_of, words
+from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry
 
 if TYPE_CHECKING:
     from whet.algorithms.certify import Certificate, Row
@@ -18,13 +19,8 @@ _CHOICES = {
     choice.registry: (key, choice.options and choice.options_key(key))
     for key, choice in reversed(list(choices(TrainConfig).items()))
 }
-_UNMARKED = {
-    WRAPPERS: "algorithm.adv_options.wrap_method",
-    AGGREGATIONS: "algorithm.loss_agg_mode",
-    SHAPINGS: "algorithm.overlong",
-}
 CHOSEN_BY: dict[str, tuple[str, str | None]] = {
-    kind.kind: (_CHOICES[kind] if kind in _CHOICES else (_UNMARKED[kind], None)) for kind in KINDS
+    kind.kind: _CHOICES.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS
 }
 # By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
 Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
@@ -127,10 +123,9 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
     found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]
     if options_key is not None:
         for name, value in entry.options.items():
-            choices = (
-                f" (or {', '.join(c for c in entry.choices[name] if c != value)})" if name in entry.choices else ""
-            )
-            found.append((f"{options_key}.{name}", default(value) + choices))
+            takes = entry.takes.get(name)
+            is_limited = get_origin(takes) is Literal or any(bounds_of(takes))
+            found.append((f"{options_key}.{name}", default(value) + (f" ({words(takes)})" if is_limited else "")))
     found.append(("elsewhere", elsewhere(entry)))
     return [(title, text) for title, text in found if text]
 

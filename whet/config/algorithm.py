@@ -9,9 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.config.choice import Choice
 from whet.config.section import Section
-from whet.registry import ADV_ESTIMATORS, FILTERS, KL_FORMS, POLICY_LOSSES, REJECTIONS, WEIGHTS
-
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, REJECTIONS, WEIGHTS
 
 
 class KLConfig(Section):
@@ -20,7 +18,8 @@ class KLConfig(Section):
     where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
     form: Annotated[str, Choice(KL_FORMS)] = Field(
         "k3",
-        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; full over the vocabulary",
+        description="k1, k2, k3, abs, with + the value of the form and the gradient of k2; k1_ratio and k3_ratio for a "
+        "loss with several updates a step; full over the vocabulary",
     )
     coef: NonNegativeFloat = Field(0.001, description="its weight")
     controller: Literal["fixed", "adaptive"] = Field("fixed", description="whether the weight follows a target")
@@ -42,7 +41,7 @@ class FilterConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft penalty for answers near the limit."""
+    """DAPO's soft penalty for responses near the limit: min(-(len - (limit - buffer)) / buffer * penalty, 0)."""
 
     penalty: NonNegativeFloat = Field(0.0, description="the most that is taken from a reward; 0 is off")
     buffer_length: PositiveInt = Field(64, description="tokens before the limit over which the penalty grows")
@@ -98,8 +97,10 @@ class AlgorithmConfig(Section):
         "ppo_clip", description="registered name, module:function or file.py:function"
     )
     loss_options: dict[str, Any] = Field({}, description="options of the loss")
-    loss_agg_mode: Aggregation | None = Field(
-        None, description="unset: what the loss or estimator fixes, else token-mean"
+    loss_agg_mode: Annotated[str | None, Choice(AGGREGATIONS, is_checked=False)] = Field(
+        None,
+        description="registered aggregation, module:function or file.py:function; unset: what the loss or estimator "
+        "fixes, else token-mean",
     )
     loss_fixed_length: PositiveInt | None = Field(
         None, description="F of seq-mean-token-sum-norm; unset: data.max_response_length"

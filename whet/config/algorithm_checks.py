@@ -9,10 +9,20 @@ from functools import partial
 from whet.config.choice import entry_at
 from whet.config.schema import ActorConfig, AlgorithmConfig, DataConfig, KLConfig, OptimConfig, TrainConfig
 from whet.errors import ConfigError
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS
+from whet.registry import (
+    ADV_ESTIMATORS,
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    REJECTIONS,
+    REQUIRED,
+    VALUE_LOSSES,
+    WEIGHTS,
+    WRAPPERS,
+)
 
 CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
+AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # what there is to aggregate
 
 
 def aggregation(algorithm: AlgorithmConfig) -> str:
@@ -54,7 +64,7 @@ def algorithm_checks(config: TrainConfig) -> list[Callable[[], object]]:
         partial(_check_kl_controller, algorithm.kl),
         partial(_check_correction, algorithm),
         partial(_check_group, config),
-        partial(aggregation, algorithm),
+        partial(_check_aggregation, algorithm),
         partial(_check_overlong, config),
         partial(_check_updates, "actor", config.actor, config.data),
         partial(_check_critic, config),
@@ -75,6 +85,16 @@ def _check_wrapper(algorithm: AlgorithmConfig) -> None:
     name = algorithm.adv_options.get("wrap_method")
     if isinstance(name, str):
         entry_at(WRAPPERS, "algorithm.adv_options.wrap_method", name)
+
+
+def _check_aggregation(algorithm: AlgorithmConfig) -> None:
+    entry = entry_at(AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
+    required = [name for name, default in entry.options.items() if default is REQUIRED]
+    if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
+        raise ConfigError(
+            f"algorithm.loss_agg_mode={entry.name} takes {unknown[0]!r}, which nobody gives it; there is "
+            f"{', '.join(AGGREGATED)}; give it a default after the `*`, or take it out"
+        )
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:

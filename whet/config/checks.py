@@ -220,7 +220,7 @@ def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: C
         if ":" in function:
             _check_function_path("reward.function", function)
         else:
-            entry_at(REWARDS, "reward.function", function)
+            entry_at(REWARDS, "reward.function", function).check(reward.kwargs, "reward.kwargs.")
     if reward.weights is not None and len(reward.weights) != len(functions):
         raise ConfigError(
             f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"

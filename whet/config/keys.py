@@ -3,34 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from whet.config.choice import Choice
 from whet.config.schema import Section
+from whet.options import BOUNDS, words
 
 ENOUGH_ALIKE = 0.6  # of 1; below this a suggestion misleads more than it helps
-WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    NoneType: "null",
-    list: "a list",
-    dict: "a mapping",
-    Any: "any value",
-}
-BOUNDS: tuple[tuple[type[Any], Callable[[Any], str]], ...] = (
-    (Gt, lambda bound: f"> {bound.gt}"),
-    (Ge, lambda bound: f">= {bound.ge}"),
-    (Le, lambda bound: f"<= {bound.le}"),
-)
 
 
 @cache
@@ -127,20 +111,6 @@ def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     """What a field takes, in words a user knows from YAML: 'a whole number > 0 or null'."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return describe_type(arguments[0], tuple(arguments[1:]))
-    if origin in (Union, UnionType):
-        return " or ".join(describe_type(argument) for argument in arguments)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple:
-        return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
-    if origin is list:
-        return f"a list, each {describe_type(arguments[0])}"
-    if origin is dict:
-        return WORDS[dict]
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
-    limits = [words(bound) for kind, words in BOUNDS for bound in bounds if isinstance(bound, kind)]
-    return f"{WORDS[annotation]} {' and '.join(limits)}".rstrip()
+    return words(annotation, [bound for bound in bounds if type(bound) in BOUNDS], describe_type)

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
-from whet.config.keys import WORDS, describe_type, field_at
+from whet.config.keys import describe_type, field_at
 from whet.config.renamed import rename
 from whet.config.schema import Section
 from whet.errors import ConfigError
+from whet.options import WORDS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -31,6 +31,7 @@ from whet.data.loader import (
     shuffled,
 )
 from whet.errors import DataError
+from whet.options import NonNegative, Positive, Share
 from whet.registry import SAMPLERS, Entry, register_sampler
 from whet.types import Group, Prompt
 
@@ -150,7 +151,7 @@ def curriculum(
     total_draws: int,
     *,
     difficulty_key: str,
-    spread: float = 0.1,
+    spread: NonNegative = 0.1,
     hardest_first: bool = False,
 ) -> Rows:
     """From easy to hard over the steps of the run, by the number that `difficulty_key` names.
@@ -178,7 +179,13 @@ class Learnability:
     Foster et al. 2025, https://arxiv.org/abs/2502.12272."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], seed: int, *, floor: float = 0.02, memory: float = 0.5, prior: float = 1.0
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        floor: NonNegative = 0.02,
+        memory: Share = 0.5,
+        prior: Positive = 1.0,
     ) -> None:
         self._seed, self._floor, self._memory, self._prior = seed, floor, memory, prior
         self._places = {prompt.index: place for place, prompt in enumerate(prompts)}

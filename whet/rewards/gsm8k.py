@@ -7,6 +7,7 @@ import re
 from decimal import Decimal
 from typing import Literal
 
+from whet.options import Share
 from whet.registry import register_reward
 from whet.rewards.result import number_text
 
@@ -23,7 +24,7 @@ def compute_score(
     ground_truth: str | int | float,
     *,
     method: Literal["flexible", "strict"] = "flexible",
-    format_score: float = 0.0,
+    format_score: Share = 0.0,
 ) -> dict[str, float | str | None]:
     """1 where the number given is the number asked for, `format_score` where another number is given, else 0.
 

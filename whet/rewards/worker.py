@@ -33,7 +33,10 @@ class WorkerSpec:
 
     def load(self) -> RewardFunction:
         """The function, imported where it is named.  Raises: RegistryError, RewardError, what the import raises."""
-        function = REWARDS[self.function].load() if isinstance(self.function, str) else self.function
+        function = self.function
+        if isinstance(function, str):
+            REWARDS[function].check(self.kwargs, "reward.kwargs.")
+            function = REWARDS[function].load()
         return adapt(function, kwargs=self.kwargs, correct_threshold=self.correct_threshold)
 
 

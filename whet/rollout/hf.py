@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.models.attention import NAME
+from whet.models.positions import position_ids
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -120,7 +121,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         if (implementation := module.config._attn_implementation) == NAME:  # which works with whet's cache alone
             module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
             self._restore.callback(module.set_attn_implementation, implementation)
-        positions = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
+        positions = position_ids(batch.mask)[:, -batch.ids.shape[1] :]
         out = module(
             batch.ids,
             attention_mask=batch.mask,

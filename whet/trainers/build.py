@@ -213,7 +213,8 @@ def plan(config: TrainConfig) -> ColumnPlan:
         read = VALUE_LOSSES[config.critic.value_loss].columns
         readers[f"critic.value_loss={config.critic.value_loss}"] = [c for c in read if c not in CRITIC_COLUMNS]
     bypass = correction.old_log_probs == "rollout"
-    if "old_log_probs" in loss.columns and (bypass or updates_per_step(config.actor, config.data.train_batch_size) > 1):
+    of_loss = {*loss.columns, *(kl_columns(algorithm.kl.form) if algorithm.kl.where == "loss" else ())}
+    if "old_log_probs" in of_loss and (bypass or updates_per_step(config.actor, config.data.train_batch_size) > 1):
         # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
         readers["the ratio of the policy to what it was"] = ["old_log_probs"]
     if algorithm.kl.where == "reward":

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
 import torch
+from annotated_types import Ge
 
 from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
 from whet.models.positions import position_ids
+from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
 from whet.registry import Registry, load_target
@@ -156,7 +158,7 @@ def own(
     sources: Sources,
     *,
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
-    max_tokens: int = 64,
+    max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
     """What the policy itself says when it is asked for a hint."""
     template = jinja2.Template(question, undefined=jinja2.StrictUndefined)
@@ -185,8 +187,8 @@ def judge(
     *,
     complete: str,
     instruction: str = "Give one short hint that helps to solve this problem. Do not give the answer away.",
-    timeout_seconds: float = 60.0,
-    parallel: int = 8,
+    timeout_seconds: Positive = 60.0,
+    parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
     """What a judge says of each prompt: `complete` names a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those that have said nothing `timeout_seconds` after

@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from whet.algorithms.adapters import PolicyLoss, policy_loss
-from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.statistics import masked_mean
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
 from whet.models.outputs import POLICY_OUTPUTS, VALUE_OUTPUTS
-from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry
+from whet.protocol import DataProto
+from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,36 @@ class Objective:
     fixed_length: int = 1  # F of seq-mean-token-sum-norm
     temperature: float = 1.0
     block: int = 1
+    kind: ClassVar[Registry] = POLICY_LOSSES
+
+    @cached_property
+    def entry(self) -> Entry:
+        """The registered loss."""
+        return self.kind[self.loss_name]
+
+    def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
+        """The loss of whole sequences: what was sampled counts in their ratios, and of it only what is trained on has a
+        gradient. A function that sums up itself is shown what is trained on alone."""
+        trained = loss_mask(columns)
+        if trained is columns["response_mask"]:
+            return policy_loss(self.entry, columns, self.options, supplied)
+        output = "log_probs" if "log_probs" in self.entry.columns else "values"
+        held = torch.where(trained != 0, columns[output], columns[output].detach())
+        result = policy_loss(self.entry, {**columns, output: held}, self.options, supplied)
+        if result.aggregated is None:
+            return result
+        return policy_loss(self.entry, {**columns, "response_mask": trained}, self.options, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Sampled tokens, and rows that have any."""
-        return counts(batch["response_mask"])
+        return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
         """This micro-batch's share of the mini-batch's number."""
         return aggregate(
             self.aggregation,
             values,
-            batch["response_mask"],
+            loss_mask(batch),
             num_tokens=counts["num_tokens"],
             num_sequences=counts["num_sequences"],
             fixed_length=self.fixed_length,
@@ -64,9 +84,19 @@ class Objective:
         return loss.aggregated * self.counts(batch)[name] / counts[name].clamp(min=1)
 
 
+def narrowed(batch: DataProto, objective: object) -> DataProto:
+    """A mini-batch without the tokens of which a loss reads nothing: rows in which none is trained on; and where it
+    takes no mask, and so looks at each token alone, every one that was rejected."""
+    if "loss_mask" not in batch or not isinstance(objective, Objective):
+        return batch
+    trained = batch["loss_mask"]
+    rows = batch["response_mask"] * trained.any(1, keepdim=True)
+    return batch.with_columns(response_mask=rows if "response_mask" in objective.entry.columns else trained)
+
+
 def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:
     """Per-token diagnostics as means over sampled tokens; scalars as means over rows."""
-    mask = batch["response_mask"]
+    mask = loss_mask(batch)
     size = counts(mask)
     for name, value in loss.diagnostics.items():
         metrics.mean(prefix + name, masked_mean(value, mask), size["num_tokens"])
@@ -76,7 +106,7 @@ def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> 
 
 def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:
     """Records a micro-batch's share of a loss, so that the mean over a step is the mean of its mini-batches' losses."""
-    weight = batch["response_mask"].bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
+    weight = loss_mask(batch).bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
     metrics.mean(name, share.detach() / weight.clamp(min=1e-12), weight)
 
 
@@ -85,15 +115,11 @@ class PolicyObjective(Objective):
     """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
 
     name = "actor"
+    kind = POLICY_LOSSES
     entropy_coef: float = 0.0
     kl_form: str | None = None  # unset: no KL in the loss
     kl_coef: float = 0.0
     supplied: Any = None  # what a foreign loss is given as `config`
-
-    @cached_property
-    def entry(self) -> Entry:
-        """The registered policy loss."""
-        return POLICY_LOSSES[self.loss_name]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -107,28 +133,28 @@ class PolicyObjective(Objective):
         supplied = {
             "config": self.supplied,
             "loss_agg_mode": self.aggregation,
-            "batch": {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)},
+            "batch": {
+                **{name: column for name, column in columns.items() if isinstance(column, torch.Tensor)},
+                "response_mask": loss_mask(batch),
+            },
             "non_tensor_batch": {name: each for name, each in batch.items() if not isinstance(each, torch.Tensor)},
         }
-        result = policy_loss(self.entry, columns, self.options, supplied)
-        metrics = Metrics()
+        result = self.call(columns, supplied)
+        metrics, mask = Metrics(), loss_mask(batch)
+        tokens = mask.bool().sum()
+        reported = {*result.diagnostics, *result.metrics}
+        if "old_log_probs" in self.entry.columns and not {"ppo_kl", "actor/ppo_kl"} & reported:
+            moved = columns["old_log_probs"] - outputs["log_probs"].detach()
+            metrics.mean("actor/ppo_kl", masked_mean(moved, mask), tokens)
         measure(metrics, "actor/", result, batch)
         total = self.total(result, batch, counts)
         measure_share(metrics, "actor/pg_loss", total, batch, counts)
 
-        tokens = batch["response_mask"].bool().sum()
-        metrics.mean("actor/entropy", outputs["entropy"].detach().sum() / tokens.clamp(min=1), tokens)
+        metrics.mean("actor/entropy", (outputs["entropy"].detach() * mask).sum() / tokens.clamp(min=1), tokens)
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
         if self.kl_form is not None:
-            penalty = kl_penalty(
-                self.kl_form,
-                outputs["log_probs"],
-                batch.get("ref_log_probs"),
-                batch["response_mask"],
-                vocab_log_probs=outputs.get("vocab_log_probs"),
-                ref_vocab_log_probs=batch.get("ref_vocab_log_probs"),
-            )
+            penalty = kl_penalty(self.kl_form, {**columns, "response_mask": mask})
             distance = self.aggregate(penalty, batch, counts)
             measure_share(metrics, "actor/kl_loss", distance, batch, counts)
             total = total + self.kl_coef * distance
@@ -141,16 +167,17 @@ class ValueObjective(Objective):
 
     loss_name: str = "clipped"
     name = "critic"
+    kind = VALUE_LOSSES
 
     @property
     def needs(self) -> frozenset[str]:
         """What of the model the loss reads."""
-        return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(VALUE_LOSSES[self.loss_name].columns)
+        return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.entry.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """`values` of the batch are those before the update."""
         columns = {**batch, **({"old_values": batch["values"]} if "values" in batch else {}), **outputs}
-        result = policy_loss(VALUE_LOSSES[self.loss_name], columns, self.options)
+        result = self.call(columns)
         metrics = Metrics()
         measure(metrics, "critic/", result, batch)
         total = self.total(result, batch, counts)

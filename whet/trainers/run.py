@@ -322,7 +322,7 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
         yield {
             "uid": batch["trajectory_uid_name"][row],
             "tokens": [tokenizer.decode([token]) for token in ids],
-            "response_mask": batch["response_mask"][row, :length].tolist(),
+            **{name: batch[name][row, :length].tolist() for name in ("response_mask", "loss_mask") if name in batch},
             **numbers,
         }
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled on all rows of a mini-batch before its update: tokens that are not trained on, weights of the others,
-and what a loss wants to know of more rows than it is shown."""
+"""Decisions that are taken on all rows of a step or a mini-batch before its update: which tokens are not trained on
+(`loss_mask`), the weights of the others, and the columns of losses that look at more rows than a micro-batch has.
+
+`response_mask` stays what it is, the tokens that were sampled: ratios of sequences and statistics of rows are of them.
+Losses are summed over `loss_mask` and divided by its counts."""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 
 from whet.algorithms.adapters import settle
+from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.correction import gap
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -39,8 +43,8 @@ class Settlement:
     rejection: Chosen | None = None
 
     def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Takes out of the mask what is not to be trained on, after advantages were estimated from all of it, and
-        measures how far sampler and trainer are apart."""
+        """Adds `loss_mask`, the sampled tokens without those that are not to be trained on, after advantages were
+        estimated from all of them; and measures how far sampler and trainer are apart."""
         if "old_log_probs" in batch:
             apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
             for name, value in apart.items():
@@ -50,17 +54,19 @@ class Settlement:
         sampled = batch["response_mask"] != 0
         kept = self.rejection(batch).expand(sampled.shape) & sampled
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
-        return batch.with_columns(response_mask=kept.to(batch["response_mask"].dtype))
+        return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def weigh(self, mini_batch: DataProto, metrics: Metrics) -> DataProto:
-        """A mini-batch with `token_weights`, and with the columns that the loss has settled."""
+        """A mini-batch with `token_weights`, which are of all that was sampled, and with the columns that the loss has
+        settled, which are of what is trained on."""
+        trained = loss_mask(mini_batch.tensors())
         if self.weight is not None:
-            weights, sampled = self.weight(mini_batch), mini_batch["response_mask"] != 0
-            weights = weights.expand(sampled.shape).masked_fill(~sampled, 0.0)
-            metrics.mean("correction/weight", weights.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
+            weights, counted = self.weight(mini_batch), trained != 0
+            weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
+            metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
             mini_batch = mini_batch.with_columns(token_weights=weights)
         if "before" in self.loss.entry.marks:
-            columns = mini_batch.tensors()
+            columns = {**mini_batch.tensors(), "response_mask": trained}
             settled = settle(self.loss.entry, columns, self.loss.options)
             new = {name: column for name, column in settled.items() if name not in columns}
             mini_batch = mini_batch.with_columns(**new)

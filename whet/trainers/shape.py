@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward, kl_columns
+from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward
 from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import whiten
 from whet.config.schema import TrainConfig
@@ -39,14 +39,11 @@ class Shaper:
         if shaping.reward_clip is not None:
             rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
         if algorithm.kl.where == "reward":
-            columns = {name: batch[name] for name in kl_columns(algorithm.kl.form, "old_")}
-            columns = {"old_log_probs": batch["old_log_probs"], "ref_log_probs": None, **columns}
-            rewards, distance = apply_kl_to_reward(
-                rewards, **columns, response_mask=mask, form=algorithm.kl.form, coef=self.kl_controller.coef
-            )
+            form, coef = algorithm.kl.form, self.kl_controller.coef
+            rewards, distance = apply_kl_to_reward(rewards, batch.tensors(), form=form, coef=coef)
             mean = distance.sum() / mask.sum().clamp(min=1)
             metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
-            metrics.mean("actor/reward_kl_penalty_coeff", self.kl_controller.coef)
+            metrics.mean("actor/reward_kl_penalty_coeff", coef)
             self.kl_controller.update(float(mean), int(mask.any(1).sum()))
         return batch.with_columns(token_level_rewards=rewards)
 

@@ -18,6 +18,7 @@ from whet.metrics import Metrics
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
+from whet.trainers.objectives import narrowed
 from whet.trainers.weight_sender import WeightSender
 
 
@@ -57,7 +58,7 @@ class TrainWorker(WeightSender):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """One optimizer step on the mini-batch `batch`."""
-        return self.engine.update(batch, objective)
+        return self.engine.update(narrowed(batch, objective), objective)
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:

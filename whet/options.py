@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that an option takes, as its annotation says them: read, compared, put into words.
+
+`cap: Annotated[float, Gt(0)] = 2.0` refuses 0, `level: Literal["token", "sequence"]` any other text. A float is never
+nan. An annotation with a name that is not known is not checked.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
+
+Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Share = Annotated[float, Ge(0), Le(1)]
+Cap = Annotated[float, Gt(0)]  # inf: none
+
+# A kind of bound: its sign, its comparison, its limit.
+BOUNDS: dict[type[Any], tuple[str, Callable[[Any, Any], bool], Callable[[Any], Any]]] = {
+    Gt: (">", operator.gt, operator.attrgetter("gt")),
+    Ge: (">=", operator.ge, operator.attrgetter("ge")),
+    Lt: ("<", operator.lt, operator.attrgetter("lt")),
+    Le: ("<=", operator.le, operator.attrgetter("le")),
+}
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    NoneType: "null",
+    list: "a list",
+    dict: "a mapping",
+    Any: "any value",
+}
+
+
+def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
+    """An annotation as a type, be it written as text or not; Any where it has a name that is not among `names`. Without
+    them it is one of a shipped function, which is read from its source and has the names of this file."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(globals() if names is None else names))
+    except Exception:  # other people's code, which may name what only a type checker imports
+        return Any
+
+
+def bounds_of(annotation: Any) -> Iterator[Any]:
+    """Every bound that stands in an annotation."""
+    for argument in get_args(annotation):
+        if isinstance(argument, GroupedMetadata):
+            yield from argument
+        elif type(argument) in BOUNDS:
+            yield argument
+        else:
+            yield from bounds_of(argument)
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is one that the annotation takes."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is Annotated:
+        own = () if value is None else bounds_of(Annotated[(Any, *arguments[1:])])
+        return fits(value, arguments[0]) and all(_holds(bound, value) for bound in own)
+    if origin in (Union, UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (list, Sequence):
+        return isinstance(value, list | tuple) and all(fits(each, arguments[0]) for each in value)
+    if annotation in (int, float):
+        kinds = int if annotation is int else int | float
+        return isinstance(value, kinds) and not isinstance(value, bool) and value == value
+    kind = origin or annotation
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], str] | None = None) -> str:
+    """An annotation in words that a user knows from YAML: "a whole number > 0 or null"; `inner` says parts of it."""
+    inner = inner or words
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return words(arguments[0], list(bounds_of(annotation)), inner)
+    if origin in (Union, UnionType):
+        return " or ".join(words(each, bounds) if each in (int, float) else inner(each) for each in arguments)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {inner(arguments[0])}"
+    if origin in (list, Sequence):
+        return f"a list, each {inner(arguments[0])}"
+    kind = WORDS.get(origin or annotation) or f"a {(origin or annotation).__name__}"
+    limits = [(sign, of(bound)) for each, (sign, _, of) in BOUNDS.items() for bound in bounds if type(bound) is each]
+    if any(math.isinf(limit) for _, limit in limits):
+        kind = kind.replace("a number", "a finite number")
+    said = [f"{sign} {limit}" for sign, limit in limits if not math.isinf(limit)]
+    return f"{kind} {' and '.join(said)}".rstrip()
+
+
+def _holds(bound: Any, value: Any) -> bool:
+    _, compare, limit_of = BOUNDS[type(bound)]
+    return compare(value, limit_of(bound))
