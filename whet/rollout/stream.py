@@ -82,6 +82,7 @@ class Taken:
 
     groups: list[Group]
     metrics: Metrics
+    is_dropped: bool = False  # the filter kept none of them
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Rollouts:
     """Complete, scored, filtered groups.
 
     Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills; where it leaves
-    none at all, groups that it dropped, which teach nothing but keep the run going.
+    none at all, groups that it dropped, which are not trained on but keep the run going.
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
     Without a scorer an answer is worth what its environment paid, and right from `correct_threshold` on.
     """
@@ -121,6 +122,7 @@ class Rollouts:
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.failures = FailureWatch()
+        self._kept_some = True
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
@@ -220,13 +222,21 @@ class Rollouts:
                 self.prompts.observe(groups)
                 for group in groups:
                     (kept if _is_kept(group, group_filter) else dropped).append(group)
-                if len(kept) == n or not any(answer.failure is None for g in groups for answer in g.trajectories):
+                is_scored = any(answer.failure is None for group in groups for answer in group.trajectories)
+                if len(kept) == n or not is_scored:
                     break
         metrics.sum("filter/dropped_groups", len(dropped))
         metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
         if len(kept) < n:
             log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
-        return Taken(kept or dropped[:n], metrics)
+        if not kept and self._kept_some and is_scored:
+            log.warning(
+                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included (not said again "
+                "before a step keeps some)",
+                *(step, len(dropped)),
+            )
+        self._kept_some = bool(kept)
+        return Taken(kept or dropped[:n], metrics, is_dropped=not kept)
 
     def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
