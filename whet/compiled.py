@@ -17,10 +17,13 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from whet import files
+
 log = logging.getLogger(__name__)
 # No -ffast-math: it would switch the whole process to flush-to-zero when the library is loaded.
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_DEADLINE_SECONDS = 120
+CHECKSUM_BYTES = 32
 
 
 @cache
@@ -32,7 +35,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     made_from = source.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()
     path = _cache_folder() / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     try:
-        if not path.exists():
+        if not _is_whole(path):
             _compile(compiler, source, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
@@ -51,9 +54,7 @@ def _compiler() -> str | None:
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=library.parent
-    ) as folder:  # two processes may compile at once: rename is atomic
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         subprocess.run(
             [compiler, *FLAGS, str(source), "-o", str(built)],
@@ -61,7 +62,13 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
             capture_output=True,
             timeout=COMPILE_DEADLINE_SECONDS,
         )
-        built.replace(library)
+        files.write(library, built.read_bytes() + hashlib.sha256(built.read_bytes()).digest())  # loaders stop before it
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file ends in the checksum of what is before it: running a library that was cut short kills."""
+    content = library.read_bytes() if library.exists() else b""
+    return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
 def _cache_folder() -> Path:

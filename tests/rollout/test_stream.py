@@ -16,6 +16,7 @@ from whet.data.loader import PromptLoader
 from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
+from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector
 from whet.rollout.groups import Filter
 from whet.rollout.protocol import SamplingParams
@@ -103,11 +104,21 @@ def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrain
     assert taken.metrics.reduce() == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
 
 
-def test_where_everything_is_dropped_the_run_goes_on_with_the_first_of_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    of = rollouts(tokenizer, "1", group_filter=Filter(dynamic_sampling, {}, max_refills=2))
+def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_so(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    # two steps of three rounds that drop all, one that keeps its group, one more that drops all
+    of = rollouts(tokenizer, *"1" * 12, "0", *"1" * 9, group_filter=Filter(dynamic_sampling, {}, max_refills=2))
     taken = of.take(2, step=1)
-    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"]
+    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"] and taken.is_dropped
     assert taken.metrics.reduce() == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
+    batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=taken.is_dropped)
+    assert batch["response_mask"].sum() == 0 and batch["attention_mask"].sum() > 0
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "step 1 trains on nothing: algorithm.filter dropped all 6 groups, refills included (not said again before a "
+        "step keeps some)"
+    ]
 
 
 def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -29,7 +29,7 @@ def doctor(
     config = run_config_of(command, recipe, overrides)
 
     from whet.planning.doctor import examine
-    from whet.trainers.run import run_folder
+    from whet.trainers.frame import run_folder
 
     sections = examine(run_folder(config.trainer))
     if cluster:

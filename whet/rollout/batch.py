@@ -104,10 +104,14 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
     return _with_scores(batch, rows, owners, columns)
 
 
-def with_scores(batch: DataProto, groups: Sequence[Group], *, columns: Sequence[str] = ()) -> DataProto:
-    """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups."""
+def with_scores(
+    batch: DataProto, groups: Sequence[Group], *, columns: Sequence[str] = (), is_dropped: bool = False
+) -> DataProto:
+    """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups; with
+    `is_dropped` none of it is trained on."""
     rows, owners = _rows_and_owners(groups, pad_token_id=0)
-    return _with_scores(batch, rows, owners, columns)
+    scored = _with_scores(batch, rows, owners, columns)
+    return scored.with_columns(response_mask=torch.zeros_like(scored["response_mask"])) if is_dropped else scored
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:

@@ -73,6 +73,7 @@ class Taken:
 
     groups: list[Group]
     metrics: Metrics
+    is_dropped: bool = False  # the filter kept none of them
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Rollouts:
     """Complete, scored, filtered groups.
 
     Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills; where it leaves
-    none at all, groups that it dropped, which teach nothing but keep the run going.
+    none at all, groups that it dropped, which are not trained on but keep the run going.
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
     Without a scorer an answer is worth what its environment paid, and right from `correct_threshold` on.
     """
@@ -112,6 +113,7 @@ class Rollouts:
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.failures = FailureWatch()
+        self._kept_some = True
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups for training; `step` names their random draws."""
@@ -135,14 +137,12 @@ class Rollouts:
 
         if self.group_filter is None:
             begun = sampled(stream.ask(n))
-            return Sampled(begun.groups, lambda: _taken(scored(begun.result()), metrics))
+            return Sampled(begun.groups, lambda: self._taken(scored(begun.result()), step, metrics))
         after: Start | HandOut = stream.ask(n)
         with self.sampling():
             while isinstance(after, Start):
                 after = scored(sampled(after).result())
-        taken = _taken(after, metrics)
-        if len(taken.groups) < n:
-            log.debug("step %d trains on %d of %d groups: the filter dropped the others", step, len(taken.groups), n)
+        taken = self._taken(after, step, metrics)
         return Sampled(taken.groups, lambda: taken)
 
     def close(self) -> None:
@@ -216,6 +216,26 @@ class Rollouts:
         if self.prompts is not None:
             self.prompts.load_state(state)
 
+    def _taken(self, handed_out: Start | HandOut, step: int, metrics: Metrics) -> Taken:
+        """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
+        assert isinstance(handed_out, HandOut)
+        kept, dropped, n = handed_out.kept, handed_out.dropped, handed_out.wanted
+        if not handed_out.is_filtered:
+            return Taken(kept, metrics)
+        metrics.sum("filter/dropped_groups", len(dropped))
+        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+        if len(kept) < n:
+            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+        is_scored = any(each.failure is None for group in dropped for each in group.trajectories)
+        if not kept and self._kept_some and is_scored:
+            log.warning(
+                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included (not said again "
+                "before a step keeps some)",
+                *(step, len(dropped)),
+            )
+        self._kept_some = bool(kept)
+        return Taken(kept or dropped[:n], metrics, is_dropped=not kept)
+
     def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if self.scorer is not None:
@@ -244,16 +264,6 @@ class Rollouts:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def _taken(handed_out: Start | HandOut, metrics: Metrics) -> Taken:
-    """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
-    assert isinstance(handed_out, HandOut)
-    kept, dropped = handed_out.kept, handed_out.dropped
-    if handed_out.is_filtered:
-        metrics.sum("filter/dropped_groups", len(dropped))
-        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
-    return Taken(kept or dropped[: handed_out.wanted], metrics)
 
 
 def _judged_all(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:

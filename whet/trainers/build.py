@@ -27,7 +27,6 @@ from whet.engines.role import RoleSettings
 from whet.environments.host import Deadlines
 from whet.errors import ConfigError
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
-from whet.planning.fit import check_fits
 from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -48,22 +47,17 @@ from whet.rollout.groups import Filter
 from whet.rollout.protocol import RolloutEngine, SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
-from whet.tracking.console import ConsoleTracker
-from whet.tracking.profile import observed
-from whet.tracking.tracker import Trackers
-from whet.trainers import checkpoint
 from whet.trainers.columns import ColumnPlan, plan_columns
+from whet.trainers.frame import opened_for
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.restart import with_restarts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.run import Run, metric_file, open_trackers, run_folder
-from whet.trainers.run_dir import disk_errors, open_run_dir
+from whet.trainers.run import Run
 from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
-from whet.trainers.stop import Stopped, stopped_in_order
 from whet.trainers.workers import AdapterOffWorker, TrainWorker
 from whet.types import Prompt
 from whet.weight_sync.between_pools import WeightSync, weight_sync
@@ -102,17 +96,12 @@ def _train(config: TrainConfig, *, dry_run: bool, reward: Callable[..., Any] | N
         if scorer is not None:
             scorer.close()
         raise
-    try:
+    with closing(run):
         if dry_run:
             _show_batch(run)
         else:
-            watched = observed(run.run_dir, config.trainer.profile, lambda: run.step + 1)
-            with _settled_objects(), run.signals, disk_errors(run.run_dir), watched:
-                loop(run)
-    except Stopped as stopped:
-        raise stopped_in_order(stopped, run.step, run.run_dir, run.save) from stopped
-    finally:
-        run.close()
+            with _settled_objects():
+                run.train(loop)
     return run
 
 
@@ -143,26 +132,18 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
 
     columns = plan(config)
-    callbacks, run_dir = [load_target(path) for path in config.trainer.callbacks], run_folder(config.trainer)
+    callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
-    reclaimed = checkpoint.bytes_over_limit(run_dir, config.trainer.save_limit)
-    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     specs = worker_specs(config, columns, total_steps)
-    with ExitStack() as undo:
-        opened = None if dry_run else undo.enter_context(closing(open_run_dir(run_dir, config)))
-        found = None if opened is None else opened.found
-        start_step = None if found is None else checkpoint.step_of(found)
-        services = Trackers([]) if dry_run else open_trackers(config, run_dir, start_step)
-        undo.callback(services.close, failed=True)
+    with opened_for(config, setup, lengths, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(model_path, tokenizer)
-        console = "console" in config.trainer.logger and not dry_run
-        shown = [ConsoleTracker(total_steps, first_step=start_step or 0)] if console else []
         run = Run(
             config=config,
-            run_dir=run_dir,
+            opened=opened,
+            services=services,
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=_weight_sync(config, roles),
@@ -178,14 +159,10 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
             val_prompts=val_prompts[: config.data.val_max_prompts],
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
-            trackers=Trackers([*shown, services]),
-            metrics_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "metrics.jsonl"),
-            timings_file=Trackers([]) if dry_run else metric_file(config.trainer, run_dir / "timings.jsonl"),
             callbacks=callbacks,
             modes=modes,
-            opened=opened,
         )
-        run.start(found)
+        run.start()
         undo.pop_all()
     return run
 

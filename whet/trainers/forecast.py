@@ -20,7 +20,7 @@ from whet.planning.machine import FreeMemory, free_disk, free_memory
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
 from whet.trainers import build, sft
-from whet.trainers.run import run_folder
+from whet.trainers.frame import run_folder
 
 RECENT = 20  # steps of an earlier run
 

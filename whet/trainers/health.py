@@ -34,12 +34,11 @@ class Health:
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
-        self.is_good = True  # no update was skipped since the last that was not
 
     def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
-        self.is_good = all(checks)
+        run.is_good = all(checks)
         for name in WATCHED:
             value = metrics.value(name)
             if value is not None and self._is_jump(name, abs(value)):

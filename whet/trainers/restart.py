@@ -11,7 +11,7 @@ from typing import TypeVar
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.errors import DeadlineError, LostWorkerError
 from whet.trainers import checkpoint
-from whet.trainers.run import run_folder
+from whet.trainers.frame import run_folder
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", TrainConfig, SFTConfig)

@@ -29,7 +29,9 @@ def fit(run: Run) -> None:
     trainer = run.config.trainer
     validates = bool(run.val_prompts) and trainer.val_freq >= 0
     if run.step == 0 and trainer.val_before_train and validates:
-        run.log(0, validate(run, step=0))
+        with run.interruptible():
+            before = validate(run, step=0)
+        run.log(0, before)
     with StepLog(run, validate) as steps:
         while run.step < run.total_steps:
             step = run.step + 1
@@ -61,7 +63,7 @@ def take(run: Run, step: int, metrics: Metrics) -> DataProto:
     measure_groups(metrics, taken.groups)
     run.write_rollouts(step, taken.groups)
     run.rollouts.failures.see(taken.groups)
-    batch = with_scores(batch, taken.groups, columns=run.config.reward.columns)
+    batch = with_scores(batch, taken.groups, columns=run.config.reward.columns, is_dropped=taken.is_dropped)
     return run.columns.add(batch, run.sources(taken.groups, step), metrics)
 
 

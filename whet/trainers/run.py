@@ -6,9 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice, zip_longest
@@ -18,40 +16,29 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
-from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
-from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, EngineError
-from whet.metrics import Metrics, phase
+from whet.config.schema import TrainConfig
+from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
-from whet.tracking.jsonl import JsonlTracker
-from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import Row, Tracker, Trackers
-from whet.trainers import checkpoint
+from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
+from whet.trainers.frame import Frame
 from whet.trainers.health import Health
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.run_dir import RunDir
 from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
-from whet.trainers.stop import Stopped, StopSignals
 from whet.types import Group, Prompt, Trajectory
 from whet.weight_sync.between_pools import WeightSync
 
-Callback = Callable[["Run", int, Mapping[str, float]], None]
 
-
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(Frame):
     """One training run. The loop reads it; only `step` and what roles hold change."""
 
     config: TrainConfig
-    run_dir: Path
-    tokenizer: PreTrainedTokenizerBase
-    roles: Mapping[str, WorkerGroup]
     weight_sync: WeightSync
     rollouts: Rollouts
     columns: ColumnPlan
@@ -64,30 +51,10 @@ class Run:
     entropy_controller: FixedEntropy | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
-    total_steps: int
-    trackers: Trackers  # are shown everything
-    metrics_file: Tracker  # what the mathematics produced: equal in equal runs
-    timings_file: Tracker  # what the clock said
-    callbacks: Sequence[Callback] = ()
     modes: Modes = field(default_factory=Modes)
-    opened: RunDir | None = None  # the run's folder, taken; None where nothing is written
-    step: int = 0  # steps done
-    score: float | None = None  # trainer.best_metric where the last step was validated
-    history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
-    first_update_at: float | None = None  # time.time() after the first optimizer step of this process
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
-    signals: StopSignals = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.signals = StopSignals(self.run_dir / "stop")
-        self._next_prompts: dict[str, Any] | None = None  # of the rollouts' state, while a step's prompts are taken
-
-    @property
-    def pad_token_id(self) -> int:
-        """What fills up rows."""
-        assert isinstance(self.tokenizer.pad_token_id, int)
-        return self.tokenizer.pad_token_id
+    _next_prompts: dict[str, Any] | None = None  # of the rollouts' state, while a step's prompts are taken
 
     @property
     def samples_apart(self) -> bool:
@@ -100,34 +67,33 @@ class Run:
         """What column providers draw on in one step."""
         return Sources(self.config, self.roles, self.rollouts, groups, step)
 
-    def is_due(self, every: int) -> bool:
-        """Whether what happens every so many steps (0: only at the end) follows the step just done."""
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
-
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers and to the callbacks."""
-        if self.first_update_at is None and step > 0:
-            self.first_update_at = time.time()
-        numbers, timings = metrics.reduce(), metrics.timings()
-        self.history.append({"step": step, **numbers})
-        self.score = best_score(numbers, self.config.trainer.best_metric or "val/accuracy")
-        seconds = timings.get("time/step", 0.0)
-        if seconds > 0 and "perf/total_num_tokens" in numbers:
-            timings["perf/throughput"] = numbers["perf/total_num_tokens"] / seconds
-        self.metrics_file.log(step, numbers)
-        self.timings_file.log(step, timings)
-        self.trackers.log(step, {**numbers, **timings})
+        super().log(step, metrics)
+        numbers = {name: value for name, value in self.history[-1].items() if name != "step"}
         for callback in self.callbacks:
             callback(self, step, numbers)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside weights and optimizers."""
+        """Returns what a resumed run needs beside weights and optimizers."""
         return {
             "rollouts": self._next_prompts or dict(self.rollouts.state()),
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
             "health": self.health.state(),
         }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self.rollouts.load_state(state["rollouts"])
+        self.shaper.load_state(state["shaper"])
+        self.entropy_controller.load_state(state["entropy"])
+        self.health.load_state(state["health"])
+
+    def start(self) -> None:
+        """Goes on where the checkpoint that was found was written, and lets the rollout have the weights."""
+        super().start()
+        self.sync(self.step)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -141,32 +107,6 @@ class Run:
             with self.signals.at_once():
                 yield
         self._next_prompts = None
-
-    def save(self) -> Path:
-        """Writes a checkpoint of this step.  Returns its folder."""
-        with phase("save"):
-            return checkpoint.save(
-                self.run_dir,
-                self.step,
-                roles=self.roles,
-                state=self.state(),
-                score=self.score,
-                is_good=self.health.is_good,
-                tokenizer=self.tokenizer,
-                model_path=str(self.config.model.path),
-                save_limit=self.config.trainer.save_limit,
-            )
-
-    def start(self, folder: Path | None) -> None:
-        """Goes on where the checkpoint in `folder` was written; without one begins with the weights as they are."""
-        if folder is not None:
-            state = restored(folder, self.roles, self.config.model.path)
-            self.step = state["step"]
-            self.rollouts.load_state(state["rollouts"])
-            self.shaper.load_state(state["shaper"])
-            self.entropy_controller.load_state(state["entropy"])
-            self.health.load_state(state["health"])
-        self.sync(self.step)
 
     def sync(self, step: int) -> None:
         """Lets the rollout sample from the weights after `step`.
@@ -198,59 +138,10 @@ class Run:
         path.write_text("".join(lines), encoding="utf-8")
 
     def close(self) -> None:
-        """Ends workers, reward processes and trackers, the later ones also where an earlier one fails."""
+        """Ends workers, reward processes and trackers, then lets go of the folder."""
         with ExitStack() as stack:
-            for group in self.roles.values():
-                stack.callback(group.close)
+            stack.callback(super().close)
             stack.callback(self.rollouts.close)
-            for tracker in (self.trackers, self.metrics_file, self.timings_file):
-                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
-            if self.opened is not None:
-                stack.callback(self.opened.close)
-
-
-def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
-    """The metric, higher being better (a minus before its name turns it round); None where it is not there."""
-    sign = -1.0 if metric.startswith("-") else 1.0
-    value = numbers.get(metric.removeprefix("-"))
-    return None if value is None or math.isnan(value) else sign * value
-
-
-def restored(folder: Path, roles: Mapping[str, WorkerGroup], model_path: str | None) -> dict[str, Any]:
-    """What `checkpoint.restore` gives.  Raises: CheckpointError where it is of another model."""
-    try:
-        return checkpoint.restore(folder, roles)
-    except EngineError as error:
-        raise CheckpointError(
-            f"{folder} does not fit model.path={model_path}: {error}; name the model that the checkpoint was trained "
-            "from, or another checkpoint"
-        ) from error
-
-
-def run_folder(trainer: TrainerConfig) -> Path:
-    """Where a run writes."""
-    return Path(trainer.run_dir or Path("runs", trainer.project_name, trainer.experiment_name))
-
-
-def metric_file(trainer: TrainerConfig, path: Path) -> Tracker:
-    """A JSONL file of metrics, or nothing where `trainer.logger` does not ask for it."""
-    return JsonlTracker(path) if "jsonl" in trainer.logger else Trackers([])
-
-
-def open_trackers(config: TrainConfig | SFTConfig, run_dir: Path, start_step: int | None) -> Trackers:
-    """The services that `trainer.logger` names; `start_step` is None in a run that starts afresh.
-
-    Raises: ConfigError where one does not start."""
-    trainer = config.trainer
-    told = TrackedRun(
-        folder=run_dir,
-        project=trainer.project_name,
-        name=trainer.experiment_name,
-        config=config.model_dump(mode="json"),
-        steps_done=-1 if start_step is None else start_step,
-    )
-    services = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
-    return Trackers(open_services(list(services), told))
 
 
 def write_answers(

@@ -47,12 +47,18 @@ class RunDir:
     """A folder that no other run writes to for as long as this is open."""
 
     path: Path
-    found: Path | None  # the checkpoint to go on from
-    lock: TextIOWrapper
+    found: Path | None = None  # the checkpoint to go on from
+    lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the run writes to it."""
+        return self.lock is not None
 
     def close(self) -> None:
-        """Another run may have it."""
-        self.lock.close()
+        """Lets another run have it."""
+        if self.lock is not None:
+            self.lock.close()
 
 
 def open_run_dir(path: Path, config: TrainConfig | SFTConfig) -> RunDir:

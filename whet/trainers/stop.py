@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
-
-from whet.trainers import checkpoint
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -74,18 +72,3 @@ class StopSignals:
         self._asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
         if self._at_once:
             raise self._asked
-
-
-def stopped_in_order(stopped: Stopped, step: int, run_dir: Path, save: Callable[[], Path]) -> Stopped:
-    """Saves what `step` steps have done, if that was not yet saved.  Returns what to raise, which says how to go on."""
-    if step == 0:
-        return Stopped(
-            f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
-        )
-    folder = checkpoint.newest(run_dir)
-    if folder is None or checkpoint.step_of(folder) != step:
-        folder = save()
-    return Stopped(
-        f"stopped by {stopped} after step {step}, which {folder} holds; the same command goes on from there",
-        stopped.number,
-    )

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are there whole or not at all, and links that lead out of a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
+    """Writes a file beside its name and renames it: `path` is the old file or the new one, never half of one.
+
+    A link under either name is replaced, not followed. A lone surrogate, which UTF-8 has no bytes for, is written as
+    its escape in JSON. With `synced` the file outlives a power cut.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link but not what it leads to; nothing where none is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def links_out(folder: Path) -> Iterator[Path]:
+    """Links below `folder` that lead to a place outside of it."""
+    root = os.path.realpath(folder)
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                yield path

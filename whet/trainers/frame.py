@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of any trainer: its folder, signals, trackers and checkpoints, whatever one of its steps computes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import CheckpointError, EngineError
+from whet.metrics import Metrics, phase
+from whet.planning.fit import check_fits
+from whet.planning.memory import Setup
+from whet.tracking.console import COLUMNS, Column, ConsoleTracker
+from whet.tracking.jsonl import JsonlTracker
+from whet.tracking.profile import observed
+from whet.tracking.service import TrackedRun, open_services
+from whet.tracking.tracker import Tracker, Trackers
+from whet.trainers import checkpoint
+from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
+from whet.trainers.stop import Stopped, StopSignals
+
+
+@dataclass(kw_only=True)
+class Frame:
+    """One run of any trainer. A trainer adds its parts, `state` and `load_state`, and a loop that `train` runs.
+
+    Its loop sets `step` after each step, then calls `log`, and `save` where `is_due(trainer.save_freq)`.
+    """
+
+    columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
+    default_best_metric: ClassVar[str] = "val/accuracy"
+
+    config: TrainConfig | SFTConfig
+    opened: RunDir
+    services: Trackers
+    tokenizer: PreTrainedTokenizerBase
+    roles: Mapping[str, WorkerGroup]
+    total_steps: int
+    callbacks: Sequence[Callable[..., None]] = ()
+    step: int = 0  # steps done
+    score: float | None = None  # trainer.best_metric where the last step was validated
+    is_good: bool = True  # no update was skipped since the last that was not
+    history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
+    first_update_at: float | None = None  # time.time() after the first optimizer step of this process
+
+    def __post_init__(self) -> None:
+        found, loggers = self.opened.found, self.config.trainer.logger if self.opened.is_taken else []
+        first_step = 0 if found is None else checkpoint.step_of(found)
+        console = ConsoleTracker(self.total_steps, first_step=first_step, columns=self.columns_shown)
+        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # are shown everything
+
+        def metric_file(name: str) -> Tracker:
+            return JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([])
+
+        self.metrics_file = metric_file("metrics.jsonl")  # what the mathematics produced: equal in equal runs
+        self.timings_file = metric_file("timings.jsonl")  # what the clock said
+        self.signals = StopSignals(self.run_dir / "stop")
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that the run writes to."""
+        return self.opened.path
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills up rows."""
+        assert isinstance(self.tokenizer.pad_token_id, int)
+        return self.tokenizer.pad_token_id
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a resumed run needs beside weights and optimizers."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+
+    def start(self) -> None:
+        """Goes on where the checkpoint that was found was written; without one begins with the weights as they are.
+
+        Raises: CheckpointError where it is of another model."""
+        folder = self.opened.found
+        if folder is None:
+            return
+        try:
+            state = checkpoint.restore(folder, self.roles)
+        except EngineError as error:
+            raise CheckpointError(
+                f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
+                "checkpoint was trained from, or another checkpoint"
+            ) from error
+        self.step = state["step"]
+        self.load_state(state)
+
+    def train(self, loop: Callable[[Self], None]) -> None:
+        """Runs `loop` until it returns or a signal ends it.
+
+        Raises: Stopped, after a checkpoint of the steps done; StorageError where the disk is full."""
+        watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1)
+        try:
+            with disk_errors(self.run_dir), self.signals, watched:
+                loop(self)
+        except Stopped as stopped:
+            raise self._stopped_in_order(stopped) from stopped
+
+    def is_due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: only at the end) follows the step just done."""
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Hands a step's numbers to the trackers."""
+        if self.first_update_at is None and step > 0:
+            self.first_update_at = time.time()
+        numbers, timings = metrics.reduce(), metrics.timings()
+        self.history.append({"step": step, **numbers})
+        self.score = best_score(numbers, self.config.trainer.best_metric or self.default_best_metric)
+        seconds = timings.get("time/step", 0.0)
+        if seconds > 0 and self.tokens_metric in numbers:
+            timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
+        self.metrics_file.log(step, numbers)
+        self.timings_file.log(step, timings)
+        self.trackers.log(step, {**numbers, **timings})
+
+    def save(self) -> Path:
+        """Writes a checkpoint of this step.  Returns its folder."""
+        with phase("save"):
+            return checkpoint.save(
+                self.run_dir,
+                self.step,
+                roles=self.roles,
+                state=self.state(),
+                score=self.score,
+                is_good=self.is_good,
+                tokenizer=self.tokenizer,
+                model_path=str(self.config.model.path),
+                save_limit=self.config.trainer.save_limit,
+            )
+
+    def close(self) -> None:
+        """Ends workers and trackers, then lets go of the folder; the later ones also where an earlier one fails."""
+        with ExitStack() as stack:
+            stack.callback(self.opened.close)
+            for tracker in (self.timings_file, self.metrics_file, self.trackers):
+                stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
+            for group in self.roles.values():
+                stack.callback(group.close)
+
+    def _stopped_in_order(self, stopped: Stopped) -> Stopped:
+        """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
+        if self.step == 0:
+            return Stopped(
+                f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
+            )
+        folder = checkpoint.newest(self.run_dir)
+        if folder is None or checkpoint.step_of(folder) != self.step:
+            folder = self.save()
+        return Stopped(
+            f"stopped by {stopped} after step {self.step}, which {folder} holds; the same command goes on from there",
+            stopped.number,
+        )
+
+
+@contextmanager
+def opened_for(
+    config: TrainConfig | SFTConfig,
+    setup: Callable[[Any, Sequence[int]], Setup],
+    lengths: Sequence[int],
+    *,
+    dry_run: bool = False,
+) -> Iterator[tuple[RunDir, Trackers]]:
+    """Checks that a run fits, takes its folder and opens the services of `trainer.logger`, all before its workers
+    start; lets go of them where the block fails. A dry run takes and opens nothing.
+
+    Raises: ConfigError, CheckpointError, StorageError."""
+    trainer, run_dir = config.trainer, run_folder(config.trainer)
+    reclaimed = checkpoint.bytes_over_limit(run_dir, trainer.save_limit)
+    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
+    if dry_run:
+        yield RunDir(run_dir), Trackers([])
+        return
+    with ExitStack() as undo:
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
+        told = TrackedRun(
+            folder=run_dir,
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            config=config.model_dump(mode="json"),
+            steps_done=-1 if opened.found is None else checkpoint.step_of(opened.found),
+        )
+        names = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
+        services = Trackers(open_services(list(names), told))
+        undo.callback(services.close, failed=True)
+        yield opened, services
+        undo.pop_all()
+
+
+def run_folder(trainer: TrainerConfig) -> Path:
+    """The folder that a run writes to."""
+    return Path(trainer.run_dir or Path("runs", trainer.project_name, trainer.experiment_name))
+
+
+def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
+    """The metric, higher being better (a minus before its name turns it round); None where it is not there."""
+    sign = -1.0 if metric.startswith("-") else 1.0
+    value = numbers.get(metric.removeprefix("-"))
+    return None if value is None or math.isnan(value) else sign * value
