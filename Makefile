@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
 
-.PHONY: quickstart test test-all peers quality style bench docs
+.PHONY: quickstart test test-all peers quality style bench pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -34,6 +34,9 @@ style: $(READY) ## mends what can be mended
 
 bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+pages: $(READY) ## writes the pages that are made from code (algorithms, config, migrating)
+	$(BIN)/python -m docs.generate
 
 docs: $(READY) ## builds the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

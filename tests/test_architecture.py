@@ -169,7 +169,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 
 
 def test_every_file_starts_with_its_licence() -> None:
-    folders = [ROOT / name for name in ("whet", "tests", "benchmarks", "examples")]
+    folders = [ROOT / name for name in ("whet", "tests", "benchmarks", "examples", "docs")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     assert not [_shown(file) for file in files if not file.read_text().startswith(LICENCE_LINE + "\n")]
 
