@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.cli.arguments import Command
 from whet.errors import RegistryError
 from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, load_target
 
@@ -65,7 +66,7 @@ def list_all(context: typer.Context) -> None:
     output.print("`whet algorithms show NAME` prints formula, options and columns.", style="dim")
 
 
-@algorithms.command()
+@algorithms.command(cls=Command)
 def show(
     name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
 ) -> None:
@@ -100,7 +101,7 @@ def _entries(name: str) -> list[Entry]:
     raise RegistryError(f"nothing is called {name!r}; {hint}; your own function is named as path/file.py:function")
 
 
-@algorithms.command()
+@algorithms.command(cls=Command)
 def certify() -> None:
     """Print how far every algorithm's expected gradient is from the objective's, computed exactly."""
     from rich.console import Console

@@ -9,7 +9,9 @@ from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 
 
 def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Answer a file of prompts: one JSON object an answer. A killed run goes on where it was."""
+    """Answer a file of prompts: one JSON object an answer.
+
+    A killed run goes on where it was."""
     from whet.config import GenerateConfig, load_config
 
     loaded = load_config(GenerateConfig, *split_recipe(words, config_name))

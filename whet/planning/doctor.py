@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from whet.config.schema import ClusterConfig, EngineConfig, RolloutConfig
 from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
+from whet.threads import POLICY, spinning
 
 Status = Literal["ok", "note", "problem"]
 OLDEST_PYTHON = (3, 11)
@@ -151,6 +152,12 @@ def _processor() -> Iterator[Finding]:
     few = usable is not None and threads < usable
     advice = f"torch leaves {usable - threads} of them idle: unset OMP_NUM_THREADS" if few and usable else ""
     yield Finding("note" if few else "ok", "processors", f"{usable}, torch uses {threads} threads", advice)
+    spins = spinning()
+    if spins and "ACTIVE" not in spins:
+        yield Finding("ok", "threads", f"give the processor back soon while they wait ({spins})")
+    else:
+        slow = f"beside other work two may be ten times slower than one: unset {POLICY}"
+        yield Finding("note", "threads", f"hold the processor while they wait ({spins or 'as OpenMP comes'})", slow)
     capability = torch.backends.cpu.get_cpu_capability()
     has_bfloat16 = _flags() & {"avx512_bf16", "amx_bf16", "bf16"}
     products = f"bfloat16 products by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 products"
