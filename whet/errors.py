@@ -19,6 +19,10 @@ WhetError
 A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
 """
 
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject.toml
+
 
 class WhetError(Exception):
     """The root of every error that whet raises on purpose."""
@@ -74,3 +78,10 @@ class StorageError(WhetError, OSError):
 
 class SandboxError(WhetError, RuntimeError):
     """A sandbox that cannot start or cannot be trusted."""
+
+
+def pip_install(extra: str) -> str:
+    """Returns the command that installs an extra of whet: from the checkout, where whet runs from one."""
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install 'whet[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from whet.errors import pip_install
 from whet.planning import doctor
 from whet.planning.doctor import Finding, examine
 from whet.threads import POLICY, SPINS, yield_soon
@@ -34,8 +35,8 @@ def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extr
     )
     wrong = doctor._package(old)
     assert (wrong.status, wrong.advice) == ("problem", "whet needs torch>=999: install that")
-    extra = doctor._extra("vllm", [absent])
-    assert (extra.status, extra.advice) == ("note", "pip install 'whet[vllm]' if you want it")
+    extra = doctor._extra("ray", [absent])
+    assert (extra.status, extra.advice) == ("note", f"{pip_install('ray')} if you want it")
     assert doctor._extra("x", [old]).status == "note"
 
 

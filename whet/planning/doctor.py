@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 
 from whet.config.schema import ClusterConfig, EngineConfig, RolloutConfig
+from whet.errors import pip_install
 from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.threads import POLICY, spinning
@@ -111,7 +112,7 @@ def _extra(name: str, wanted: list[Requirement]) -> Finding:
     versions = {_plain(each): _version(each) for each in wanted}
     absent = [requirement for requirement, version in versions.items() if version is None]
     if absent:
-        return Finding("note", name, "not installed", f"pip install 'whet[{name}]' if you want it")
+        return Finding("note", name, "not installed", f"{pip_install(name)} if you want it")
     wrong = [each for each in wanted if not each.specifier.contains(versions[_plain(each)] or "", prereleases=True)]
     shown = ", ".join(f"{each.name} {versions[_plain(each)]}" for each in wanted)
     return Finding("note" if wrong else "ok", name, shown, f"whet knows {_plain(wrong[0])}" if wrong else "")
@@ -132,7 +133,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
             if absent:
                 why = f"cannot run: {', '.join(absent)} is not installed"
-                yield Finding("note", f"{what}={name}", why, f"pip install 'whet[{name}]'")
+                yield Finding("note", f"{what}={name}", why, pip_install(name))
             elif name == "native" and _compiler() is None:
                 why = "runs, several times slower than it could: no C++ compiler"
                 yield Finding("note", f"{what}={name}", why, "install g++ or clang++, or set CXX")
