@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import DeadlineError, EngineError
+from whet.metrics import counted
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
 from whet.models.lora import plain_copy
@@ -139,6 +140,7 @@ class NativeEngine:
                     self._decode_step(scheduler.cache, running)
                 for index, completion in running.finish(self._policy.version).items():
                     done[index] = replace(completion, preemptions=scheduler.finish(index).preemptions)
+                    counted(len(done), len(requests))
                 if time.monotonic() > deadline:
                     self._cache = None
                     raise DeadlineError(
