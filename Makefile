@@ -13,7 +13,7 @@ TRACKIO := .venv-trackio/.ready
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers quality commit license style bench docs
+.PHONY: quickstart test test-all test-long peers quality commit license style bench pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -56,6 +56,9 @@ style: $(READY) ## mends what can be mended
 
 bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+pages: $(READY) ## writes the pages that are made from code (algorithms, config, migrating)
+	$(BIN)/python -m docs.generate
 
 docs: $(READY) ## builds the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

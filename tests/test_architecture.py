@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"
 
 LAYERS = (
-    {"errors", "registry", "types", "config", "keyed", "compiled", "files", "masks", "options", "processes"},
+    {"errors", "registry", "types", "config", "keyed", "compiled", "files", "masks", "options", "processes", "threads"},
     {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
     {"models", "data", "rewards", "sandbox", "environments"},
     {"engines", "rollout", "weight_sync", "controller", "tracking"},
@@ -169,7 +169,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 
 
 def test_every_file_starts_with_its_licence() -> None:
-    folders = [ROOT / name for name in ("whet", "tests", "benchmarks", "examples")]
+    folders = [ROOT / name for name in ("whet", "tests", "benchmarks", "examples", "docs")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     assert not [_shown(file) for file in files if not file.read_text().startswith(LICENCE_LINE + "\n")]
 

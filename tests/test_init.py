@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -38,3 +39,14 @@ def test_train_needs_no_files_and_no_reward_function_where_it_is_given_both() ->
     assert str(raised.value).splitlines() == [
         "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
     ]
+
+
+def test_every_extra_is_of_something_that_whet_uses() -> None:
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = "\n".join(file.read_text() for file in (root / "whet").rglob("*.py"))
+    wanted = {name for name in extras if not name.startswith("dev") and name not in ("docs", "test")}
+    assert wanted >= {"ray", "peft", "wandb"}
+    imported = set(re.findall(r"^ *(?:import|from) ([\w.]+)", sources, re.MULTILINE))
+    named = {part for module in imported for part in module.split(".")}
+    assert not [name for name in wanted if name.replace("-", "_") not in named]

@@ -70,3 +70,8 @@ def test_what_make_is_asked_for_exists() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     asked = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
     assert asked and asked <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_the_recipes_are_counted_right() -> None:
+    counted = len(list((Path(whet.__file__).parent / "recipes").glob("*_quickstart.yaml")))
+    assert f"| recipes | {counted} algorithms on the quickstart's task" in README

@@ -68,6 +68,9 @@ def train(
     given = {name for name, value in (("reward", reward), ("data", data)) if value is not None}
     config = load_config(TrainConfig, recipe, overrides, given=given).config
 
+    from whet.threads import yield_soon
+
+    yield_soon()
     from whet.trainers import build  # only now: a mistake in the config is shown before torch is loaded
 
     return build.train(config, reward=reward, data=data)

@@ -22,8 +22,10 @@ A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 
 MAX_DESCRIBED_CHARACTERS = 500
+CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject.toml
 
 
 class WhetError(Exception):
@@ -95,3 +97,10 @@ def last_line(error: BaseException) -> tuple[str, int]:
     """File and line where an exception was raised."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return lines[-1] if lines else ("?", 0)
+
+
+def pip_install(extra: str) -> str:
+    """Returns the command that installs an extra of whet: from the checkout, where whet runs from one."""
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install 'whet[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"

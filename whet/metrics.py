@@ -106,7 +106,9 @@ class Metrics:
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
+Counter = Callable[[int, int, str], None]
 _watches: dict[int, list[Watch]] = {}  # by thread
+_counters: dict[int, list[Counter]] = {}
 
 
 @contextmanager
@@ -118,16 +120,26 @@ def phase(name: str) -> Iterator[None]:
         yield
 
 
+def counted(done: int, total: int, note: str = "") -> None:
+    """Lets whoever watches this thread know how much of the present phase is done."""
+    for counter in _counters.get(threading.get_ident(), ()):
+        counter(done, total, note)
+
+
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
     """Opens `watch(name)` around every phase in this thread, each block that `Metrics.time` times among them, for as
-    long as this one lasts: whoever wants to know which phase a run is in needs no line in the loop."""
-    watches = _watches.setdefault(threading.get_ident(), [])
+    long as this one lasts: whoever wants to know which phase a run is in needs no line in the loop. `counter` is called
+    with what `counted` is told."""
+    thread = threading.get_ident()
+    watches, counters = _watches.setdefault(thread, []), _counters.setdefault(thread, [])
     watches.append(watch)
+    counters.append(counter)
     try:
         yield
     finally:
         watches.remove(watch)
+        counters.remove(counter)
 
 
 @dataclass

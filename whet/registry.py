@@ -157,13 +157,13 @@ class Registry:
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
-            return self._registered(reference) or self.entry_of(reference, reference.__name__, {})
+            return self.registered(reference) or self.entry_of(reference, reference.__name__, {})
         found = self._live.get(reference) or self._shipped().get(reference)
         if found is not None:
             return found
         if ":" in reference:
             function = load_target(reference)
-            return self._registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
+            return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
         near = difflib.get_close_matches(reference, self.names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise RegistryError(
@@ -171,7 +171,7 @@ class Registry:
             "or name a function as package.module:function or path/file.py:function"
         )
 
-    def _registered(self, function: Callable[..., Any]) -> Entry | None:
+    def registered(self, function: Callable[..., Any]) -> Entry | None:
         """The entry under a function's own name, with its marks; None where it was never registered."""
         own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
         return next(own, None)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from whet.cli.algorithms import CHOSEN_BY
+from whet.cli.algorithms import CHOSEN_BY, certificate, definition, elsewhere, facts, number, summary
 from whet.cli.app import main
 from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
-from whet.registry import KINDS
+from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, Registry
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -55,3 +58,79 @@ def test_every_kind_is_chosen_by_a_key_that_exists() -> None:
     assert [kind.kind for kind in KINDS] == list(CHOSEN_BY)
     keys = {key for pair in CHOSEN_BY.values() for key in pair if key is not None}
     assert not [key for key in keys if not is_known(TrainConfig, key)]
+
+
+def test_facts_and_certificate_of_one() -> None:
+    known = dict(facts(POLICY_LOSSES["gspo"]))
+    assert known["choose"] == "algorithm.policy_loss=gspo"
+    assert known["fixes aggregation"] == "seq-mean-token-mean"
+    assert known["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
+    [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
+    assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
+    assert certificate(POLICY_LOSSES["vanilla"]) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.folder == "algorithms"], ids=lambda kind: kind.kind)
+def test_everything_says_what_its_name_means_elsewhere(kind: Registry) -> None:
+    assert [entry.name for entry in kind if len(elsewhere(entry)) < len("verl `k1`.")] == []
+
+
+def test_the_definition_ends_where_other_places_begin() -> None:
+    entry = ADV_ESTIMATORS["opo"]
+    assert elsewhere(entry).startswith("verl `opo`") and "verl" not in definition(entry)
+
+
+def test_an_option_shows_what_it_may_be() -> None:
+    assert (
+        dict(facts(POLICY_LOSSES["cispo"]))["algorithm.loss_options.bounds"]
+        == "relative (one of relative, cap, absolute)"
+    )
+
+
+def test_the_summary_of_an_alias_says_what_it_changes() -> None:
+    assert summary(POLICY_LOSSES["vanilla"]) == "ppo_clip with clip_ratio_c=3.0"
+    assert summary(POLICY_LOSSES["gmpo"]) == "geo_mean"
+
+
+def test_errors_of_rounding_are_shown_as_such() -> None:
+    assert (number(3e-16), number(0.0521)) == ("< 1e-12", "0.05")
+
+
+OWN = '''
+from whet import register_adv_est
+
+
+@register_adv_est("mine")
+def mine(token_level_rewards, response_mask, uid, *, scale: float = 1.0):
+    """Scales the summed rewards."""
+    return scale * (token_level_rewards * response_mask).sum(-1)
+
+
+def plain(x):
+    return x
+'''
+
+
+def test_show_takes_the_users_own_function_by_its_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ADV_ESTIMATORS, "_live", dict(ADV_ESTIMATORS._live))
+    file = tmp_path / "my_file.py"
+    file.write_text(OWN)
+    out = printed(capsys, "show", f"{file}:mine")
+    assert out.startswith(f"advantage estimator {file}:mine\nScales the summed rewards.\n")
+    assert f"algorithm.adv_estimator={file}:mine" in out and "algorithm.adv_options.scale" in out
+    assert "certificate" in out
+    err = printed(capsys, "show", f"{file}:plain", status=2)
+    assert f"{file}:plain is a function of no known kind; put one of these before it: @register_adv_est, " in err
+
+
+def test_on_a_terminal_of_120_columns_no_name_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = re.sub(r"\x1b\[[0-9;]*m", "", printed(capsys))
+    assert "…" not in out and max(map(len, out.splitlines())) <= 120
+    for kind in KINDS:
+        assert all(f"\n  {name} " in out for name in kind.names())

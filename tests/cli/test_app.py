@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -8,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from whet import __version__ as whet_version
 from whet.cli.app import main
 from whet.errors import ConfigError
+from whet.threads import SPINS
 
 COMMANDS = [
     *(
         "train",
         "sft",
         "eval",
+        "generate",
         "init-model",
         "plan",
         "doctor",
@@ -101,3 +105,48 @@ def test_what_answers_at_once_does(arguments: list[str]) -> None:
         return time.perf_counter() - start
 
     assert any(seconds() < 1.0 for _ in range(10))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet("--version") == 0
+    assert capsys.readouterr().out == f"whet {whet_version}\n"
+
+
+@pytest.mark.parametrize("command", [[], *([each] for each in COMMANDS), ["algorithms", "show"]])
+def test_h_is_help_and_a_flag_has_no_type(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet(*command, "-h") == 0
+    out = capsys.readouterr().out
+    assert f"Usage: {' '.join(['whet', *command])}" in out and "<bool>" not in out and "-h" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("whet comp", ["compare"]),
+        ("whet train rollout.top", ["rollout.top_p=", "rollout.top_k="]),
+        ("whet eval gsm8k_e", ["gsm8k_eval"]),
+        ("whet generate chunk", ["chunk_size="]),
+    ],
+)
+def test_the_shell_completes_commands_recipes_and_keys(words: str, completed: list[str], tmp_path: Path) -> None:
+    variables = {"_WHET_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    run = subprocess.run(
+        [sys.executable, "-m", "whet"], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == completed
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_waiting_threads_yield_unless_the_user_says_otherwise(given: dict[str, str]) -> None:
+    code = (
+        "import atexit, os; from whet.cli.app import main;"
+        "names = ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME');"
+        "atexit.register(lambda: print([os.environ.get(name) for name in names]));"
+        "main(['--version'])"
+    )
+    bare = {name: value for name, value in os.environ.items() if name not in (*SPINS, "OMP_WAIT_POLICY")}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**bare, **given}, capture_output=True, text=True, timeout=60, check=True
+    )
+    expected = [given.get("OMP_WAIT_POLICY"), given.get("GOMP_SPINCOUNT"), None] if given else [None, "1000", "1"]
+    assert run.stdout.splitlines()[-1] == str(expected)

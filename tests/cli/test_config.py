@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,8 @@ def test_the_recipe_may_be_given_as_hydra_does(capsys: pytest.CaptureFixture[str
     assert printed(capsys, "train", "--config-name", "gsm8k", "rollout.n=2") == (
         printed(capsys, "train", "gsm8k", "rollout.n=2")
     )
+
+
+def test_the_schema_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = printed(capsys, "sft", "--schema")
+    assert "messages_key" in json.loads(out)["$defs"]["SupervisedDataConfig"]["properties"]

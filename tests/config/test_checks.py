@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from whet.config import aggregation, check, check_context, problems, uses_critic
 from whet.config.algorithm_checks import nearest_divisors
 from whet.config.schema import AlgorithmConfig, EvalConfig, GenerateConfig, SFTConfig, TrainConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 
 
 @pytest.fixture
@@ -248,9 +248,9 @@ def test_a_tracker_whose_library_is_not_there_is_refused(folder: Path, monkeypat
     for name in ("wandb", "trackio"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     config = train_config(trainer={"logger": ["console", "wandb", "wandb"]})
-    assert problems(config) == ['trainer.logger names wandb, which is not installed; run pip install "whet[wandb]"']
+    assert problems(config) == [f"trainer.logger names wandb, which is not installed; run {pip_install('wandb')}"]
     assert problems(train_config(trainer={"logger": ["jsonl", "trackio"]})) == [
-        'trainer.logger names trackio, which is not installed; run pip install "whet[trackio]"'
+        f"trainer.logger names trackio, which is not installed; run {pip_install('trackio')}"
     ]
 
 

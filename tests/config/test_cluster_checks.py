@@ -10,7 +10,7 @@ from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
 from whet.config.cluster_checks import cluster_checks
 from whet.config.load import load_config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 
 TWO_POOLS = "{train: {processes: 2, roles: [actor, ref]}, sample: {roles: [rollout]}}"
 
@@ -96,7 +96,7 @@ def test_what_goes_together_is_not_refused(sections: str) -> None:
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.config.cluster_checks.find_spec", lambda name: None)
     assert refusals("cluster: {backend: ray}") == [
-        'cluster.backend=ray, and Ray is not installed; run pip install "whet[ray]"'
+        f"cluster.backend=ray, and Ray is not installed; run {pip_install('ray')}"
     ]
 
 

@@ -43,10 +43,15 @@ REFUSED = {
     "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
     "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
-    "actor.optim.betas=[0.9]": "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number",
+    "actor.optim.betas=[0.9]": (
+        "actor.optim.betas=[0.9] (command line) is a list of 1 (a number); expected a list of 2, each a number"
+    ),
+    "model.freeze=[[x],y]": (
+        'model.freeze=[["x"], "y"] (command line) is a list of 2 (a list, text); expected a list, each text'
+    ),
     "trainer.logger=[console,weights]": (
-        'trainer.logger=["console", "weights"] (command line) is a list; expected a list, each one of console, jsonl, '
-        "tensorboard, wandb, mlflow, swanlab, trackio"
+        'trainer.logger=["console", "weights"] (command line) is a list of 2 (text); expected a list, each one of '
+        "console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"
     ),
     "cluster=3": (
         "cluster=3 (command line) is a whole number; expected a section with backend, "

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from whet.errors import pip_install
 from whet.planning import doctor
 from whet.planning.doctor import Finding, examine
+from whet.threads import POLICY, SPINS, yield_soon
 
 
 def by_name(found: list[Finding]) -> dict[str, Finding]:
@@ -33,8 +35,8 @@ def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extr
     )
     wrong = doctor._package(old)
     assert (wrong.status, wrong.advice) == ("problem", "whet needs torch>=999: install that")
-    extra = doctor._extra("vllm", [absent])
-    assert (extra.status, extra.advice) == ("note", "pip install 'whet[vllm]' if you want it")
+    extra = doctor._extra("ray", [absent])
+    assert (extra.status, extra.advice) == ("note", f"{pip_install('ray')} if you want it")
     assert doctor._extra("x", [old]).status == "note"
 
 
@@ -58,3 +60,16 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(doctor, "free_disk", lambda path: 10 * 2**20)
     runs = by_name(list(doctor._places(tmp_path)))["runs"]
     assert (runs.status, runs.found) == ("problem", f"{tmp_path}, 10.0 MiB free")
+
+
+def test_threads_that_hold_the_processor_while_they_wait_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (POLICY, *SPINS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(POLICY, "ACTIVE")
+    found = by_name(list(doctor._processor()))["threads"]
+    assert found.status == "note" and found.advice.endswith("unset OMP_WAIT_POLICY")
+    monkeypatch.delenv(POLICY)
+    yield_soon()
+    assert by_name(list(doctor._processor()))["threads"] == Finding(
+        "ok", "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=1000, KMP_BLOCKTIME=1)"
+    )

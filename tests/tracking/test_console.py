@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from whet.tracking.console import HEADER_EVERY, ConsoleTracker, clock_time, progress
+from whet.tracking.console import HEADER_EVERY, ConsoleTracker, clock_time
 
 STEP = {
     "critic/score/mean": 0.51234,
@@ -91,26 +91,3 @@ def test_what_is_missing_leaves_no_gap_and_validation_has_its_own_line() -> None
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert clock_time(seconds) == shown
-
-
-def test_progress_off_the_terminal_is_one_line_at_the_end() -> None:
-    output, written = console(terminal=False)
-    with progress("validation", 5, output) as advance:
-        advance(2)
-        advance(3)
-        assert written.getvalue() == ""
-    assert re.fullmatch(r"validation: 5/5 in 0:0\d\n", written.getvalue())
-    with progress("answers", 5, output) as advance:
-        advance(2, "10 tokens/s")
-        advance(3, "12 tokens/s")
-    assert written.getvalue().endswith(", 12 tokens/s\n")
-
-
-def test_progress_on_a_terminal_counts_and_goes_away() -> None:
-    output, written = console(terminal=True)
-    with progress("validation", 4, output) as advance:
-        advance(4, "12 tokens/s")
-        output.print("a line in between")
-    shown = written.getvalue()
-    assert "validation" in shown and "4/4" in shown and "12 tokens/s" in shown and "a line in between" in shown
-    assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared

@@ -4,17 +4,39 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Literal, get_origin
 
 import typer
 
-from whet.cli.algorithms_page import CHOSEN_BY, TITLES, cells_of, certificate, certify_all, definition, facts, summary
-from whet.cli.algorithms_page import page as write_page
+from whet.cli.arguments import Command
 from whet.errors import RegistryError
-from whet.registry import KINDS
+from whet.options import bounds_of, words
+from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, load_target
 
-PLAIN_WIDTH = 160  # columns where there is no terminal to ask
+if TYPE_CHECKING:
+    from whet.algorithms.certify import Certificate, Row
+
+# By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
+Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
+TITLES = ("exact", "error", "cosine", "length", "variance", "stale error", "stale cosine")
+UNLIMITED = 10_000  # columns where there is no terminal to ask: a line is a line
+
+
+@cache
+def chosen_by() -> dict[str, tuple[str, str | None]]:
+    """The key that chooses a function, and the key of its options, by kind; of several keys the first."""
+    from whet.config.keys import choices
+    from whet.config.schema import TrainConfig
+
+    found = {
+        choice.registry: (key, choice.options and choice.options_key(key))
+        for key, choice in reversed(list(choices(TrainConfig).items()))
+    }
+    return {kind.kind: found.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS}
+
 
 algorithms = typer.Typer(help="List estimators, losses and rewards, or show the formula of one.")
 
@@ -30,35 +52,31 @@ def list_all(context: typer.Context) -> None:
     from rich.text import Text
 
     output = Console(highlight=False)
-    output.width = output.width if output.is_terminal else PLAIN_WIDTH
+    output.width = output.width if output.is_terminal else UNLIMITED
     for kind in KINDS:
         entries = list(kind)
         if not entries:
             continue
-        output.print(Text.assemble((kind.kind, "bold"), (f"  {CHOSEN_BY[kind.kind][0]}", "dim")))
+        output.print(Text.assemble((kind.kind, "bold"), (f"  {chosen_by()[kind.kind][0]}", "dim")))
         table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis")
+        table.add_column(no_wrap=True, min_width=max(len(entry.name) for entry in entries))
+        table.add_column(overflow="fold")
         for entry in entries:
             table.add_row(Text(entry.name, style="cyan"), Text(summary(entry)))
-        output.print(Padding(table, (0, 0, 1, 2)))
+        output.print(Padding(table, (0, 0, 1, 2), expand=False))
     output.print("`whet algorithms show NAME` prints formula, options and columns.", style="dim")
 
 
-@algorithms.command()
-def show(name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists")]) -> None:
+@algorithms.command(cls=Command)
+def show(
+    name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
+) -> None:
     """Print the formula, the columns and the options of one."""
     from rich.console import Console
     from rich.text import Text
 
-    entries = [kind[name] for kind in KINDS if name in kind]
-    if not entries:
-        known = sorted({each for kind in KINDS for each in kind.names()})
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`whet algorithms` lists all"
-        raise RegistryError(f"nothing is called {name!r}; {hint}")
     output = Console(highlight=False, soft_wrap=True)
-    for entry in entries:
+    for entry in _entries(name):
         said = [*facts(entry), *certificate(entry)]
         width = max(len(title) for title, _ in said) + 2
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
@@ -68,7 +86,23 @@ def show(name: Annotated[str, typer.Argument(help="a name that `whet algorithms`
         output.print()
 
 
-@algorithms.command()
+def _entries(name: str) -> list[Entry]:
+    """The functions of a name, one of each kind that has it.  Raises: RegistryError."""
+    if found := [kind[name] for kind in KINDS if name in kind]:
+        return found
+    if ":" in name:
+        function = load_target(name)
+        if found := [replace(entry, name=name) for kind in KINDS if (entry := kind.registered(function))]:
+            return found
+        decorators = ", ".join(f"@{kind.decorator}" for kind in KINDS)
+        raise RegistryError(f"{name} is a function of no known kind; put one of these before it: {decorators}")
+    known = sorted({each for kind in KINDS for each in kind.names()})
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`whet algorithms` lists all"
+    raise RegistryError(f"nothing is called {name!r}; {hint}; your own function is named as path/file.py:function")
+
+
+@algorithms.command(cls=Command)
 def certify() -> None:
     """Print how far every algorithm's expected gradient is from the objective's, computed exactly."""
     from rich.console import Console
@@ -76,7 +110,7 @@ def certify() -> None:
     from rich.table import Table
 
     output = Console(highlight=False)
-    output.width = output.width if output.is_terminal else PLAIN_WIDTH
+    output.width = output.width if output.is_terminal else UNLIMITED
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     table = Table(box=None, padding=(0, 1))
     for title in ("", "", *TITLES):
@@ -87,7 +121,91 @@ def certify() -> None:
     output.print("What is exact, and how it is computed: docs/algorithms.md", style="dim")
 
 
-@algorithms.command(hidden=True)
-def page(path: Annotated[Path, typer.Argument(help="the file to write")] = Path("docs/algorithms.md")) -> None:
-    """Write docs/algorithms.md."""
-    path.write_text(write_page(certify_all()), encoding="utf-8")
+def cells_of(certified: Certified) -> list[list[str]]:
+    """The table's rows as text."""
+    return [[kind, name, *cells(*found)] for (kind, name), found in certified.items()]
+
+
+def cells(is_exact: bool, own: Certificate, stale: Certificate) -> list[str]:
+    """One row as text, under `TITLES`."""
+    return [
+        "yes" if is_exact else "",
+        number(own.relative_error),
+        f"{own.cosine:.3f}",
+        f"{own.norm_ratio:.2f}",
+        f"{own.variance:.1f}",
+        number(stale.relative_error),
+        f"{stale.cosine:.3f}",
+    ]
+
+
+def number(error: float) -> str:
+    """An error of rounding is shown as such: its digits mean nothing."""
+    return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
+
+
+def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> Certified:
+    """Every certificate; `show` may look at the rows as they come."""
+    from whet.algorithms.certify import certificates, rows
+
+    return {(row.kind, row.name): (row.is_exact, *certificates(row)) for row in show(rows())}
+
+
+def certificate(entry: Entry) -> list[tuple[str, str]]:
+    """What `whet algorithms show` says of a function's expected gradient."""
+    from whet.algorithms.certify import certificates, rows_of
+
+    found = []
+    for row in [] if entry.alias_of else rows_of(entry):
+        shown = zip(TITLES, cells(row.is_exact, *certificates(row)), strict=True)
+        title = "certificate" if row.kind == entry.kind else f"certificate, {row.kind}"
+        found.append((title, ", ".join(f"{name} {cell}" for name, cell in shown if cell)))
+    return found
+
+
+def definition(entry: Entry) -> str:
+    """What the docstring says of the function itself."""
+    return entry.doc.partition(ELSEWHERE)[0].rstrip()
+
+
+def facts(entry: Entry) -> list[tuple[str, str]]:
+    """What there is to know of a function but its definition."""
+    key, options_key = chosen_by()[entry.kind]
+    kind = next(kind for kind in KINDS if kind.kind == entry.kind)
+    reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
+    found = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(reads)), ("code", entry.target)]
+    found += [("alias of", entry.alias_of)] if entry.alias_of else []
+    found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]
+    if options_key is not None:
+        for name, value in entry.options.items():
+            takes = entry.takes.get(name)
+            is_limited = get_origin(takes) is Literal or any(bounds_of(takes))
+            found.append((f"{options_key}.{name}", default(value) + (f" ({words(takes)})" if is_limited else "")))
+    found.append(("elsewhere", elsewhere(entry)))
+    return [(title, text) for title, text in found if text]
+
+
+def elsewhere(entry: Entry) -> str:
+    """What other frameworks mean by the name, or call what it is."""
+    if entry.kind == WRAPPERS.kind:
+        return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
+    return " ".join(entry.doc.partition(ELSEWHERE)[2].split())
+
+
+ELSEWHERE = "Elsewhere: "  # begins the last paragraph of a docstring
+MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
+
+
+def default(value: object) -> str:
+    """An option's default as a person writes it."""
+    return "required" if value is REQUIRED else str(value)
+
+
+def summary(entry: Entry) -> str:
+    """The first line of the docstring; of an alias what it changes."""
+    if entry.alias_of is None:
+        return entry.summary
+    original = next(kind for kind in KINDS if kind.kind == entry.kind)[entry.alias_of]
+    presets = {name: value for name, value in entry.options.items() if original.options[name] != value}
+    listed = ", ".join(f"{name}={default(value)}" for name, value in presets.items())
+    return f"{entry.alias_of}{f' with {listed}' if presets else ''}"

@@ -7,10 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from whet import __version__
 from whet.cli.algorithms import algorithms
+from whet.cli.arguments import Command, Group
 from whet.cli.compare import compare
 from whet.cli.config import config
 from whet.cli.data import data
@@ -25,34 +28,53 @@ from whet.cli.quickstart import quickstart
 from whet.cli.sft import sft
 from whet.cli.train import train
 from whet.errors import WhetError
+from whet.threads import yield_soon
 
 START, TRAIN, AFTER, LOOK = "Start", "Train", "After training", "Look things up"
 
+
 app = typer.Typer(
+    cls=Group,
     help="Post-train language models with reinforcement learning.",
     epilog="A mistake is shown as one block; --debug or WHET_DEBUG=1 adds the traceback.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("quickstart", rich_help_panel=START)(quickstart)
-app.command("init-model", rich_help_panel=START)(init_model)
-app.command("train", rich_help_panel=TRAIN)(train)
-app.command("sft", rich_help_panel=TRAIN)(sft)
-app.command("eval", rich_help_panel=AFTER)(evaluate)
-app.command("generate", rich_help_panel=AFTER)(generate)
-app.command("compare", rich_help_panel=AFTER)(compare)
-app.command(
-    "lm-eval",
-    rich_help_panel=AFTER,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(lm_eval)
-app.command("export", rich_help_panel=AFTER)(export)
-app.command("doctor", rich_help_panel=LOOK)(doctor)
-app.command("plan", rich_help_panel=LOOK)(plan)
-app.command("config", rich_help_panel=LOOK)(config)
-app.command("data", rich_help_panel=LOOK)(data)
-app.add_typer(algorithms, name="algorithms", rich_help_panel=LOOK)
+FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+for panel, name, function in (
+    (START, "quickstart", quickstart),
+    (START, "init-model", init_model),
+    (TRAIN, "train", train),
+    (TRAIN, "sft", sft),
+    (AFTER, "eval", evaluate),
+    (AFTER, "generate", generate),
+    (AFTER, "compare", compare),
+    (AFTER, "lm-eval", lm_eval),
+    (AFTER, "export", export),
+    (LOOK, "doctor", doctor),
+    (LOOK, "plan", plan),
+    (LOOK, "config", config),
+    (LOOK, "data", data),
+):
+    settings = FOREIGN_OPTIONS if name == "lm-eval" else None
+    app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
+app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"whet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def whet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train language models with reinforcement learning."""
 
 
 class ConsoleHandler(logging.Handler):
@@ -73,6 +95,7 @@ CONSOLE = ConsoleHandler()
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command that `arguments` (by default those of the process) name, then exits: 2 after a WhetError."""
+    yield_soon()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
     logger = logging.getLogger("whet")

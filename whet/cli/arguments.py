@@ -1,11 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands that read a config have in common: `[RECIPE] KEY=VALUE...`."""
+"""What commands have in common: how their help looks, and `[RECIPE] KEY=VALUE...`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+
+class _Plain:
+    """Commands whose help shows no type beside a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Returns the parameters."""
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if isinstance(each, TyperOption) and each.is_flag and each.metavar is None:
+                each.metavar = ""
+        return params
+
+
+class Command(_Plain, TyperCommand):
+    """One command."""
+
+
+class Group(_Plain, TyperGroup):
+    """A command that has others."""
+
+
+def complete(context: typer.Context, incomplete: str) -> list[str]:
+    """Returns the recipes and keys that a word may become, for the shell."""
+    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+    from whet.config.compose import shipped_recipes
+    from whet.config.keys import leaf_fields
+
+    schemas = {schema.command: schema for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig)}
+    keys = leaf_fields(schemas.get(context.info_name or "", TrainConfig))
+    return [word for word in (*shipped_recipes(), *(f"{key}=" for key in keys)) if word.startswith(incomplete)]
+
 
 RecipeAndOverrides = Annotated[
     list[str] | None,
@@ -13,6 +46,7 @@ RecipeAndOverrides = Annotated[
         metavar="RECIPE KEY=VALUE",
         help="a shipped recipe by name or a YAML file by path, then values over it: rollout.n=8, ~key, data=gsm8k",
         show_default=False,
+        autocompletion=complete,
     ),
 ]
 ConfigName = Annotated[

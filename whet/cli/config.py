@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,15 +26,6 @@ class Command(StrEnum):
     generate = "generate"
 
 
-def write_page(path: Path | None) -> None:
-    """Writes the tables of docs/config.md, instead of all else."""
-    if path is not None:
-        from whet.cli.config_page import page
-
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
-        raise typer.Exit
-
-
 def config(
     command: Annotated[Command, typer.Argument(help="whose config")],
     words: RecipeAndOverrides = None,
@@ -46,7 +36,6 @@ def config(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON Schema of recipe files instead, for editors")
     ] = False,
-    page: Annotated[Path | None, typer.Option(callback=write_page, is_eager=True, hidden=True, exists=True)] = None,
 ) -> None:
     """Print a config, and where each of its values comes from."""
     from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig

@@ -25,8 +25,10 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import shared_console
+    from whet.tracking.long_phases import LongPhases
 
-    evaluation = run(config)
+    with LongPhases().watch():
+        evaluation = run(config)
     console = shared_console()
     for table in tables(evaluation):
         console.print(table)

@@ -9,14 +9,18 @@ from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 
 
 def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Answer a file of prompts: one JSON object an answer. A killed run goes on where it was."""
+    """Answer a file of prompts: one JSON object an answer.
+
+    A killed run goes on where it was."""
     from whet.config import GenerateConfig, load_config
 
     loaded = load_config(GenerateConfig, *split_recipe(words, config_name))
 
     from whet.evaluation.generate import generate as run
+    from whet.tracking.long_phases import LongPhases
 
-    done = run(loaded.config)
+    with LongPhases().watch():
+        done = run(loaded.config)
     if done.num_found:
         typer.echo(f"{done.num_found} answers were there already")
     typer.echo(f"wrote {done.num_written} answers, {done.num_tokens} tokens in {done.seconds:.1f} s, to {done.output}")

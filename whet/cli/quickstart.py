@@ -14,6 +14,8 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="of every random draw")] = 0,
 ) -> None:
     """See a small model learn arithmetic in three minutes."""
+    from whet.tracking.long_phases import LongPhases
     from whet.trainers.quickstart import quickstart as run
 
-    run(run_dir, seed)
+    with LongPhases().watch():
+        run(run_dir, seed)

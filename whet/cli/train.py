@@ -21,9 +21,10 @@ def train(
 
     loaded = load_config(TrainConfig, *split_recipe(words, config_name))
 
+    from whet.tracking.long_phases import LongPhases
     from whet.trainers.build import train as run  # only now: a mistake in the config is shown before torch is loaded
 
-    with shown_when_stopped():
+    with shown_when_stopped(), LongPhases().watch():
         finished = run(loaded.config, dry_run=dry_run)
     if not dry_run:
         typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")

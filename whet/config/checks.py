@@ -31,7 +31,7 @@ from whet.config.schema import (
     TrainerConfig,
 )
 from whet.config.sources import check_files
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 from whet.registry import REWARDS
 
 
@@ -196,7 +196,7 @@ def _check_loggers(names: Sequence[str]) -> None:
     for name in dict.fromkeys(name for name in names if name not in ("console", "jsonl")):
         spec = find_spec(name)
         if spec is None or spec.origin is None:
-            raise ConfigError(f'trainer.logger names {name}, which is not installed; run pip install "whet[{name}]"')
+            raise ConfigError(f"trainer.logger names {name}, which is not installed; run {pip_install(name)}")
 
 
 def _check_function_path(key: str, reference: str) -> None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from whet.config.cluster import ROLES, ClusterConfig
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 
 
 def cluster_checks(config: TrainConfig | SFTConfig) -> list[Callable[[], object]]:
@@ -34,7 +34,7 @@ def _check_backend(cluster: ClusterConfig) -> None:
                     "cluster.backend=ray, or unset it"
                 )
     elif find_spec("ray") is None:
-        raise ConfigError('cluster.backend=ray, and Ray is not installed; run pip install "whet[ray]"')
+        raise ConfigError(f"cluster.backend=ray, and Ray is not installed; run {pip_install('ray')}")
     if cluster.address is not None and "://" in cluster.address:
         raise ConfigError(
             f"cluster.address={cluster.address} is of Ray's client, which would carry every batch through one server; "

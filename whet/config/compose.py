@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from whet.config.foreign import foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.schema import Section
 from whet.errors import ConfigError
@@ -45,8 +46,16 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
     parsed = [_parse(schema, text) for text in texts]
     try:
         composed, files = _run_hydra(path, parsed)
+        values = _resolve(schema, composed, arguments)
     except yaml.YAMLError as error:
         raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        # A file of another framework may build on others that are not here: its keys say more than that.
+        written = [(key, f"{_shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
+        foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
+        if not foreign:
+            raise
+        raise ConfigError("\n".join([*foreign, str(error)])) from error
     sources = {key: f"{_shown(file)}:{line}" for file, section in files for key, line in key_lines(file, section)}
     for override in parsed:
         for key, _ in flatten({override.key_or_group: override.value()}):
@@ -55,7 +64,7 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
             else:
                 sources[key] = COMMAND_LINE
     sources |= dict.fromkeys((key for key, _ in flatten(arguments)), ARGUMENT)
-    return Composed(_resolve(schema, composed, arguments), sources)
+    return Composed(values, sources)
 
 
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
@@ -120,11 +129,12 @@ def _parse(schema: type[Section], text: str) -> Override:
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> str:
-    """The line that says so and names the key that was probably meant."""
+    """Returns the line that says so, with what another framework's key is called here, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
         return f"{key} ({source}): write it as nested sections, not as one name with dots"
-    hint = f"did you mean {near}?" if near else "`whet config` lists all keys; your own go below extra"
+    meant = f"did you mean {near}?" if near else "`whet config` lists all keys; your own go below extra"
+    hint = foreign_key(schema, key) or meant
     return f"unknown key {key} ({source}); {hint}"
 
 

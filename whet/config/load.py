@@ -117,6 +117,14 @@ def _explain(
     below = next((source for each, source in sources.items() if each.startswith(f"{key}.")), DEFAULT)
     yield (
         f"{key}={json.dumps(found, ensure_ascii=False, default=str)} ({sources.get(key, below)}) "
-        f"is {WORDS.get(type(found), type(found).__name__)}; "
+        f"is {_kind(found)}; "
         f"expected {describe_type(field.annotation, tuple(field.metadata))}"
     )
+
+
+def _kind(found: Any) -> str:
+    """Returns the type of a value in words, of a list also its length and the types of its items."""
+    if not isinstance(found, list):
+        return WORDS.get(type(found), type(found).__name__)
+    items = ", ".join(dict.fromkeys(WORDS.get(type(item), type(item).__name__) for item in found))
+    return f"a list of {len(found)}" + (f" ({items})" if items else "")

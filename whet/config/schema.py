@@ -114,8 +114,8 @@ class SamplingConfig(Section):
 
 ENGINE_OPTIONS = "options of the engine: `whet algorithms show NAME` lists them"
 HYBRID = (
-    "sampling and training take turns on the devices: the cache of keys and values is freed while models train, and "
-    "trained models with their optimizers leave the device while answers are sampled"
+    "sampling and training take turns on the devices: the cache of keys and values is freed while models train; models "
+    "trained by fsdp, with their optimizers, are moved to the host while answers are sampled"
 )
 
 

@@ -12,8 +12,10 @@ from whet.controller.resource_pool import ResourcePool, hosts_of
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
 from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, describe, groups_of
 from whet.errors import WhetError, WorkerError
+from whet.metrics import phase
 
 
+@phase("loading models")
 def launch(
     specs: Sequence[WorkerSpec], pools: ResourcePool | Sequence[ResourcePool], deadline_seconds: float
 ) -> dict[str, WorkerGroup]:

@@ -20,6 +20,7 @@ from whet.data.row_filter import matching
 from whet.data.sources import Row, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
+from whet.metrics import phase
 from whet.registry import entry_of, load_target
 from whet.types import Prompt
 
@@ -67,6 +68,7 @@ class _Read:
         return self.source.name if self.source is not None else "data"
 
 
+@phase("reading data")
 def load_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -99,6 +101,7 @@ def load_prompts(
     return Loaded(tuple(items), tuple(parts))
 
 
+@phase("reading data")
 def load_examples(
     data: SupervisedDataConfig,
     tokenizer: PreTrainedTokenizerBase,

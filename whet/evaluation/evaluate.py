@@ -23,11 +23,10 @@ from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
-from whet.metrics import Metrics
+from whet.metrics import Metrics, counted, phase
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
-from whet.tracking.console import progress
 from whet.trainers.build import build_collector, sampling_params, scorer_of
 from whet.trainers.export import find_model, model_folder
 from whet.trainers.rollout_worker import RolloutWorker
@@ -161,11 +160,10 @@ def _all_answers(
     answers = list(earlier)
     done = {row["index"] for row in answers}
     left = [prompt for prompt in prompts if prompt.index not in done]
-    with progress("answers", total=len(left) * config.rollout.n) as advance:
+    with phase("answers"):
         for chunk in _chunks(left, max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)):
-            rows = answers_to(chunk)
-            answers += rows
-            advance(len(rows))
+            answers += answers_to(chunk)
+            counted(len(answers), len(prompts) * config.rollout.n)
     return answers
 
 

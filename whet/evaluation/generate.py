@@ -26,10 +26,10 @@ from whet.data.load import load_prompts
 from whet.errors import ConfigError, DataError
 from whet.evaluation.evaluate import launch_rollout
 from whet.keyed import key
+from whet.metrics import counted, phase
 from whet.models.load import load_config, load_tokenizer, stop_token_ids
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.protocol import generate as sample_all
-from whet.tracking.console import progress
 from whet.trainers.build import sampling_params
 from whet.trainers.checkpoint import MANIFEST
 from whet.trainers.export import find_model, model_folder
@@ -70,8 +70,7 @@ def generate(config: GenerateConfig) -> Generated:
         _claim(output, _origin(config, prompts))
         file = stack.enter_context(output.open("r+b"))
         num_found = num_lines = _cut_back(file, output)
-        advance = stack.enter_context(progress(output.name, total=len(prompts)))
-        advance(num_found // n)
+        stack.enter_context(phase(output.name))
         first = num_found // (config.chunk_size * n) * config.chunk_size
         for start in range(first, len(prompts), config.chunk_size):
             chunk = prompts[start : start + config.chunk_size]
@@ -80,7 +79,8 @@ def generate(config: GenerateConfig) -> Generated:
                 file.write("".join(answers.to(chunk)[-missing:]).encode())
                 file.flush()
                 num_lines += missing
-                advance(-(-missing // n), f"{answers.num_tokens / answers.seconds:,.0f} tokens/s")
+                speed = f"{answers.num_tokens / answers.seconds:,.0f} tokens/s"
+                counted(num_lines // n, len(prompts), speed)
     return Generated(output, num_found, num_lines - num_found, answers.num_tokens, time.monotonic() - started)
 
 
@@ -114,7 +114,8 @@ class Answers(ExitStack):
             self._engine = launch_rollout(config.rollout, config.model, self._model_path)
             self.callback(self._engine.close)
         started = time.monotonic()
-        completions = sample_all(self._engine, requests, config.rollout.deadline_seconds)
+        with phase("sampling"):
+            completions = sample_all(self._engine, requests, config.rollout.deadline_seconds)
         self.seconds += time.monotonic() - started
         self.num_tokens += sum(len(completion.token_ids) for completion in completions)
         return [self._line(*each, completion) for each, completion in zip(asked, completions, strict=True)]

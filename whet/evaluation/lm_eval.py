@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from whet.config.schema import RolloutConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
@@ -34,7 +34,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ConfigError(f"lm-eval cannot be imported ({error}); install it with pip install 'whet[lm-eval]'") from error
+    raise ConfigError(f"lm-eval cannot be imported ({error}); install it with {pip_install('lm-eval')}") from error
 
 MAX_NEW_TOKENS = 256  # lm-eval's default where a task does not say
 BATCH_TOKENS = 4096  # read together for log-likelihoods

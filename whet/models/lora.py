@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from whet.errors import ModelError
+from whet.errors import ModelError, pip_install
 from whet.keyed import key
 from whet.models.folder import check_weights
 
@@ -177,6 +177,6 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ModelError(
-            f"adapters are made by peft, which cannot be imported ({error}): pip install whet[peft]"
+            f"adapters are made by peft, which cannot be imported ({error}); run {pip_install('peft')}"
         ) from error
     return peft

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 from whet.planning.doctor import LITTLE_DISK, Finding
 from whet.planning.fit import size
 from whet.planning.machine import existing
@@ -27,7 +27,7 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
         from whet.controller.ray.probe import Probe
         from whet.controller.ray.survey import survey
     except ModuleNotFoundError:
-        return {"cluster": [Finding("problem", "Ray", "not installed", "pip install 'whet[ray]'")]}
+        return {"cluster": [Finding("problem", "Ray", "not installed", pip_install("ray"))]}
     place = existing(run_dir.expanduser().absolute())
     with tempfile.NamedTemporaryFile(dir=place, prefix=".whet-doctor-") as marker:
         paths = {marker.name: f"{place}, where runs are written"}

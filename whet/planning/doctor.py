@@ -18,9 +18,11 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 
 from whet.config.schema import ClusterConfig
+from whet.errors import pip_install
 from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.registry import ENGINES, ROLLOUT_ENGINES
+from whet.threads import POLICY, spinning
 
 Status = Literal["ok", "note", "problem"]
 OLDEST_PYTHON = (3, 11)
@@ -111,7 +113,7 @@ def _extra(name: str, wanted: list[Requirement]) -> Finding:
     versions = {_plain(each): _version(each) for each in wanted}
     absent = [requirement for requirement, version in versions.items() if version is None]
     if absent:
-        return Finding("note", name, "not installed", f"pip install 'whet[{name}]' if you want it")
+        return Finding("note", name, "not installed", f"{pip_install(name)} if you want it")
     wrong = [each for each in wanted if not each.specifier.contains(versions[_plain(each)] or "", prereleases=True)]
     shown = ", ".join(f"{each.name} {versions[_plain(each)]}" for each in wanted)
     return Finding("note" if wrong else "ok", name, shown, f"whet knows {_plain(wrong[0])}" if wrong else "")
@@ -132,7 +134,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
             if absent:
                 why = f"cannot run: {', '.join(absent)} is not installed"
-                yield Finding("note", f"{what}={name}", why, f"pip install 'whet[{name}]'")
+                yield Finding("note", f"{what}={name}", why, pip_install(name))
             elif name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and _compiler() is None:
                 why = "runs, several times slower than it could: no C++ compiler"
                 yield Finding("note", f"{what}={name}", why, "install g++ or clang++, or set CXX")
@@ -152,6 +154,12 @@ def _processor() -> Iterator[Finding]:
     few = usable is not None and threads < usable
     advice = f"torch leaves {usable - threads} of them idle: unset OMP_NUM_THREADS" if few and usable else ""
     yield Finding("note" if few else "ok", "processors", f"{usable}, torch uses {threads} threads", advice)
+    spins = spinning()
+    if spins and "ACTIVE" not in spins:
+        yield Finding("ok", "threads", f"give the processor back soon while they wait ({spins})")
+    else:
+        slow = f"beside other work two may be ten times slower than one: unset {POLICY}"
+        yield Finding("note", "threads", f"hold the processor while they wait ({spins or 'as OpenMP comes'})", slow)
     capability = torch.backends.cpu.get_cpu_capability()
     has_bfloat16 = _flags() & {"avx512_bf16", "amx_bf16", "bf16"}
     products = f"bfloat16 products by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 products"

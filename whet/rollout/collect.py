@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.data.chat import encode_continuation, encode_rendered
 from whet.environments.host import Deadlines, open_host
 from whet.keyed import key
+from whet.metrics import counted
 from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Failed, Finished, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
@@ -109,6 +110,7 @@ class _Running:
                 self._send()
                 self._take_observations(0.0 if self._sampling else POLL_SECONDS)
                 self._take_completions(0.0 if self._stepping or self._unsent else POLL_SECONDS)
+                counted(len(self.done), total)
                 seconds = time.monotonic() - began
                 if seconds > self._limits.episode_seconds:
                     self._fail_all(f"the episode took longer than {self._limits.episode_seconds:g} s")

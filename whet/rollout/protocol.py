@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError, WhetError
+from whet.metrics import counted
 from whet.types import Failure, FinishReason, Media, Versions
 
 Identity = tuple[tuple[int, ...], tuple[str, ...]]  # of a prompt: token ids, digests of its media
@@ -221,6 +222,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
                     done[event.uid] = event.completion
                 elif isinstance(event, Failed):
                     raise EngineError(f"request {event.uid} failed in the rollout engine: {event.failure.message}")
+            counted(len(done), len(requests))
             if time.monotonic() > deadline:
                 raise late(engine, deadline_seconds, len(requests) - len(done), len(requests))
     except BaseException:

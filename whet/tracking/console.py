@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person watches: one line a step with the numbers that matter, and bars for what takes long.
+"""The lines that a person watches: one a step with the numbers that matter.
 
-On a terminal the lines have columns and bars are drawn; elsewhere (a log file, CI) there are plain lines only."""
+On a terminal they have columns; elsewhere (a log file, CI) each number has its name."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from whet.tracking.tracker import NO_TABLES, Tables
@@ -102,35 +100,6 @@ def clock_time(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
-
-
-@contextmanager
-def progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[..., None]]:
-    """A bar for something long; the block gets a function that is told how much more is done, and what to say of it.
-
-        with progress("validation", total=len(prompts)) as advance:
-            advance(1, "12 tokens/s")
-
-    The bar goes away at the end. Off the terminal one line says that it is over, and how long it took."""
-    console = console or shared_console()
-    if not console.is_terminal:
-        start, done, said = time.monotonic(), 0, ""
-
-        def count(more: int, note: str = "") -> None:
-            nonlocal done, said
-            done, said = done + more, f", {note}" if note else said
-
-        yield count
-        console.print(f"{description}: {done}/{total} in {clock_time(time.monotonic() - start)}{said}", highlight=False)
-        return
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*parts, TextColumn("{task.fields[note]}"), console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total, note="")
-
-        def advance(more: int, note: str = "") -> None:
-            bar.update(task, advance=more, note=note)
-
-        yield advance
 
 
 @cache

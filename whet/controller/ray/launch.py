@@ -13,8 +13,10 @@ from whet.controller.resource_pool import ResourcePool, hosts_of
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup, groups_of
 from whet.errors import WorkerError
+from whet.metrics import phase
 
 
+@phase("loading models")
 def launch(
     specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool], cluster: ClusterConfig
 ) -> dict[str, WorkerGroup]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 MOST_FILES, MOST_SEEN = 5_000, 200_000  # Python files, files of any kind
-CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "VLLM_", "WHET_")
+CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "WHET_")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/config.md, written from the schema: `whet config --page docs/config.md`."""
+"""The tables of docs/config.md, written from the schema: `make pages`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.config.render import inline
 from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from whet.config.section import Section
 
-MARK = "<!-- Below this line the page is written by `whet config --page docs/config.md`. -->\n"
+MARK = "<!-- Below this line the page is written by `make pages`. -->\n"
 
 
 def page(text: str) -> str:

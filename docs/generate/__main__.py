@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m docs.generate [PAGE ...]` writes the pages that are made from code, all of them where none is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.generate import algorithms, config, migrating
+from whet.cli.algorithms import certify_all
+
+DOCS = Path(__file__).parents[1]
+PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to the new one
+    "algorithms": lambda _: algorithms.page(certify_all()),
+    "config": config.page,
+    "migrating": migrating.page,
+}
+
+
+def main(names: list[str]) -> None:
+    """Writes the pages of these names."""
+    for name in names or PAGES:
+        file = DOCS / f"{name}.md"
+        file.write_text(PAGES[name](file.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

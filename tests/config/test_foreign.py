@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config.foreign import foreign_key, foreign_keys
+from whet.config.keys import is_known
+from whet.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("pasted", "answer"),
+    [
+        ("rollout_batch_size=32", "a key of ROLL; write data.train_batch_size (prompts)"),
+        ("data.rollout_batch_size=32", "a key of EasyR1; write data.train_batch_size (prompts a step)"),
+        ("max_steps=10", "a key of ROLL; write trainer.total_steps"),
+        ("algorithm.cpo_lambda=2", "a key of verl; write algorithm.adv_options.cpo_lambda"),
+        ("actor_rollout_ref.actor.strategy=fsdp2", "a key of verl; write actor.engine.name=fsdp"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.2",
+            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both)",
+        ),
+        ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
+        ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),
+        ("reward_model.enable=False", "a key of verl without a counterpart (reward models and sandboxes are not"),
+        ("actor_rollout_ref.rollout.no_such=1", "a key of verl; docs/migrating.md has those of its keys"),
+    ],
+)
+def test_a_pasted_override_is_answered_with_our_key(pasted: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, "gsm8k", [pasted], checked=False)
+    key = pasted.partition("=")[0]
+    assert str(raised.value).startswith(f"unknown key {key} (command line); ") and answer in str(raised.value)
+    assert "extra" not in str(raised.value)
+
+
+def test_a_pasted_file_is_answered_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text("exp_name: x\nactor_train:\n  training_args: {learning_rate: 1.0e-6}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, file)
+    assert str(raised.value).splitlines() == [
+        f"unknown key exp_name ({file}:1); a key of ROLL; write trainer.experiment_name",
+        f"unknown key actor_train.training_args.learning_rate ({file}:3); a key of ROLL; write actor.optim.lr",
+    ]
+
+
+@pytest.mark.parametrize("cause", ["defaults: [../config/deepspeed_zero]", "extra: ${deepspeed_zero2}"])
+def test_a_file_that_builds_on_what_is_not_here_is_answered_too(tmp_path: Path, cause: str) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(f"max_steps: 3\n{cause}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, file)
+    first, second = str(raised.value).splitlines()
+    assert first == f"unknown key max_steps ({file}:1); a key of ROLL; write trainer.total_steps"
+    assert "deepspeed_zero" in second
+
+
+def test_a_key_that_another_command_has_not_is_not_offered_there() -> None:
+    assert foreign_key(SFTConfig, "actor_rollout_ref.rollout.n") != foreign_key(TrainConfig, "worker.rollout.n")
+    assert foreign_key(SFTConfig, "actor_rollout_ref.model.path") == "a key of verl; write model.path"
+    assert foreign_key(TrainConfig, "rollout.temprature") is None
+
+
+def test_every_counterpart_is_a_key() -> None:
+    assert len(foreign_keys()) > 300
+    assert not [each for each in foreign_keys() for ours in each.ours if not is_known(TrainConfig, ours.split("=")[0])]
+
+
+def test_no_key_of_another_framework_is_ours_with_another_meaning() -> None:
+    """Equal names are taken without a word, so the tables must map them to themselves."""
+    same = [each for each in foreign_keys() if is_known(TrainConfig, each.key)]
+    assert not [each for each in same if each.key not in [ours.partition("=")[0] for ours in each.ours]]

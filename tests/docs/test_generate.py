@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages that `make pages` writes are what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs.generate import __main__ as generate
+from docs.generate import algorithms, migrating
+from docs.generate.config import MARK, page, reference
+from whet.cli.algorithms import certify_all
+from whet.config.keys import leaf_fields
+from whet.config.schema import EngineConfig, TrainConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+ADVICE = "the page is not what the code says; write it with `make pages`"
+
+
+@pytest.fixture
+def written() -> str:
+    return (DOCS / "algorithms.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_current_but_for_the_certificates(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithms, "table", lambda _: "")
+    assert page_without_table(written) == page_without_table(algorithms.page({})), ADVICE
+
+
+def page_without_table(text: str) -> str:
+    return text.split("|  |  | exact |")[0].rstrip()
+
+
+@pytest.mark.slow
+def test_the_certificates_are_current(written: str) -> None:
+    assert written.split("|  |  | exact |")[1] == algorithms.table(certify_all()).split("|  |  | exact |")[1], ADVICE
+
+
+def test_the_page_of_keys_is_current() -> None:
+    assert (DOCS / "config.md").read_text().partition(MARK)[2] == reference(), ADVICE
+
+
+def test_every_key_has_its_row() -> None:
+    train = reference().partition("## `whet sft`")[0]
+    rows = [line for line in train.splitlines() if line.startswith("| `")]
+    told = {row.split("`")[1] for row in rows}
+    assert told == {key.rpartition(".")[2] for key in leaf_fields(TrainConfig)}
+    again = 2 * len(EngineConfig.model_fields)  # the engines of critic and ref are told as the actor's
+    assert len(rows) == len(leaf_fields(TrainConfig)) - again
+    assert "| `n` | a whole number > 0 | `8` | answers a prompt |" in rows
+    assert "The keys and defaults of `actor.engine` of `whet train`." in train
+    assert "runs/&lt;project_name&gt;/&lt;experiment_name&gt;" in train
+
+
+def test_what_stands_above_the_mark_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    file = tmp_path / "config.md"
+    file.write_text(f"# Mine\n{MARK}old")
+    generate.main(["config"])
+    assert file.read_text() == page(f"# Mine\n{MARK}") == f"# Mine\n{MARK}{reference()}"
+
+
+def test_the_page_of_foreign_keys_has_the_tables_that_errors_are_answered_from() -> None:
+    written = (DOCS / "migrating.md").read_text()
+    assert migrating.page(written) == written, ADVICE
+    assert migrating.page("## From ROLL\n\nkeys:\n\n| old |\n\nend\n").count("| `max_steps`") == 1

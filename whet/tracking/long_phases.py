@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phase that a run is in, shown while it takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from whet.metrics import watching
+from whet.tracking.console import clock_time, shared_console
+
+STEP = "step"  # a phase that is not shown: those inside it are
+LONG_SECONDS = 2.0  # until a bar is drawn
+LINE_SECONDS, LINE_SECONDS_IN_STEPS = 10.0, 60.0  # until a line is written, where there is no terminal
+LOOK_SECONDS = 0.5
+
+
+@dataclass
+class _Phase:
+    name: str
+    started: float
+    next_line: float
+    done: int = 0
+    total: int | None = None
+    note: str = ""
+
+
+class LongPhases:
+    """Shows the phase that a run is in once it takes long: a bar on a terminal, elsewhere lines, each after twice the
+    time of the one before.
+
+    What `counted` says of a phase is shown with it, and once more at the end where there is no terminal.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console or shared_console(), clock
+        self._open: list[_Phase] = []
+        self._bar: Progress | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Shows the phases of this thread while the block runs."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(LOOK_SECONDS):
+                self.look()
+
+        looking = threading.Thread(target=look, daemon=True, name="long phases")
+        looking.start()
+        try:
+            with watching(self.phase, self.count):
+                yield
+        finally:
+            over.set()
+            looking.join()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase that lasts as long as the block."""
+        started = self._clock()
+        with self._lock:
+            wait = LINE_SECONDS_IN_STEPS if self._is_step else LINE_SECONDS
+            opened = _Phase(name.removeprefix("time/"), started, started + wait)
+            self._open.append(opened)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end(opened)
+
+    def count(self, done: int, total: int, note: str) -> None:
+        """Says how much of the innermost phase is done."""
+        if self._open:
+            phase = self._open[-1]
+            phase.done, phase.total, phase.note = done, total, note
+
+    def look(self) -> None:
+        """Shows what there is to show now."""
+        with self._lock:
+            phases = [phase for phase in self._open if phase.name != STEP]
+            if not phases:
+                return
+            now, outer = self._clock(), phases[0]
+            seconds = now - outer.started
+            counted = [number for number, phase in enumerate(phases) if phase.total]
+            phases = phases[: 1 + counted[0]] if counted else phases
+            if self._console.is_terminal and seconds >= LONG_SECONDS:
+                self._draw(phases, seconds)
+            elif not self._console.is_terminal and now >= outer.next_line:
+                outer.next_line = now + seconds
+                self._say(phases, seconds)
+
+    def _draw(self, phases: list[_Phase], seconds: float) -> None:
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+            self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=2)
+            self._bar.add_task("", total=None, state="")
+        [task], last = self._bar.task_ids, phases[-1]
+        name, state = self._name(phases), self._state(phases, seconds)
+        self._bar.update(task, description=name, completed=last.done, total=last.total, state=state)
+        self._bar.start()
+
+    def _end(self, phase: _Phase) -> None:
+        self._open.remove(phase)
+        if self._bar is not None and all(each.name == STEP for each in self._open):
+            self._bar.stop()
+            self._bar = None
+        seconds = self._clock() - phase.started
+        if not self._console.is_terminal and not self._is_step and phase.total and seconds >= LONG_SECONDS:
+            self._say([*self._open, phase], seconds)
+
+    @property
+    def _is_step(self) -> bool:
+        return any(phase.name == STEP for phase in self._open)
+
+    def _say(self, phases: list[_Phase], seconds: float) -> None:
+        line = f"{self._name(phases)}: {self._state(phases, seconds)}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @staticmethod
+    def _name(phases: list[_Phase]) -> str:
+        return ", ".join(phase.name for phase in phases if phase.name != STEP)
+
+    @staticmethod
+    def _state(phases: list[_Phase], seconds: float) -> str:
+        """How much is done, in which time, and how long the rest takes at that pace."""
+        last = phases[-1]
+        parts = [clock_time(seconds)]
+        if last.total:
+            parts = [f"{last.done}/{last.total}", *parts]
+        if last.total and 0 < last.done < last.total:
+            parts.append(f"about {clock_time(seconds / last.done * (last.total - last.done))} left")
+        return ", ".join([*parts, *([last.note] if last.note else [])])
