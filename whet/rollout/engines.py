@@ -31,6 +31,7 @@ class Native(NativeEngine):
         max_batch_size: int,
         deadline_seconds: float,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        device: torch.device,
         *,
         kv_cache_bytes: int = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
@@ -68,6 +69,7 @@ class HF(HFEngine):
         max_batch_size: int,
         deadline_seconds: float,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        device: torch.device,
     ) -> None:
         super().__init__(
             dtype=dtype, max_batch_size=max_batch_size, deadline_seconds=deadline_seconds, load_tokenizer=load_tokenizer
