@@ -21,7 +21,7 @@ PACKAGE = ROOT / "whet"
 LAYERS = (
     {"errors", "registry", "types", "config", "keyed", "compiled", "files", "masks", "options", "processes", "threads"},
     {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
-    {"models", "data", "rewards", "sandbox", "environments"},
+    {"devices", "models", "data", "rewards", "sandbox", "environments"},
     {"engines", "rollout", "weight_sync", "controller", "tracking"},
     {"trainers", "evaluation", "serving", "planning"},
     {"cli", "viewer", "__init__", "__main__"},

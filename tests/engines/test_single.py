@@ -146,7 +146,7 @@ class Wave(SingleEngine):
         losses = []
         for rows in self._passes(columns, objective.block):
             part = {name: column[rows] for name, column in columns.items()}
-            loss, measured = objective.loss(self._outputs(part, objective.needs, objective.temperature), part, counts)
+            loss, measured = objective.loss(self.outputs(part, objective.needs, objective.temperature), part, counts)
             losses.append(loss)
             metrics.merge(measured)
         for loss in reversed(losses):

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
 
 
@@ -29,13 +31,33 @@ def attend_from_scratch(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("function", [paged_attention, reference], ids=["kernel", "torch"])
+class OnDevice:
+    """The way of accelerators, here on the host: its cache is laid out otherwise, and has a spare block at its end."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        query, key, value, keys, _, tables, rows, positions, scale, window, cap = given
+        if self.kept is None:
+            shape = (key.shape[1], len(keys) + 1, BLOCK_SIZE, key.shape[2])
+            self.kept = torch.zeros(shape), torch.zeros(shape)
+        longest = int(rows[rows >= 0].bincount().max())
+        index = BlockIndex.of(tables, rows, positions, len(keys), longest, int(positions.max()) + 1)
+        out = index.attend(query, key, value, *self.kept, scale, window, cap)
+        return out.masked_fill((rows < 0)[:, None, None], 0)
+
+
+@pytest.mark.parametrize("kind", ["kernel", "torch", "device", "device, few at once"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (7, 1), (6, 2)])
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_prefill_then_decode(
-    function: Callable[..., torch.Tensor], heads: int, kv_heads: int, dim: int, window: int, cap: float
+    kind: str, heads: int, kv_heads: int, dim: int, window: int, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    function: Callable[..., torch.Tensor] = {"kernel": paged_attention, "torch": reference}.get(kind, OnDevice())
+    if kind == "device, few at once":
+        monkeypatch.setattr("whet.rollout.native.device_attention.GATHERED", 1)
     draw = torch.Generator().manual_seed(heads * dim)
     lengths = [1, 17, 40]
     data = [[torch.randn(n, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads)] for n in lengths]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from whet.devices import HOST
 from whet.weight_sync.routes import Ends, Route, Site, ends_of, plan, with_addresses
 
 A, B, C = (Site(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
@@ -37,4 +38,4 @@ def test_different_accelerators_talk_to_each_other() -> None:
 
 
 def test_this_process_is_beside_itself() -> None:
-    assert Site.here("127.0.0.1") == Site.here("127.0.0.1") != Site.here("10.0.0.1")
+    assert Site.here("127.0.0.1", HOST) == Site.here("127.0.0.1", HOST) != Site.here("10.0.0.1", HOST)

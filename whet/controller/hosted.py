@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from whet import devices
 from whet.controller import wire
 from whet.controller.resource_pool import cores
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
 from whet.controller.worker_group import describe
+from whet.devices import HOST
 from whet.errors import WhetError, WorkerError
 
 BUILD = "__init__"  # the method name of the calls that build a worker: their payload is its WorkerSpec
@@ -35,7 +37,7 @@ class Seat:
     pool: str
     rank: int  # in the pool
     world_size: int  # of the pool
-    device_index: int | None  # among the GPUs that the process sees; None without one of its own
+    device_index: int | None  # among the accelerators that the process sees; None without one of its own
     processes_here: int  # that share the cores
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
@@ -50,7 +52,8 @@ class Hosted:
         self._by_role: dict[str, Worker] = {}
         torch.set_num_threads(max(1, cores() // seat.processes_here))
         if seat.device_index is not None:
-            torch.cuda.set_device(seat.device_index)
+            torch.accelerator.set_device_index(seat.device_index)
+        self._device = HOST if seat.device_index is None else devices.here()
 
     def answer(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
         """Serves one call: a pickled (role, method), then the frames of its payload. The answer is (True, result) or
@@ -76,7 +79,7 @@ class Hosted:
     def _build(self, spec: WorkerSpec) -> Layout:
         seat = self._seat
         if seat.world_size > 1 and not torch.distributed.is_initialized():
-            _join(seat)
+            _join(seat, self._device.type)
         self._by_role[spec.role] = spec.build(
             Placement(
                 role=spec.role,
@@ -85,6 +88,7 @@ class Hosted:
                 process_group=torch.distributed.group.WORLD if seat.world_size > 1 else None,
                 neighbours=self._by_role,
                 address=seat.address,
+                device=self._device,
             )
         )
         return Layout.of(self._by_role[spec.role])
@@ -119,14 +123,14 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _join(seat: Seat) -> None:
-    """Waits for the other ranks of the pool and makes the process group: gloo, and NCCL where each has a GPU."""
+def _join(seat: Seat, device_type: str) -> None:
+    """Waits for the other ranks of the pool and makes the process group."""
     interface = interface_of(seat.address)
     if interface is not None:  # unset, gloo asks what address the host's name has
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=seat.deadline_seconds)
     torch.distributed.init_process_group(
-        "gloo" if seat.device_index is None else "cpu:gloo,cuda:nccl",
+        devices.backends(device_type),
         store=PrefixStore(seat.pool, TCPStore(*seat.store, is_master=False, timeout=timeout)),
         rank=seat.rank,
         world_size=seat.world_size,

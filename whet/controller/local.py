@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on this machine: in this process, or in processes of their own that talk over gloo or NCCL."""
+"""Workers on this machine: in this process, or in processes of their own that talk over gloo or the accelerator's own
+collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+from whet import devices
 from whet.controller.dispatch import Arguments
 from whet.controller.processes import ProcessTransport
 from whet.controller.resource_pool import ResourcePool, hosts_of
@@ -45,7 +47,7 @@ def _build_here(specs: Sequence[WorkerSpec]) -> tuple[Transport, dict[str, list[
     transport = _SameProcess(workers)
     for spec in specs:
         try:
-            workers[spec.role] = spec.build(Placement(spec.role, neighbours=workers))
+            workers[spec.role] = spec.build(Placement(spec.role, neighbours=workers, device=devices.here()))
         except Exception as error:
             transport.close()
             described = describe(error, f"{spec.role} rank 0", "__init__")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 
-import torch
-
+from whet import devices
 from whet.controller import wire
 from whet.controller.host import host
 from whet.controller.hosted import BUILD, LOOPBACK, Seat, open_store
@@ -24,6 +24,7 @@ from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
 from whet.errors import DeadlineError, LostWorkerError
 
+log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
 KILL_SECONDS = 5.0  # for the kernel to end a killed process in
 SOCKET_BYTES = 1 << 20  # buffered by the kernel: 1.6 times the throughput of Linux's default
@@ -42,13 +43,17 @@ class ProcessTransport(RemoteTransport[_Process]):
         super().__init__(deadline_seconds)
         self._store = open_store(LOOPBACK, deadline_seconds)
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
-        has_gpus = torch.cuda.device_count() >= len(everyone)  # one for each
+        found = devices.count()
+        if 0 < found < len(everyone):
+            log.warning(
+                "%d processes and %d accelerators: none takes one, all compute on the host", len(everyone), found
+            )
         for number, (pool, rank) in enumerate(everyone):
             seat = Seat(
                 pool=pool.name,
                 rank=rank,
                 world_size=pool.processes,
-                device_index=number if has_gpus else None,
+                device_index=number if found >= len(everyone) else None,
                 processes_here=len(everyone),
                 store=(LOOPBACK, self._store.port),
                 address=LOOPBACK,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from whet.devices import HOST
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -20,6 +22,7 @@ class Placement:
     process_group: torch.distributed.ProcessGroup | None = None
     neighbours: Mapping[str, Worker] = field(default_factory=dict)
     address: str = "127.0.0.1"
+    device: torch.device = HOST
 
 
 class Worker:
@@ -60,6 +63,11 @@ class Worker:
     def address(self) -> str:
         """Under which workers of other pools and nodes reach this machine: for stores and sockets of their own."""
         return self._placement.address
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the roles of this process share."""
+        return self._placement.device
 
     @property
     def dp_rank(self) -> int:

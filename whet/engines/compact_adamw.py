@@ -18,7 +18,7 @@ number of ranks draws the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from whet.devices import HOST
 from whet.keyed import key
 
 BLOCK = 256
@@ -74,7 +75,9 @@ class CompactAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, stored in state_dict["state"].items():
             parameter = parameters[place]
-            self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
+            self.state[parameter] = {
+                name: value.to(parameter.device if value.dim() else HOST, copy=True) for name, value in stored.items()
+            }
 
     def begin(self, parameter: torch.Tensor) -> State:
         """The state of a parameter, with moments of 0 where it has none yet."""
@@ -269,7 +272,7 @@ class Blocks:
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
         """Rows of a moment as float32."""
         codes = as_rows(state[name])[at]
-        table = _codes(name == "exp_avg").to(codes.device)
+        table = _there(_codes, name == "exp_avg", codes.device)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
         return _blocks(values).mul_(state[f"{name}_scale"][at, :, None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
@@ -281,7 +284,7 @@ class Blocks:
         shares = (blocks / scale[:, :, None].clamp(min=torch.finfo(torch.float32).tiny)).flatten(1)
         shares = shares[:, : values.shape[1]].contiguous()
         upper_bits = shares.view(torch.int32).bitwise_right_shift_(LOWER).bitwise_and_(2 ** (32 - LOWER) - 1)
-        codes = _nearest(name == "exp_avg").to(values.device).index_select(0, upper_bits.flatten())
+        codes = _there(_nearest, name == "exp_avg", values.device).index_select(0, upper_bits.flatten())
         as_rows(state[name])[at] = codes.view(values.shape)
 
 
@@ -307,6 +310,12 @@ def _nearest(signed: bool) -> torch.Tensor:
     if not signed:
         nearest[1:].clamp_(min=1)
     return nearest.to(torch.uint8)
+
+
+@cache
+def _there(table: Callable[[bool], torch.Tensor], signed: bool, device: torch.device) -> torch.Tensor:
+    """A table on the device, which it is copied to once."""
+    return table(signed).to(device)
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet import devices
+from whet.devices import HOST
 from whet.engines.micro_batches import micro_batches
-from whet.engines.optim import Optimizer, OptimSettings, learning_rate
+from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Objective
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.models.load import body_of
 from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
-from whet.models.packing import same_prompt
+from whet.models.packing import Layout, layout, same_prompt
 from whet.models.value_head import TrainedModel
 from whet.protocol import DataProto
-
-HOST = torch.device("cpu")
 
 
 class Engine(ABC):
@@ -90,25 +90,24 @@ class Engine(ABC):
     @torch.no_grad()
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
-        columns = self._columns(batch)
+        columns = _columns(batch)
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
-        training = self.model.training
+        training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
         for rows in self._passes(columns, block=1):
-            part = _rows(columns, rows) if rows else _idle(columns)
-            for name, value in self._outputs(part, needs, temperature).items():
-                if not rows:
-                    continue
-                if outputs[name].dim() < value.dim():
-                    outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
-                outputs[name][rows] = value.to("cpu", outputs[name].dtype)
+            found = self.outputs(_rows(columns, rows), needs, temperature)
+            coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found.items()]
+            if self.device == HOST:  # nothing is on its way
+                _take_in(outputs, coming)
+        devices.synchronize(self.device)
+        _take_in(outputs, coming)
         self.model.train(training)
         return outputs
 
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
         none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
-        columns = self._columns(batch)
+        columns = _columns(batch)
         counts = self.begin(columns, objective)
         metrics = Metrics()
         if counts is None:
@@ -134,10 +133,10 @@ class Engine(ABC):
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
         for rows in self._passes(columns, objective.block):
-            part = _rows(columns, rows) if rows else _idle(columns)
-            outputs = self._outputs(part, objective.needs, objective.temperature)
+            part = _rows(columns, rows)
+            outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
-                loss, measured = objective.loss(outputs, part, counts)
+                loss, measured = objective.loss(outputs, self.there(part), counts)
                 total = total + loss.detach()
                 metrics.merge(measured)
             else:
@@ -184,13 +183,25 @@ class Engine(ABC):
         Raises: EngineError for the state of another model or engine.
         """
 
-    @abstractmethod
-    def offload(self) -> None:
-        """Frees the device of weights and optimizer state."""
+    def offload(self, weights: bool = True) -> None:
+        """Frees the device of gradients, of optimizer state and, unless a rollout samples from them, of weights."""
+        self._move(HOST, weights=weights)
+        devices.release(self.device)
 
-    @abstractmethod
     def onload(self) -> None:
-        """Puts back what `offload` took away."""
+        """Puts weights and optimizer state back."""
+        self._move(self.device, weights=True)
+
+    def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Model outputs of a micro-batch on the host; differentiable."""
+        settings = self.forward_settings
+        where = layout(part, settings.packing and settings.share_prompts)
+        return self._outputs(where.to(self.device), needs, temperature)
+
+    def there(self, part: Columns) -> Columns:
+        """A micro-batch with its tensors on the device, which copies them while the host goes on."""
+        tensors = {name: each for name, each in part.items() if isinstance(each, torch.Tensor)}
+        return {**part, **{name: devices.moved(each, self.device) for name, each in tensors.items()}}
 
     @property
     @abstractmethod
@@ -198,8 +209,8 @@ class Engine(ABC):
         """Ranks that read different rows, together all of a mini-batch."""
 
     @abstractmethod
-    def _outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """`model_outputs` of a micro-batch."""
+    def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        """`outputs_of` a micro-batch."""
 
     @abstractmethod
     def _keep_gradients(self) -> None:
@@ -231,8 +242,15 @@ class Engine(ABC):
             lengths, self.max_tokens_per_micro_batch, packing=settings.packing, block=block, prompts=prompts
         )
 
-    def _columns(self, batch: DataProto) -> Columns:
-        return {name: column.to(self.device) for name, column in batch.tensors().items()} | batch.non_tensor_batch
+    def _move(self, device: torch.device, *, weights: bool) -> None:
+        if self.device == HOST:
+            return
+        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            for state in optimizer.state.values():
+                state.update({name: value.to(device) for name, value in state.items() if value.dim()})
+        if weights:
+            nn.Module.to(self.model, device)
 
     def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         if group is not None:
@@ -284,8 +302,25 @@ def narrow_weights(model: nn.Module) -> None:
         weight.data = weight.data.to(torch.bfloat16)
 
 
+def _columns(batch: DataProto) -> Columns:
+    return {**batch.tensors(), **batch.non_tensor_batch}
+
+
+def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:
+    """Writes outputs of some rows into those of all, and forgets them."""
+    for rows, name, value in coming:
+        if rows and outputs[name].dim() < value.dim():
+            outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
+        if rows:
+            outputs[name][rows] = value
+    coming.clear()
+
+
 def _rows(columns: Columns, rows: list[int]) -> Columns:
-    """These rows of all columns; no copy where they are all of them in order."""
+    """These rows of all columns; no copy where they are all of them in order. Without rows a pass that counts for
+    nothing."""
+    if not rows:
+        return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):
         return columns
     return {name: column[rows] for name, column in columns.items()}

@@ -92,8 +92,8 @@ class TrainEngine(Protocol):
         """Puts back what `save` wrote and returns its `start`; all ranks take part."""
         ...
 
-    def offload(self) -> None:
-        """Frees the device of weights and optimizer state."""
+    def offload(self, weights: bool = True) -> None:
+        """Frees the device of gradients, of optimizer state and, unless a rollout samples from them, of weights."""
         ...
 
     def onload(self) -> None:

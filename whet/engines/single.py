@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from whet import serialization
-from whet.engines.engine import HOST, Engine, check_same, narrow_weights
+from whet.devices import HOST
+from whet.engines.engine import Engine, check_same, narrow_weights
 from whet.engines.optim import optimizer_for
-from whet.engines.protocol import Columns
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
-from whet.models.outputs import model_outputs
+from whet.models.outputs import outputs_of
+from whet.models.packing import Layout
 from whet.registry import register_engine
 
 
@@ -31,7 +33,7 @@ class SingleEngine(Engine):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device = HOST,
     ) -> None:
-        super().__init__(role.whole_model(), role, process_group, device)
+        super().__init__(nn.Module.to(role.whole_model(), device), role, process_group, device)
         if role.optim is not None and role.optim.weight_rounding is not None:
             narrow_weights(self.model)
             for weight in self.model.parameters():
@@ -76,18 +78,12 @@ class SingleEngine(Engine):
         start: dict[str, Any] | None = state.get("start")
         return start
 
-    def offload(self) -> None:
-        """Does nothing: where this engine runs, the device is the host."""
-
-    def onload(self) -> None:
-        """Does nothing: where this engine runs, the device is the host."""
-
     @property
     def _rows_group(self) -> dist.ProcessGroup | None:
         return self.process_group
 
-    def _outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        return model_outputs(self.model, part, needs, self.forward_settings, temperature)
+    def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        return outputs_of(self.model, where, needs, self.forward_settings, temperature)
 
     def _keep_gradients(self) -> None:
         """autograd adds them up where they are."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from whet import devices
 from whet.config.schema import RolloutConfig
 from whet.errors import ConfigError, pip_install
 from whet.keyed import key
@@ -58,10 +59,10 @@ class WhetLM(TemplateLM):
         self.seed = seed
         with model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
-            self.policy = load_policy(folder).to(torch_dtype(dtype))  # type: ignore[arg-type]
+            self.policy = load_policy(folder).to(devices.here(), torch_dtype(dtype))  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer)
         rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
-        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer)
+        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer, devices.here())
         self.engine.attach(self.policy, version=0)
         self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)
 
@@ -160,14 +161,14 @@ class WhetLM(TemplateLM):
         scored = torch.tensor([[0] * (width - 1 - size) + [1] * size for size in sizes])
         positions = position_ids(real).clamp(max=self.max_length - 1)
         batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
-        where = layout(batch)
+        where = layout(batch).to(self.policy.device)
         hidden = hidden_states(self.policy, where, ForwardSettings())[where.states]
         head = self.policy.get_output_embeddings()
         chosen = []
         for part, target in zip(hidden.split(CHUNK_TOKENS), where.targets.split(CHUNK_TOKENS), strict=True):
             log_probs = vocab_log_probs(part, head.weight, head.bias)
             chosen.append(torch.stack([log_probs.gather(1, target[:, None])[:, 0], log_probs.argmax(1) == target], 1))
-        columns = where.to_columns(torch.cat(chosen))  # [B, R, 2]
+        columns = where.to_columns(torch.cat(chosen)).cpu()  # [B, R, 2]
         return [
             (float(row[:, 0].sum()), int(row[:, 1].sum()) == size) for row, size in zip(columns, sizes, strict=True)
         ]

@@ -48,17 +48,18 @@ def model_outputs(
     `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`.  Raises: EngineError naming an output that the
     model does not have.
     """
-    offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
-    if not needs <= offered:
-        missing = ", ".join(sorted(needs - offered))
-        raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
-    return outputs_of(model, layout(batch, settings.packing and settings.share_prompts), needs, settings, temperature)
+    where = layout(batch, settings.packing and settings.share_prompts)
+    return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
 
 
 def outputs_of(
     model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """`model_outputs` of a batch that is laid out already."""
+    """`model_outputs` of a batch that is laid out on the model's device already."""
+    offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
+    if not needs <= offered:
+        missing = ", ".join(sorted(needs - offered))
+        raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16

@@ -9,12 +9,13 @@ causal mask alone: padding comes after everything that is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from whet.devices import moved
 from whet.errors import DataError
 
 # Attention sees rows of similar length together: the shortest of a bunch has this share of the longest's tokens, and
@@ -60,6 +61,7 @@ class Bunch(Grid):
     prefix_slots: torch.Tensor  # [P] their places in the grid of keys [num_rows, prefix_width + width]
     prefix_lengths: torch.Tensor  # [num_rows]
     prefix_width: int  # the longest
+    has_gaps: bool  # whether some prefix is shorter
 
     def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
         """Each own token's slot in the grid of keys, or of queries, and the width of that grid."""
@@ -73,7 +75,7 @@ class Bunch(Grid):
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
-        return (later | (at < absent[:, None, None])) if bool(absent.any()) else later[None]
+        return (later | (at < absent[:, None, None])) if self.has_gaps else later[None]
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,24 @@ class Layout(Grid):
     shape: tuple[int, int]  # B, R
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
 
+    def to(self, device: torch.device) -> Layout:
+        """The same on another device, by one copy of all indices together."""
+        if self.input_ids.device.type == device.type:
+            return self
+        grids: list[Any] = [self, *self.bunches]
+        named = [
+            [(each.name, value) for each in fields(grid) if isinstance(value := vars(grid)[each.name], torch.Tensor)]
+            for grid in grids
+        ]
+        tensors = [value for each in named for _, value in each]
+        there = moved(torch.cat([value.flatten() for value in tensors]), device)
+        parts = iter(there.split([value.numel() for value in tensors]))
+        whole, *bunches = (
+            replace(grid, **{name: next(parts).view(value.shape) for name, value in each})
+            for grid, each in zip(grids, named, strict=True)
+        )
+        return replace(whole, bunches=tuple(bunches))
+
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
         padded = Pad.apply(sampled, self.places, self.shape[0] * self.shape[1])
@@ -106,7 +126,8 @@ class Layout(Grid):
 
 
 def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
-    """The layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R].
+    """The layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R], made
+    where these lie: on the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is read once for all its rows, as nothing that comes after it changes it.
     Raises: DataError when a response has no prompt token before it to be chosen after.
@@ -191,6 +212,7 @@ def _bunches(
         at = torch.arange(deepest, device=device)
         is_prefix = at >= deepest - before[:, None]
         source = (at - deepest + before[:, None]).clamp(min=0)
+        before = torch.nn.functional.pad(before, (0, num_rows - len(before)))
         yield Bunch(
             tokens=tokens,
             slots=slots,
@@ -198,8 +220,9 @@ def _bunches(
             width=width,
             prefix_tokens=in_order[row:end].gather(1, source)[is_prefix],
             prefix_slots=(torch.arange(end - row, device=device)[:, None] * (deepest + width) + at)[is_prefix],
-            prefix_lengths=torch.nn.functional.pad(before, (0, num_rows - len(before))),
+            prefix_lengths=before,
             prefix_width=deepest,
+            has_gaps=bool((before != deepest).any()),
         )
         row, token = end, tokens.stop
 

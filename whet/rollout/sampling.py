@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from whet.devices import HOST
 from whet.rollout.constraints import NEVER, Constraints
 from whet.rollout.protocol import Request
 
@@ -28,6 +29,8 @@ class SamplingState:
     stop_ids: torch.Tensor  # [S, K] int64, NEVER where a request has fewer
     limits: torch.Tensor  # [S] int64 tokens
     plain: bool  # all rows draw from softmax(logits): the common case needs one softmax
+    has_min_p: bool  # some row has one, and so for the next; the host need not ask the device
+    has_top: bool
     constraints: Constraints | None  # None where no row has any
 
     @classmethod
@@ -52,6 +55,8 @@ class SamplingState:
             stop_ids=torch.tensor(stops, dtype=torch.int64, device=device).view(len(params), most),
             limits=column([p.max_new_tokens for p in params], torch.int64),
             plain=uncut and constraints is None,
+            has_min_p=any(p.min_p > 0 for p in params),
+            has_top=any(p.top_p < 1 or 0 < p.top_k < vocab_size for p in params),
             constraints=constraints,
         )
 
@@ -128,8 +133,9 @@ def sample(
     tokens = torch.searchsorted(cumulated, point, right=True).squeeze(1)
     # With the largest uniforms the point can round up to the end: take the last token that has any probability.
     beyond = tokens >= logits.shape[1]
-    if bool(beyond.any()):
-        tokens[beyond] = (choices.exp() > 0).int().cumsum(-1).argmax(-1)[beyond]
+    if logits.device != HOST or bool(beyond.any()):  # to ask an accelerator costs more than to compute it
+        at = torch.arange(logits.shape[1], device=logits.device)
+        tokens = torch.where(beyond, torch.where(choices.exp() > 0, at, -1).amax(-1), tokens)
     if not state.plain:
         tokens = torch.where(state.greedy, likeliest, tokens)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
@@ -138,11 +144,11 @@ def sample(
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """-inf where a token has less than min_p of the likeliest's probability, then outside the top_k likeliest of those
     left, then outside the smallest likeliest set of at least top_p of what is left."""
-    if bool((state.min_p > 0).any()):
+    if state.has_min_p:
         probs = log_probs.exp()
         unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)
         log_probs = log_probs.masked_fill(unlikely, float("-inf"))
-    if bool((state.top_k >= log_probs.shape[1]).all() & (state.top_p >= 1).all()):
+    if not state.has_top:
         return log_probs
     ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_probs.shape[1], device=log_probs.device)

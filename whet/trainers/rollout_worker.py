@@ -25,7 +25,7 @@ from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Inlet, receive
 from whet.weight_sync.digest import Digest
-from whet.weight_sync.routes import Route, Site, device_here, open_inlet
+from whet.weight_sync.routes import Route, Site, open_inlet
 
 
 class RolloutWorker(Worker):
@@ -36,7 +36,7 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype or dtype), model
-        self.engine = rollout_engine(config, self.dtype, cache(partial(load_tokenizer, tokenizer_path)))
+        self.engine = rollout_engine(config, self.dtype, cache(partial(load_tokenizer, tokenizer_path)), self.device)
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
         self._queue = deque[Request]()  # that the engine had no room for
@@ -102,12 +102,12 @@ class RolloutWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
         """Where this rank runs."""
-        return Site.here(self.address)
+        return Site.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL)
     def open_inlet(self, route: Route, deadline_seconds: float) -> None:
         """Opens this rank's end of the link to the trainer."""
-        self._inlet = open_inlet(route, deadline_seconds)
+        self._inlet = open_inlet(route, deadline_seconds, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def receive(self, version: int) -> str:
@@ -126,16 +126,16 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Takes what is trained in this process off the device, but for a module that this rank samples from."""
-        for engine in self._engines_beside():
-            engine.offload()
+        """Moves what is trained in this process off the device, but for the weights that this rank samples from."""
+        for role, engine in self._engines_beside().items():
+            engine.offload(weights=not (self._attached and role == "actor"))
         self.engine.wake()
 
     @register(Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
         """Undoes `rollout_mode`, and frees what sampling alone needs."""
         self.engine.sleep()
-        for engine in self._engines_beside():
+        for engine in self._engines_beside().values():
             engine.onload()
 
     def close(self) -> None:
@@ -148,20 +148,22 @@ class RolloutWorker(Worker):
         assert model.path is not None
         module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
         module.requires_grad_(False)
-        self.engine.attach(module.to(device_here(), self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+        self.engine.attach(module.to(self.device, self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True
 
     def _computes_alike(self, actor: TrainWorker, module: PreTrainedModel) -> bool:
         alike = module.dtype == self.dtype and actor.settings.forward.dtype == self.dtype
         return alike and not adapted_layers(module)
 
-    def _engines_beside(self) -> list[TrainEngine]:
-        workers = [each for role, each in self.neighbours.items() if not (self._attached and role == "actor")]
-        return [each.engine for each in workers if isinstance(each, TrainWorker)]
+    def _engines_beside(self) -> dict[str, TrainEngine]:
+        return {role: each.engine for role, each in self.neighbours.items() if isinstance(each, TrainWorker)}
 
 
 def rollout_engine(
-    config: RolloutConfig, dtype: torch.dtype, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    config: RolloutConfig,
+    dtype: torch.dtype,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    device: torch.device,
 ) -> InProcessEngine[Any]:
     """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
     entry = ROLLOUT_ENGINES[config.engine.name]
@@ -169,6 +171,7 @@ def rollout_engine(
         "dtype": dtype,
         "max_batch_size": config.max_batch_size,
         "load_tokenizer": load_tokenizer,
+        "device": device,
     }
     engine: InProcessEngine[Any] = entry.make(
         given, entry.resolve_options(config.engine.options, "rollout.engine.options")

@@ -24,12 +24,12 @@ class WeightSender(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
         """Where this rank runs."""
-        return Site.here(self.address)
+        return Site.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL)
     def open_outlets(self, ends: Ends, deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links, and returns their addresses."""
-        self._outlets = open_outlets(ends, self.address, deadline_seconds)
+        self._outlets = open_outlets(ends, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)

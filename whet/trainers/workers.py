@@ -28,7 +28,7 @@ class TrainWorker(WeightSender):
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
         entry, key = ENGINES[settings.engine.name], "engine.options"
-        given = {"role": settings, "process_group": self.process_group, "device": device_of(settings, self.rank)}
+        given = {"role": settings, "process_group": self.process_group, "device": self.device}
         self.settings = settings
         self.engine: TrainEngine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self.start: dict[str, Any] | None = None
@@ -139,11 +139,3 @@ def with_adapter(engine: TrainEngine) -> TrainsAdapter:
             f"{type(engine).__name__} trains no adapters; unset model.lora.rank, or choose another engine"
         )
     return engine
-
-
-def device_of(settings: RoleSettings, rank: int) -> torch.device:
-    """Where the engine of a rank computes."""
-    if settings.engine.name != "fsdp" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda")

@@ -23,6 +23,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 BUCKET_BYTES = 2**26
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece: its bytes are read as numbers where they lie
+LARGEST = 2**64 - 1  # of checksums
 _SIZES = struct.Struct("<QQ")
 
 
@@ -82,15 +83,16 @@ def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch
     Without an outlet it takes all of them too, and returns None: that they come may need every rank.
     Raises: DeadlineError, LinkClosedError.
     """
-    digest, packers = Digest(), [_Packer(outlet, version) for outlet in outlets]
+    digest = Digest()
+    packers = [_Packer(outlet, version, digest) for outlet in outlets]
     for name, weight in weights:
         if packers:
             converted = in_dtype(weight, dtype)
-            checksum = digest.add(name, converted)
+            digest.add(name, converted)
             for packer in packers:
-                packer.add(name, converted, checksum)
+                packer.add(name, converted)
     for packer in packers:
-        packer.post(str(digest))
+        packer.post(is_last=True)
     for outlet in outlets:
         outlet.finish()
     return str(digest) if outlets else None
@@ -123,7 +125,8 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
                 octets, due = begun, (piece.name, end)
             if end == piece.whole_size:
                 weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
-                _verify(piece, digest.add(piece.name, weight), version)
+                digest.add(piece.name, weight)
+                _verify(piece, digest.checksum(piece.name), version)
                 yield piece.name, weight
         if header.digest is not None and header.digest != str(digest):
             raise WeightSyncError(
@@ -195,34 +198,33 @@ def used_bytes(bucket: torch.Tensor) -> int:
 class _Packer:
     """Fills the buckets of one outlet."""
 
-    def __init__(self, outlet: Outlet, version: int) -> None:
-        self._outlet, self._version = outlet, version
+    def __init__(self, outlet: Outlet, version: int, digest: Digest) -> None:
+        self._outlet, self._version, self._digest = outlet, version, digest
         self._bucket: torch.Tensor | None = None
-        self._pieces: list[str] = []  # as JSON
+        self._pieces: list[list[Any]] = []  # fields of each, with room for the checksum, which is read by `post`
         self._header_room = self._end = 0
 
-    def add(self, name: str, weight: torch.Tensor, checksum: int) -> None:
+    def add(self, name: str, weight: torch.Tensor) -> None:
         """Writes a weight into this bucket and as many more as it takes."""
         octets, start = bytes_of(weight), 0
-        about = [name, str(weight.dtype).removeprefix("torch."), list(weight.shape), checksum]
+        about = [name, str(weight.dtype).removeprefix("torch."), list(weight.shape), LARGEST]
         while True:
             bucket = self._bucket_with_room(len(json.dumps(about)) + 64)  # 64: three numbers more
             size = min(len(octets) - start, len(bucket) - self._end)
             bucket[self._end : self._end + size].copy_(octets[start : start + size])
-            piece = json.dumps([*about, start, size, self._end])
-            self._pieces.append(piece)
-            self._header_room -= len(piece) + 2
+            self._pieces.append([*about, start, size, self._end])
+            self._header_room -= len(json.dumps(self._pieces[-1])) + 2
             self._end += -(-size // ALIGNMENT) * ALIGNMENT
             start += size
             if start == len(octets):
                 return
 
-    def post(self, digest: str | None = None) -> None:
-        """Sends the bucket as it is; with the digest it is the last one."""
+    def post(self, is_last: bool = False) -> None:
+        """Sends the bucket as it is; the last one says the digest of all weights."""
         bucket = self._bucket_with_room(0) if self._bucket is None else self._bucket
-        header = (
-            f'{{"version": {self._version}, "digest": {json.dumps(digest)}, "pieces": [{", ".join(self._pieces)}]}}'
-        )
+        pieces = [[*piece[:3], self._digest.checksum(piece[0]), *piece[4:]] for piece in self._pieces]
+        digest = str(self._digest) if is_last else None
+        header = json.dumps({"version": self._version, "digest": digest, "pieces": pieces})
         used = min(self._end, len(bucket))
         front = _SIZES.pack(len(header), used) + header.encode()
         bucket[: len(front)] = torch.frombuffer(bytearray(front), dtype=torch.uint8).to(bucket.device)

@@ -132,12 +132,17 @@ class CollectiveInlet:
         return _group(store, self._rank, self._size, own, self._bucket.device, self._deadline_seconds)
 
 
+def spans(device: torch.device) -> bool:
+    """Whether a broadcast can go from one such device to another without the hosts' memory."""
+    return dist.get_default_backend_for_device(device) == "nccl"
+
+
 def _group(
     store: dist.Store, rank: int, size: int, host: str, device: torch.device, deadline_seconds: float
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Waits for the other ranks."""
     timeout = timedelta(seconds=deadline_seconds)
-    if device.type == "cuda":
+    if spans(device):
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)

@@ -15,25 +15,51 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 
 class Digest:
     """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
-    order."""
+    order. Checksums are computed where the weights lie, and read by the host together, when one is asked for."""
 
     def __init__(self) -> None:
         self._sum = 0
+        self._checksums: dict[str, int] = {}
+        self._unread: list[tuple[str, str, torch.Tensor, int]] = []  # name, dtype and shape, two sums, bytes
 
-    def add(self, name: str, weight: torch.Tensor) -> int:
-        """Counts a weight in, and returns its checksum."""
-        found = checksum(weight)
-        text = f"{name} {weight.dtype} {tuple(weight.shape)} {found}"
-        self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        return found
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Counts a weight in as it is now."""
+        self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
+
+    def checksum(self, name: str) -> int:
+        """The checksum of a weight that was counted in."""
+        self._read()
+        return self._checksums[name]
 
     def __str__(self) -> str:
+        self._read()
         return f"{self._sum % 2**64:016x}"
+
+    def _read(self) -> None:
+        if not self._unread:
+            return
+        read = torch.stack([sums for _, _, sums, _ in self._unread]).tolist()
+        for (name, what, _, size), sums in zip(self._unread, read, strict=True):
+            self._checksums[name] = found = _checksum(sums, size)
+            text = f"{name} {what} {found}"
+            self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        self._unread.clear()
 
 
 def checksum(weight: torch.Tensor) -> int:
     """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the tensor's bits as a table x of 64-bit words with
     rows of 512: whatever changes, moves or is missing changes it, but for what is made to cancel out."""
+    sums, size = _sums(weight)
+    return _checksum(sums.tolist(), size)
+
+
+def _checksum(sums: list[int], size: int) -> int:
+    columns, rows = sums
+    return (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
+
+
+def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The two sums of a checksum, [2] where the weight lies, and its bytes."""
     octets = bytes_of(weight)
     size, row_bytes = len(octets), 8 * TABLE_WIDTH
     whole = size // row_bytes
@@ -43,8 +69,7 @@ def checksum(weight: torch.Tensor) -> int:
         table = octets[: whole * row_bytes].view(torch.int64).view(whole, TABLE_WIDTH)
         by_row += (table.sum(1) * _odd_numbers(whole, octets.device)).sum()
         last += table.sum(0)
-    columns, rows = torch.stack([(last * _columns(octets.device)).sum(), by_row]).tolist()
-    return (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
+    return torch.stack([(last * _columns(octets.device)).sum(), by_row]), size
 
 
 def bytes_of(weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from whet.weight_sync.buckets import Inlet, Outlet
-from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
+from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet, spans
 from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 Way = Literal["memory", "broadcast"]
@@ -28,11 +28,10 @@ class Site:
     accelerator: str | None = None  # what tells the rank's device from all others
 
     @classmethod
-    def here(cls, address: str) -> Site:
-        """The site of this process, which others reach at `address`."""
+    def here(cls, address: str, device: torch.device) -> Site:
+        """The site of a worker that computes on `device` and that others reach at `address`."""
         folder = Path(tempfile.gettempdir()).stat()  # containers of one machine that share no files share no sockets
-        device = device_here()
-        accelerator = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        accelerator = str(torch.get_device_module(device).get_device_properties(device).uuid) if spans(device) else None
         return cls(f"{socket.gethostname()} {folder.st_dev} {folder.st_ino}", address, accelerator)
 
 
@@ -94,25 +93,20 @@ def with_addresses(routes: Sequence[Route], opened: Sequence[dict[Way, str]]) ->
     return [replace(route, address=opened[route.sender][route.way]) for route in routes]
 
 
-def device_here() -> torch.device:
-    """The device of this process."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def open_outlets(ends: Ends, address: str, deadline_seconds: float) -> dict[Way, Outlet]:
-    """The sender's ends; a broadcast is found at `address`."""
+def open_outlets(ends: Ends, address: str, deadline_seconds: float, device: torch.device) -> dict[Way, Outlet]:
+    """The ends of a sender that computes on `device`; a broadcast is found at `address`."""
     outlets: dict[Way, Outlet] = {}
     if ends.by_memory:
         outlets["memory"] = SharedMemoryOutlet(ends.by_memory, deadline_seconds)
     if ends.by_broadcast:
-        where = device_here() if ends.on_accelerator else None
+        where = device if ends.on_accelerator else None
         outlets["broadcast"] = CollectiveOutlet(ends.by_broadcast, address, deadline_seconds, where)
     return outlets
 
 
-def open_inlet(route: Route, deadline_seconds: float) -> Inlet:
-    """The receiver's end."""
+def open_inlet(route: Route, deadline_seconds: float, device: torch.device) -> Inlet:
+    """The end of a receiver that computes on `device`."""
     if route.way == "memory":
         return SharedMemoryInlet(route.address, deadline_seconds)
-    where = device_here() if route.on_accelerator else None
+    where = device if route.on_accelerator else None
     return CollectiveInlet(route.address, route.rank, route.size, deadline_seconds, where)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import ray
-import torch
 
+from whet import devices
 from whet.controller.hosted import Hosted, Seat, open_store
 from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
@@ -71,7 +71,7 @@ class RankActor:
             ray.get_runtime_context().get_node_id(),
             os.getpid(),
             self._store.port if opens_store else None,
-            torch.cuda.device_count(),
+            devices.count(),
         )
 
     def sit(self, seat: Seat) -> None:

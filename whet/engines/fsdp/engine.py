@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
-from whet.engines.engine import HOST, Engine, narrow_weights
+from whet.engines.engine import Engine, narrow_weights
 from whet.engines.fsdp import checkpoint
 from whet.engines.fsdp.ranks import arrange
 from whet.engines.fsdp.sharding import shard
@@ -27,6 +28,7 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns
 from whet.engines.role import RoleSettings
 from whet.models.load import body_of
+from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare, check_heads
 from whet.registry import register_engine
 
@@ -76,6 +78,7 @@ class FSDPEngine(Engine):
             cpu_offload=cpu_offload,
         )
         role.fill(model, HOST if cpu_offload else device)
+        self._stays_on_host = cpu_offload
         self.optimizer = optimizer_for(model, optim, role.seed) if optim is not None else None
         self._sums_wide = optim is not None and optim.weight_rounding is not None
         if self._sums_wide:
@@ -133,27 +136,15 @@ class FSDPEngine(Engine):
         start: dict[str, Any] | None = state["start"]
         return start
 
-    def offload(self) -> None:
-        """Moves weights and optimizer state to the host."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Moves them back."""
-        self._move(self.device)
-
     def _saved(self) -> dict[str, nn.Parameter]:
         """The weights of a checkpoint, of an adapter its own alone."""
         self._reshard()
         return self._checkpointed()
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, *, weights: bool) -> None:
         self._reshard()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        nn.Module.to(self.model, device)
-        for states in self._states().values():
-            for name, value in states.items():
-                states[name] = value.to(device) if value.dim() else value
+        if not self._stays_on_host:
+            super()._move(device, weights=weights)
 
     def _reshard(self) -> None:
         """Gives up what was gathered: torch keeps the outermost weights after a forward pass."""
@@ -180,12 +171,12 @@ class FSDPEngine(Engine):
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
         """As many on every rank: each pass gathers weights, which all take part in."""
         split = self._split(columns, block)
-        most = torch.tensor(len(split), device=self.device)
+        most = torch.tensor(len(split))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
         return [*split, *([] for _ in range(int(most) - len(split)))]
 
-    def _outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        outputs: dict[str, torch.Tensor] = self._whole(part, needs, self.forward_settings, temperature)
+    def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = self._whole(where, needs, self.forward_settings, temperature)
         return outputs
 
     def _keep_gradients(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from whet.devices import backends
 from whet.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def arrange(
     tensor_parallel_size: int = 1,
 ) -> Ranks:
     """The arrangement of the ranks in `group` (None: of this process alone).  Raises: ConfigError."""
-    group = group if group is not None else _alone()
+    group = group if group is not None else _alone(device_type)
     ranks = dist.get_process_group_ranks(group)
     inner = sequence_parallel_size * tensor_parallel_size
     if len(ranks) % inner:
@@ -102,10 +103,9 @@ def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.Proc
     return made
 
 
-def _alone() -> dist.ProcessGroup:
+def _alone(device_type: str) -> dist.ProcessGroup:
     """A group of this process, which roles of one process share."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends(device_type), store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     return dist.group.WORLD

@@ -15,25 +15,26 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from whet import devices
 from whet.engines.fsdp.ranks import Ranks
 from whet.engines.fsdp.tensor_parallel import split_heads
-from whet.engines.protocol import Columns
 from whet.models.load import body_of, layers
-from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.outputs import ForwardSettings, outputs_of
+from whet.models.packing import Layout
 
 
 class Whole(nn.Module):
-    """A forward pass from columns to outputs as one module, before which torch gathers the weights outside layers."""
+    """A forward pass from rows to outputs as one module, before which torch gathers the weights outside layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(
-        self, part: Columns, needs: frozenset[str], settings: ForwardSettings, temperature: float
+        self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
-        """`model_outputs`, each in memory of its own: torch hangs its hooks on what comes out."""
-        outputs = model_outputs(self.model, part, needs, settings, temperature)
+        """`outputs_of`, each in memory of its own: torch hangs its hooks on what comes out."""
+        outputs = outputs_of(self.model, where, needs, settings, temperature)
         return {name: value.clone() for name, value in outputs.items()}
 
 
@@ -50,7 +51,7 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=devices.count() > 0) if cpu_offload else OffloadPolicy(),
     }
     whole = Whole(model)
     embedding = body.get_input_embeddings()

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from whet.devices import HOST, moved
 from whet.errors import EngineError
+from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
 
 
@@ -18,7 +20,8 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockCache:
-    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes.
+    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes; on an
+    accelerator both [layers, KV, blocks, 16, D], with a spare block at the end that takes what padding writes.
 
     A block may belong to several sequences (a prompt's to all its samples) and is free when the last one lets go.
     """
@@ -33,10 +36,14 @@ class BlockCache:
                 f"rollout.engine.options.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens "
                 f"({per_block} bytes)"
             )
-        # Empty, not zero: the operating system hands out pages when they are first written.
-        shape = (config.num_hidden_layers, self.num_blocks, kv_heads)
-        self.keys = torch.empty(*shape, head_dim, BLOCK_SIZE, dtype=dtype, device=device)
-        self.values = torch.empty(*shape, BLOCK_SIZE, head_dim, dtype=dtype, device=device)
+        layers, self._block_dim = config.num_hidden_layers, 1 if device == HOST else 2
+        if device == HOST:
+            # Empty, not zero: the operating system hands out pages when they are first written.
+            self.keys = torch.empty(layers, self.num_blocks, kv_heads, head_dim, BLOCK_SIZE, dtype=dtype)
+            self.values = torch.empty(layers, self.num_blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+        else:  # zeros: a product with what no token may see must be a number
+            shape = (layers, kv_heads, self.num_blocks + 1, BLOCK_SIZE, head_dim)
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._owners = [0] * self.num_blocks
 
@@ -71,17 +78,34 @@ class BlockCache:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block contents in all layers."""
         if sources:
-            source, target = (torch.tensor(blocks, device=self.keys.device) for blocks in (sources, targets))
+            both = moved(torch.tensor([list(sources), list(targets)]), self.keys.device)
             for tensor in (self.keys, self.values):
-                tensor.index_copy_(1, target, tensor.index_select(1, source))
+                tensor.index_copy_(self._block_dim, both[1], tensor.index_select(self._block_dim, both[0]))
 
 
 class PagedBatch:
-    """A flat batch of T tokens and where their sequences lie in the cache: what the model's attention is given."""
+    """A flat batch of T tokens and where their sequences lie in the cache: what the model's attention is given.
 
-    def __init__(self, cache: BlockCache, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+    `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from an
+    accelerator where the caller does not give them."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        tables: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        longest: int | None = None,
+        context: int | None = None,
+    ) -> None:
         self.keys, self.values = cache.keys, cache.values
         self.tables, self.rows, self.positions = tables, rows, positions
+        self._index: BlockIndex | None = None
+        if cache.keys.device != HOST:
+            if longest is None or context is None:
+                counts = torch.zeros_like(tables[:, 0]).scatter_add(0, rows.clamp(min=0).long(), (rows >= 0).int())
+                longest, context = torch.stack([counts.max(), positions.max() + 1]).tolist()
+            self._index = BlockIndex.of(tables, rows, positions, cache.num_blocks, longest, context)
 
     def attend(
         self,
@@ -94,6 +118,8 @@ class PagedBatch:
         cap: float,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        if self._index is not None:
+            return self._index.attend(query, key, value, self.keys[layer], self.values[layer], scale, window, cap)
         return paged_attention(
             query,
             key,

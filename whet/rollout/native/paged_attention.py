@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator `whet::paged_attention`: a C++ kernel on a CPU with a compiler, else plain torch."""
+"""The operator `whet::paged_attention` on a CPU: a C++ kernel where there is a compiler, else plain torch."""
 
 from __future__ import annotations
 
@@ -126,7 +126,6 @@ def _shape_only(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 _operators.impl("paged_attention", _cpu, "CPU")
-_operators.impl("paged_attention", reference, "CUDA")
 torch.library.register_fake("whet::paged_attention", _shape_only, lib=_operators)
 
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator of a process, whichever kind it is, and copies to it that the host does not wait for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+HOST = torch.device("cpu")
+
+
+def count() -> int:
+    """How many accelerators this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def here() -> torch.device:
+    """The accelerator that this process computes on; the host where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on `device`. From the host it goes by way of pinned memory, and the host goes on meanwhile."""
+    if tensor.device.type == device.type:
+        return tensor
+    return (tensor.pin_memory() if tensor.device == HOST else tensor).to(device, non_blocking=device != HOST)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all that was begun on `device`."""
+    if device != HOST:
+        torch.accelerator.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Gives memory that nothing uses any more back to the device."""
+    if device != HOST:
+        torch.accelerator.empty_cache()
+
+
+def backends(device_type: str) -> str:
+    """The collectives of a process group, by kind of device: gloo between hosts, and the accelerator's own."""
+    own = dist.get_default_backend_for_device(device_type)
+    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
