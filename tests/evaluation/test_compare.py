@@ -72,9 +72,21 @@ def test_pairing_sees_what_two_intervals_apart_do_not() -> None:
 
 def test_equal_models() -> None:
     found = compare(model(1, 0, 1), model(1, 0, 1))["all"]
-    assert found.verdict() == "A and B are equally good on these 3 prompts"
+    low, high = 100 * found.difference.low, 100 * found.difference.high
+    assert high - low > 100
+    assert found.verdict() == (
+        "A and B score the same, but 3 prompts are too few to tell them apart: the 95 % interval of their difference "
+        f"is {low:.1f} to {high:.1f} points"
+    )
     assert found.p_value == 1.0 and not found.is_real and found.prompts_needed is None
     assert found.difference.low < 0 < found.difference.high
+
+
+def test_models_are_called_equal_only_where_the_interval_is_narrow() -> None:
+    equal = model(*[0.0, 1.0] * 400)
+    assert compare(equal, equal)["all"].verdict().startswith("A and B are equally good on these 800 prompts: the 95 %")
+    swapped = model(*[1.0, 0.0] * 400)  # as good, and another one on every prompt
+    assert compare(equal, swapped)["all"].verdict().startswith("A and B score the same, but 800 prompts are too")
 
 
 def test_answers_to_one_prompt_are_one_observation() -> None:

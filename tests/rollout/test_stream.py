@@ -20,7 +20,7 @@ from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector
 from whet.rollout.groups import Filter
 from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Rollouts
+from whet.rollout.stream import Rollouts, Taken
 from whet.types import Group
 
 DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
@@ -84,6 +84,11 @@ def test_n_groups_in_the_order_of_the_data(tokenizer: PreTrainedTokenizerBase) -
     assert [group.prompt.uid for group in of.take(5, step=2).groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
 
 
+def filtered(taken: Taken) -> dict[str, float]:
+    """What the filter counts, but for the scores of what was sampled."""
+    return {name: value for name, value in taken.metrics.reduce().items() if "sampled" not in name}
+
+
 def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -92,7 +97,7 @@ def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
     taken = of.take(3, step=1)
     assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     assert asked(of) == ["0+0=", "1+0=", "2+0=", "3+0=", "4+0=", "5+0="]
-    assert taken.metrics.reduce() == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
+    assert filtered(taken) == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
 
 
 def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -101,7 +106,8 @@ def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrain
     taken = of.take(2, step=1)
     assert rewards(taken.groups) == [[0.0, 1.0]]
     assert len(asked(of)) == 2 + 3
-    assert taken.metrics.reduce() == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
+    assert filtered(taken) == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
+    assert taken.metrics.reduce()["filter/sampled_score"] == 0.1  # one of the 10 answers is right
 
 
 def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_so(
@@ -111,7 +117,7 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
     of = rollouts(tokenizer, *"1" * 12, "0", *"1" * 9, group_filter=Filter(dynamic_sampling, {}, max_refills=2))
     taken = of.take(2, step=1)
     assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"] and taken.is_dropped
-    assert taken.metrics.reduce() == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
+    assert filtered(taken) == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
     batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=taken.is_dropped)
     assert batch["response_mask"].sum() == 0 and batch["attention_mask"].sum() > 0
     said = [record.getMessage() for record in caplog.records]

@@ -74,6 +74,34 @@ def test_the_kl_that_is_trained_against_is_shown_before_that_of_the_update() -> 
     assert "KL 5.00e-01" in written.getvalue()
 
 
+def test_a_column_is_shown_from_when_it_says_something() -> None:
+    """On-policy the KL of the update is 0; an accuracy that is the reward says nothing new."""
+    output, written = console(terminal=False)
+    tracker = ConsoleTracker(10, console=output)
+    tracker.log(1, {**STEP, "actor/ppo_kl": 0.0, "reward/accuracy": STEP["critic/score/mean"]})
+    tracker.log(2, {**STEP, "actor/ppo_kl": 1e-3, "reward/accuracy": 0.25})
+    tracker.log(3, {**STEP, "actor/ppo_kl": 0.0, "reward/accuracy": STEP["critic/score/mean"]})
+    first, second, third = written.getvalue().splitlines()
+    assert "KL" not in first and "accuracy" not in first
+    assert "accuracy 0.250" in second and "KL 1.00e-03" in second
+    assert "accuracy 0.512" in third and "KL 0.00e+00" in third
+
+
+def test_the_reward_is_that_of_all_answers_and_beside_it_stands_that_of_those_that_a_filter_kept() -> None:
+    output, written = console(terminal=True)
+    tracker = ConsoleTracker(10, console=output)
+    sampled = {"filter/sampled_score": 0.9, "filter/sampled_accuracy": 0.9, "reward/accuracy": 0.51234}
+    tracker.log(1, STEP)
+    tracker.log(2, {**STEP, **sampled})
+    lines = [line.split() for line in written.getvalue().splitlines()]
+    assert [line[:3] for line in lines] == [
+        ["step", "reward", "length"],
+        ["1/10", "0.512", "12.3"],
+        ["step", "reward", "kept"],  # a new header with the new column
+        ["2/10", "0.900", "0.512"],
+    ]
+
+
 def test_what_is_missing_leaves_no_gap_and_validation_has_its_own_line() -> None:
     output, written = console(terminal=False)
     tracker = ConsoleTracker(10, console=output)

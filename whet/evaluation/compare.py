@@ -14,6 +14,7 @@ from whet.evaluation.answers import Row, by_prompt
 from whet.evaluation.estimators import LEVEL, Estimate, estimate, prompts_needed, sign_flip_p
 
 SHOWN = 60  # characters of a prompt in an error
+EQUAL = 0.05  # of the whole: models whose difference may be more than that are not called equal
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ class Comparison:
     def verdict(self) -> str:
         """One plain sentence."""
         value = self.difference.value
-        if value == 0:
-            return f"A and B are equally good on these {self.num_prompts} prompts"
         unit = "points" if self.metric == "accuracy" else self.metric
-        size = f"{shown(abs(value), self.metric)} {unit} {'better' if value > 0 else 'worse'}"
         low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))
+        if value == 0:
+            whole = 1.0 if self.metric == "accuracy" else max(abs(self.a.value), abs(self.b.value))
+            is_wide = max(-self.difference.low, self.difference.high) > EQUAL * whole
+            interval = f"the 95 % interval of their difference is {low} to {high} {unit}"
+            if is_wide:
+                return (
+                    f"A and B score the same, but {self.num_prompts} prompts are too few to tell them apart: {interval}"
+                )
+            return f"A and B are equally good on these {self.num_prompts} prompts: {interval}"
+        size = f"{shown(abs(value), self.metric)} {unit} {'better' if value > 0 else 'worse'}"
         found = f"B is {size} (95 % interval {low} to {high}, p {shown_p(self.p_value)})"
         if self.is_real:
             return f"{found}: the {'gain' if value > 0 else 'loss'} is real"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -224,6 +225,10 @@ class Rollouts:
             return Taken(kept, metrics)
         metrics.sum("filter/dropped_groups", len(dropped))
         metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+        sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
+        if sampled:
+            metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
+            metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
         if len(kept) < n:
             log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
         is_scored = any(each.failure is None for group in dropped for each in group.trajectories)

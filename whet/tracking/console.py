@@ -5,6 +5,7 @@ On a terminal they have columns; elsewhere (a log file, CI) each number has its 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,17 +21,25 @@ HEADER_EVERY = 20  # lines
 
 @dataclass(frozen=True)
 class Column:
-    """One number of the line: its title, and the metrics that it may be, the first that is there."""
+    """One number of the line: its title, and the metrics that it may be, the first that is there. It is not shown
+    before its number differs from `unless`: a number, or the title of a column."""
 
     title: str
     metrics: tuple[str, ...]
     form: str  # as `format` takes it
+    unless: float | str | None = None
+
+    def number(self, metrics: Mapping[str, float]) -> float | None:
+        """The number of a step."""
+        return next((metrics[name] for name in self.metrics if name in metrics), None)
 
 
 COLUMNS = (
-    Column("reward", ("critic/score/mean",), ".3f"),
+    Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # of all answers that were sampled
+    Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # the same of those that a filter kept
+    Column("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
     Column("length", ("response_length/mean",), ".1f"),
-    Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e"),
+    Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
 )
@@ -38,7 +47,7 @@ VALIDATION = "val/"  # metrics under this name get a line of their own
 
 
 class ConsoleTracker:
-    """One line a step: step, reward, length, KL, gradient norm, tokens/s and the time left.
+    """One line a step: step, the columns that say something in this run, and the time left.
 
     The time left is that of the steps to come at the mean pace of this process, what lies between steps included."""
 
@@ -55,38 +64,42 @@ class ConsoleTracker:
         self._console = console or shared_console()
         self._clock, self._started = clock, clock()
         self._lines = 0
+        self._shown: set[str] = set()  # titles of the columns that have said something
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
         """Prints the line of a step, and one for what was validated; no tables."""
-        if any(self._cells(metrics)):
-            self._print_step(step, metrics)
+        numbers = {column.title: column.number(metrics) for column in self._columns}
+        if any(number is not None for number in numbers.values()):
+            self._print_step(step, numbers)
         if validated := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
-            numbers = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
-            self._console.print(Text(f"step {step} validation  {numbers}", style="green"), soft_wrap=True)
+            listed = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
+            self._console.print(Text(f"step {step} validation  {listed}", style="green"), soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
         """Nothing is held back."""
 
-    def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        titles = ["step", *(column.title for column in self._columns), "left"]
-        cells = [f"{step}/{self._total_steps}", *self._cells(metrics), self._time_left(step)]
+    def _print_step(self, step: int, numbers: Mapping[str, float | None]) -> None:
+        before = len(self._shown)
+        for column in self._columns:
+            other = numbers[column.unless] if isinstance(column.unless, str) else column.unless
+            number = numbers[column.title]
+            if number is not None and (other is None or not math.isclose(number, other)):  # means differ by rounding
+                self._shown.add(column.title)
+        columns = [column for column in self._columns if column.title in self._shown]
+        titles = ["step", *(column.title for column in columns), "left"]
+        found = [numbers[column.title] for column in columns]
+        shown = ["" if n is None else format(n, column.form) for n, column in zip(found, columns, strict=True)]
+        cells = [f"{step}/{self._total_steps}", *shown, self._time_left(step)]
         if self._console.is_terminal:
-            widths = [max(len(title), 9) for title in titles]
-            if self._lines % HEADER_EVERY == 0:
+            widths = [max(len(title), 8) for title in titles]
+            if self._lines % HEADER_EVERY == 0 or len(self._shown) > before:
+                self._lines = 0
                 self._console.print(Text(_aligned(titles, widths), style="dim"), soft_wrap=True)
             line = _aligned(cells, widths)
         else:
             line = "  ".join(f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
         self._console.print(Text(line), soft_wrap=True)
         self._lines += 1
-
-    def _cells(self, metrics: Mapping[str, float]) -> list[str]:
-        """The numbers of the line as text, empty where a metric is not there."""
-        names = [next((name for name in column.metrics if name in metrics), None) for column in self._columns]
-        return [
-            "" if name is None else format(metrics[name], column.form)
-            for name, column in zip(names, self._columns, strict=True)
-        ]
 
     def _time_left(self, step: int) -> str:
         done = step - self._first_step

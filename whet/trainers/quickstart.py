@@ -154,11 +154,15 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
 
 
 def plot(run_dir: Path, run: Run, accuracies: Sequence[tuple[float, float]]) -> Path:
-    """The learning curve: reward of every step, accuracy on the held-out problems now and then."""
-    rewards = [(record["step"], record["critic/score/mean"]) for record in run.history if "critic/score/mean" in record]
-    path = run_dir / "learning_curve.png"
+    """The learning curve: reward of every step, of all answers and of those that are trained on, and accuracy on the
+    held-out problems now and then."""
+    path, steps = run_dir / "learning_curve.png", [record for record in run.history if "filter/sampled_score" in record]
+    rewards = {"all answers sampled": "filter/sampled_score", "groups that the filter kept": "critic/score/mean"}
     series = [
-        Series("reward, problems trained on", [step for step, _ in rewards], [value for _, value in rewards]),
+        *(
+            Series(f"reward, {label}", [record["step"] for record in steps], [record[name] for record in steps])
+            for label, name in rewards.items()
+        ),
         Series("accuracy, held-out problems", [s for s, _ in accuracies], [a for _, a in accuracies], markers=True),
     ]
     plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="share right")
