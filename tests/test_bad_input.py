@@ -42,6 +42,7 @@ MESSAGES = {
     cells[0].strip(): cells[1].strip().strip("`")
     for cells in re.findall(r"^\| ([^|]+) \| (`[^|]+`) \|[^|]+\|$", PAGE, re.MULTILINE)
 }
+ROWS = "data.train_files, rows"
 OWN = """
 def broken():
     raise ValueError("no rows today")
@@ -339,15 +340,18 @@ def test_what_is_wrong_with_a_tokenizer(qwen25_folder: Path, caplog: pytest.LogC
 
 
 def test_what_is_wrong_with_the_folder_of_a_run() -> None:
-    def opened(**trainer: Any) -> str:
+    def opened(rows: str = "sha256 before", **trainer: Any) -> str:
         optim = {"lr": trainer.pop("lr", 1e-6)}
         values = {"actor": {"optim": optim}, "trainer": {"run_dir": "mine", **trainer}}
         with pytest.raises(WhetError) as raised:
-            open_run_dir(Path("mine"), TrainConfig.model_validate(values)).close()
+            open_run_dir(Path("mine"), TrainConfig.model_validate(values), {ROWS: rows}).close()
         return str(raised.value)
 
+    Path("mine").write_text("")
+    wrong("folder that cannot be one", opened())
+    Path("mine").unlink()
     config = TrainConfig.model_validate({"actor": {"optim": {"lr": 1e-6}}, "trainer": {"run_dir": "mine"}})
-    with closing(open_run_dir(Path("mine"), config)):
+    with closing(open_run_dir(Path("mine"), config, {ROWS: "sha256 before"})):
         wrong("two runs in one folder", opened())
     wrong("checkpoint that is none", opened(resume="nowhere"))
     checkpoint = Path("mine", "checkpoints", "global_step_2")
@@ -356,6 +360,11 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
     wrong("no checkpoint is whole", opened())
     shutil.rmtree(checkpoint)
     wrong("folder of another config", opened(lr=1e-4))
+    wrong("other data than before", opened("sha256 now"))
+    Path("mine", "config.yaml").write_text("optim: {lr: 1e-6}\n")
+    wrong("folder of another command", opened())
+    Path("mine", "rollouts").symlink_to(Path.cwd())
+    wrong("link in a run's folder", opened())
 
 
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     tensors = {**_apart(encoder.tensors), "json": _bytes_as_tensor(json.dumps(document).encode())}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.touch()
+        partial.unlink(missing_ok=True)
+        partial.touch(exist_ok=False)
         mode = partial.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
         try:
             safetensors.torch.save_file(tensors, partial)  # from where the tensors lie

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -131,6 +132,17 @@ def test_a_resumed_run_is_the_same_to_each_service_and_a_fresh_one_is_not(
     assert ids(7) == ["run 0", "run 1"]
     assert ids(-1) == ["run 4", "run 5"]
     assert ids(7) == ["run 4", "run 5"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "7", '{"wandb": ', "\x00"])
+def test_names_that_cannot_be_read_give_a_new_run(
+    content: str, run: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(monkeypatch, wandb=Diary)
+    (run.folder / "trackers.json").write_text(content)
+    [tracker] = open_services(["wandb"], replace(run, steps_done=3))
+    tracker.close()
+    assert MADE[-1].run.run_id is None and "trackers.json cannot be read" in caplog.text
 
 
 def test_a_service_that_lacks_steps_of_a_resumed_run_is_told_them_from_its_files(

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from whet import serialization
-from whet.config import TrainConfig
+from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError
 from whet.trainers import checkpoint
 from whet.trainers.build import build, build_scorer, train
+from whet.trainers.export import export
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
+from whet.trainers.sft import train_sft
 
 SHAPER = {"kl_controller": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
 MakeConfig = Callable[..., TrainConfig]
@@ -118,7 +120,8 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(
     assert [record["step"] for record in run.history] == list(range(1, stopped_after + 2))
 
     resumed = finish(train_config(algorithm), additions)
-    assert resumed.history[0]["step"] == stopped_after + 1
+    assert [record["step"] for record in resumed.history] == [1, 2, 3, 4]
+    assert resumed.history[stopped_after]["step"] == stopped_after + 1
     last = Path("checkpoints", "global_step_4")
     assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
     assert metrics.read_bytes() == (tmp_path / "straight" / "metrics.jsonl").read_bytes()
@@ -130,7 +133,7 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(
 
 KILLED = """
 import json, sys
-from whet.config import TrainConfig
+from whet.config import SFTConfig, TrainConfig, load_config
 from whet.trainers.build import train
 
 def score(solution_str):
@@ -159,7 +162,7 @@ def test_a_process_that_is_killed_goes_on_to_the_same_bits(
     process.wait()
 
     resumed = finish(config, additions)
-    assert 1 < resumed.history[0]["step"] < 12
+    assert resumed.opened.found is not None and 1 <= checkpoint.number(resumed.opened.found) < 12
     last = Path("checkpoints", "global_step_12")
     assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
     assert metrics.read_bytes() == (tmp_path / "straight" / "metrics.jsonl").read_bytes()
@@ -267,7 +270,7 @@ def test_a_full_disk_names_what_is_whole_and_the_same_command_goes_on(
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     assert checkpoint.find(tmp_path / "run", "auto") == before
-    assert [record["step"] for record in finish(train_config(GRPO), additions).history] == [3, 4]
+    assert finish(train_config(GRPO), additions).opened.found == before
     last = Path("checkpoints", "global_step_4")
     assert_same_bits(tmp_path / "straight" / last, tmp_path / "run" / last)
 
@@ -321,7 +324,7 @@ def test_a_kill_while_saving_leaves_what_was_there(
     assert newest(tmp_path / "run") == "global_step_1"
     assert (tmp_path / "run" / "checkpoints" / ".global_step_2.partial" / "actor.state").exists()
     monkeypatch.setattr(checkpoint, "_write_manifest", plain)
-    assert [record["step"] for record in finish(config, additions).history] == [2]
+    assert finish(config, additions).opened.found == tmp_path / "run" / "checkpoints" / "global_step_1"
     assert newest(tmp_path / "run") == "global_step_2"
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
@@ -332,3 +335,51 @@ def test_a_checkpoint_without_a_role_that_the_run_has_is_named(
     taken = {"trainer.resume": str(run_dir / "checkpoints" / "global_step_4"), "trainer.run_dir": str(tmp_path / "ppo")}
     with pytest.raises(CheckpointError, match=r"critic\.state is missing: .* no state for the role 'critic'"):
         finish(train_config({**PPO, **taken}), additions)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "four"}', "[" * 9999, '{"step": 2, "score": "high"'])
+def test_a_damaged_file_in_any_checkpoint_is_passed_over(
+    content: str, run_dir: Path, train_config: MakeConfig, additions: Rows
+) -> None:
+    """Also by those who look for the best, the newest good one and the oldest before anything is verified."""
+    for step in (2, 4):
+        (run_dir / "checkpoints" / f"global_step_{step}" / "trainer.json").write_text(content)
+    newest_good = checkpoint.newest(run_dir, good=True)
+    assert newest_good is not None and newest_good.name == "global_step_3"
+    assert checkpoint.score_of(run_dir / "checkpoints" / "global_step_4") is None
+    overrides = {**GRPO, "actor.optim.lr": 1e-6, "trainer.save_limit": 2}
+    assert finish(train_config(overrides), additions).step == 4
+    assert newest(run_dir) == "global_step_4"
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"trainer.json": 3}', '{"../../x": {"bytes": 0, "sha256": ""}}'])
+def test_a_manifest_that_is_no_manifest_is_damage(content: str, run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "global_step_4" / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"global_step_4: manifest\.json is damaged"):
+        checkpoint.verify(run_dir / "checkpoints" / "global_step_4")
+    assert newest(run_dir) == "global_step_3"
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(run_dir: Path, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret", run_dir / "checkpoints" / "global_step_4"
+    secret.write_text("mine alone")
+    (folder / "model" / "notes.txt").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"notes\.txt leads to .*/secret, outside of the checkpoint; a check"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert newest(run_dir) == "global_step_3"
+
+
+def test_a_checkpoint_of_supervised_training_is_named(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, model_folder: Path
+) -> None:
+    small = {"model.path": str(model_folder), "data.apply_chat_template": False, "trainer.logger": ["jsonl"]}
+    small |= {"trainer.run_dir": str(tmp_path / "sft"), "trainer.total_steps": 1, "data.max_length": 32}
+    rows = [{"prompt": "1", "response": "2"}] * 4
+    trained = train_sft(load_config(SFTConfig, None, small, given={"data"}).config, data=rows)
+    folder = checkpoint.newest(trained.run_dir)
+    message = (
+        rf"holds is_good, loader, score, step, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        finish(train_config({**GRPO, "trainer.resume": str(folder)}), additions)

@@ -15,6 +15,7 @@ from whet import serialization
 from whet.config import TrainConfig
 from whet.errors import CheckpointError
 from whet.models.load import stop_token_ids
+from whet.trainers import checkpoint
 from whet.trainers.build import train
 from whet.trainers.export import export
 
@@ -100,3 +101,17 @@ def test_nothing_is_overwritten_and_nothing_is_guessed(
     with pytest.raises(CheckpointError, match=r"global_step_1: actor\.state is damaged"):
         export(state.parent, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_weights_that_are_not_finite_are_no_model(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    """As a run of an earlier version may have saved them."""
+    run = train(train_config(), reward=length, data=additions)
+    folder = run.run_dir / "checkpoints" / "global_step_2"
+    state = serialization.load(folder / "actor.state")
+    state["model"]["model.norm.weight"] = torch.full_like(state["model"]["model.norm.weight"], float("inf"))
+    serialization.save(folder / "actor.state", state)
+    (folder / "manifest.json").unlink()
+    checkpoint._write_manifest(folder)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or infinite numbers in torch\.float32"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

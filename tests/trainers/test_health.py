@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from whet import serialization
 from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
@@ -58,8 +60,6 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(
     assert [record["actor/skipped_in_a_row"] for record in run.history] == [0, 1, 2, 0]
     assert math.isnan(run.history[1]["actor/grad_norm"]) and "actor/lr" not in run.history[1]
     assert "actor: loss or gradient was not finite: the update was skipped (2 in a row)" in caplog.text
-    from whet import serialization
-
     states = [serialization.load(run.run_dir / f"checkpoints/global_step_{step}/actor.state") for step in (3, 4)]
     assert [(state["steps_done"], state["skipped"]) for state in states] == [(1, 2), (2, 2)]
     assert all(value.isfinite().all() for value in states[1]["model"].values())
@@ -88,6 +88,67 @@ def test_three_in_a_row_stop_a_run_that_was_resumed_between_them(
     train(train_config({"trainer.total_steps": 3}), reward=sevens, data=additions)
     with pytest.raises(EngineError, match="actor: 3 updates in a row"):
         train(train_config({"trainer.total_steps": 9}), reward=sevens, data=additions)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "gdpo"])
+def test_a_step_whose_groups_are_all_dropped_trains_on_nothing(
+    estimator: str, train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"algorithm.filter.name": "dapo", "algorithm.adv_estimator": estimator, "trainer.save_freq": 1}
+    run = train(train_config(settings), reward=lambda solution_str: {"reward": 1.0, "other": 0.5}, data=additions)
+    states = [serialization.load(run.run_dir / f"checkpoints/global_step_{step}/actor.state") for step in (1, 2)]
+    start = AutoModelForCausalLM.from_pretrained(run.config.model.path).state_dict()
+    for state in states:
+        assert state["steps_done"] == 0 and all(torch.equal(start[name], w) for name, w in state["model"].items())
+    assert [record["actor/empty_updates"] for record in run.history] == [1, 1]
+    assert run.history[0]["critic/score/mean"] == 1.0 and not any(math.isnan(v) for v in run.history[0].values())
+    assert caplog.text.count("step 1 trains on nothing") == 1 and "step 2 trains" not in caplog.text
+
+
+def test_groups_that_are_all_equal_are_said_after_the_third_step(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(train_config({"trainer.total_steps": 4}), reward=lambda solution_str: 0.0, data=additions)
+    [said] = [record.getMessage() for record in caplog.records if "paid the same" in record.getMessage()]
+    assert said.startswith("step 3: for 3 steps all answers to a prompt were paid the same, for every prompt, so all")
+    caplog.clear()
+    alone = {"algorithm.adv_estimator": "reinforce_plus_plus", "trainer.run_dir": str(tmp_path / "alone")}
+    train(train_config({**alone, "trainer.total_steps": 4}), reward=lambda solution_str: 1.0, data=additions)
+    assert "paid the same" not in caplog.text
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_weights_that_are_not_finite_end_the_run_unsaved(
+    number: float, train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, updates = SingleEngine.update, 0
+
+    def overflows(engine: SingleEngine, *arguments: object) -> Metrics:
+        nonlocal updates
+        updates += 1
+        metrics = update(engine, *arguments)  # type: ignore[arg-type]
+        if updates == 3:
+            next(engine.model.parameters()).data[0, 0] = number
+        return metrics
+
+    monkeypatch.setattr(SingleEngine, "update", overflows)
+    config = train_config({"trainer.total_steps": 9, "trainer.save_freq": 1, "trainer.save_limit": 1})
+    message = (
+        "actor: after step 3 weights are NaN or infinite, .* the last good checkpoint is .*/global_step_2: trainer"
+    )
+    with pytest.raises(EngineError, match=message):
+        train(config, reward=sevens, data=additions)
+    newest = checkpoint.newest(Path(str(config.trainer.run_dir)), good=True)
+    assert newest is not None and newest.name == "global_step_2"
+
+
+def test_the_newest_good_checkpoint_is_never_deleted(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    poison(monkeypatch, {3, 4})
+    config = train_config({"trainer.total_steps": 4, "trainer.save_freq": 1, "trainer.save_limit": 1})
+    train(config, reward=sevens, data=additions)
+    assert {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()} == {"global_step_2", "global_step_4"}
 
 
 def test_a_jump_is_what_goes_far_beyond_the_steps_before() -> None:

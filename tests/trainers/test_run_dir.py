@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +18,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whet.config import TrainConfig, load_config
+from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.trainers import checkpoint
+from whet.trainers.frame import run_folder
 from whet.trainers.run_dir import RunDir, open_run_dir
 
 MakeConfig = Callable[..., TrainConfig]
@@ -39,8 +43,8 @@ def config_of(run_dir: Path, **changes: object) -> TrainConfig:
     return TrainConfig.model_validate(values)
 
 
-def opened(run_dir: Path, resume: str = "auto", **changes: object) -> Path | None:
-    folder: RunDir = open_run_dir(run_dir, config_of(run_dir, trainer__resume=resume, **changes))
+def opened(run_dir: Path, resume: str = "auto", inputs: dict[str, str] | None = None, **changes: object) -> Path | None:
+    folder: RunDir = open_run_dir(run_dir, config_of(run_dir, trainer__resume=resume, **changes), inputs)
     folder.close()
     return folder.found
 
@@ -95,6 +99,104 @@ def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
     assert names == {"global_step_1", "global_step_2", "global_step_3.left_behind", "global_step_4.left_behind"}
 
 
+def test_the_same_command_goes_on_from_there_also_where_it_names_a_checkpoint(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that started from a path goes on from what it saved since; other settings start at the path again, and what
+    was left behind stays."""
+    caplog.set_level(logging.INFO)
+    taken, kept = run_dir / "checkpoints" / "global_step_2", shutil.copytree(run_dir / "checkpoints", tmp_path / "kept")
+    assert opened(run_dir, str(taken), actor__optim__lr=1e-7) == taken
+    shutil.copytree(kept / "global_step_3", run_dir / "checkpoints" / "global_step_3")  # what it saved since
+    assert opened(run_dir, str(taken)) == run_dir / "checkpoints" / "global_step_3"
+    assert f"global_step_3, which this run came to from {taken}" in caplog.text
+    shutil.rmtree(taken)  # save_limit may delete where it came from
+    assert opened(run_dir, str(taken)) == run_dir / "checkpoints" / "global_step_3"
+    shutil.copytree(kept / "global_step_2", taken)
+    assert opened(run_dir, str(taken), actor__optim__lr=1e-3) == taken
+    names = {path.name for path in (run_dir / "checkpoints").glob("*left*")}
+    assert names == {"global_step_3.left_behind", "global_step_3.left_behind1", "global_step_4.left_behind"}
+
+
+def test_data_and_code_belong_to_the_run(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (run_dir / "inputs.json").unlink()  # as in folders of earlier versions
+    opened(run_dir, inputs={"data.train_files, rows": "sha256 a", "data.val_files, rows": "sha256 b"})
+    message = "holds a run of another config:\n  data.train_files, rows: 'sha256 a', now 'sha256 c'\ngo on"
+    with pytest.raises(ConfigError, match=message):
+        opened(run_dir, inputs={"data.train_files, rows": "sha256 c"})
+    opened(run_dir, inputs={"data.train_files, rows": "sha256 a", "data.val_files, rows": "sha256 d"})
+    assert "the run goes on with data.val_files, rows=sha256 d (it was sha256 b)" in caplog.text
+    newest = run_dir / "checkpoints" / "global_step_4"
+    assert opened(run_dir, str(newest), inputs={"data.train_files, rows": "sha256 c"}) == newest
+
+
+def test_metrics_that_end_before_the_checkpoint_are_missed(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
+    assert opened(run_dir) == run_dir / "checkpoints" / "global_step_4"
+    assert f"{metrics} ends with step 2: its lines up to step 4 are lost" in caplog.text
+
+
+def test_what_was_logged_is_read_back(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({**line, "odd": None}) + "\n" for line in lines))
+    folder = open_run_dir(run_dir, config_of(run_dir))
+    folder.close()
+    assert [each["step"] for each in folder.history] == [1, 2, 3, 4]
+    assert all(math.isnan(each.pop("odd")) for each in folder.history) and folder.history == lines
+
+
+@pytest.mark.parametrize("name", ["rollouts/step_000001.jsonl", "checkpoints", ".lock", ".config.yaml.partial", "new"])
+def test_a_link_out_of_the_folder_is_refused_and_not_written_through(run_dir: Path, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    link = run_dir / name
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim if name == "checkpoints" else victim / "file")
+    with pytest.raises(ConfigError, match=r"is a link to .*/victim.*; remove the link, or set trainer\.run_dir to"):
+        opened(run_dir)
+    assert [path.name for path in victim.iterdir()] == ["file"] and (victim / "file").read_text() == "mine"
+
+
+def test_links_inside_the_folder_and_to_it_are_fine(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "latest").symlink_to("checkpoints/global_step_4")
+    (run_dir / "wandb").mkdir()
+    (run_dir / "wandb" / "saved").symlink_to("/etc/hostname")  # a tracker's own
+    (tmp_path / "link").symlink_to(run_dir)
+    assert opened(tmp_path / "link") == tmp_path / "link" / "checkpoints" / "global_step_4"
+
+
+def test_files_of_others_are_left_alone(run_dir: Path) -> None:
+    """Only what a run writes itself ends in a step."""
+    (run_dir / "rollouts" / "my_notes.jsonl").write_text("{}")
+    (run_dir / "rollouts" / "kept_000009.jsonl").mkdir()
+    (run_dir / "checkpoints" / "global_step_9").write_text("no folder")
+    assert opened(run_dir) == run_dir / "checkpoints" / "global_step_4"
+    assert (run_dir / "rollouts" / "my_notes.jsonl").exists() and (run_dir / "rollouts" / "kept_000009.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "too long", "a dangling link", "no lock"])
+def test_a_folder_that_cannot_be_one_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    (tmp_path / "odd" / ".lock").mkdir(parents=True)
+    names = {"a file": "file", "below a file": "file/run", "too long": "r" * 300, "a dangling link": "link"}
+    with pytest.raises(StorageError, match=r"; expected a folder that can be written to: .* another trainer\.run_dir"):
+        open_run_dir(tmp_path / names.get(kind, "odd"), TrainConfig())
+
+
+def test_a_run_of_the_other_command_is_named(tmp_path: Path) -> None:
+    open_run_dir(tmp_path, SFTConfig()).close()
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds a run of `whet sft`, and this is `whet train`; choose another"):
+        open_run_dir(tmp_path, TrainConfig())
+    assert run_folder(SFTConfig().trainer) == Path("runs/whet/sft")
+
+
 def test_a_run_of_another_config_is_not_gone_on_with(run_dir: Path) -> None:
     """Only what a step computes counts: how long the run is and how fast it goes may change."""
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -143,6 +245,94 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead(tmp_
         holder.kill()
         holder.wait(10)
     open_run_dir(run_dir, TrainConfig()).close()
+
+
+FORKER = """
+import os, sys, time
+from pathlib import Path
+from whet.config import TrainConfig
+from whet.trainers.run_dir import open_run_dir
+
+held = open_run_dir(Path(sys.argv[1]), TrainConfig())
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_of_a_fork_does_not_hold_the_folder(tmp_path: Path) -> None:
+    run_dir = tmp_path / "shared"
+    with subprocess.Popen([sys.executable, "-c", FORKER, str(run_dir)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        with pytest.raises(ConfigError, match="two runs cannot write to one folder"):
+            open_run_dir(run_dir, TrainConfig())
+        holder.kill()
+        holder.wait(10)
+    try:
+        open_run_dir(run_dir, TrainConfig()).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_is_done_says_so(
+    train_config: MakeConfig, additions: list[dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    from whet.trainers.build import train
+
+    first = train(train_config(), reward=sevens, data=additions)
+    again = train(train_config(), reward=sevens, data=additions)
+    assert f"{first.run_dir} is already done: it has 2 of 2 steps, so nothing is trained; raise" in caplog.text
+    assert again.history == first.history and [record["step"] for record in again.history] == [1, 2]
+    longer = train(train_config({"trainer.total_steps": 3}), reward=sevens, data=additions)
+    assert [record["step"] for record in longer.history] == [1, 2, 3] and longer.history[:2] == first.history
+
+
+def test_other_rows_and_other_code_are_told_from_those_of_the_run(
+    train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from whet.trainers.build import train
+
+    caplog.set_level(logging.INFO)
+    code = tmp_path / "rewards.py"
+    code.write_text("def score(solution_str):\n    return float(solution_str.count('7'))\n")
+    config = {"reward.function": f"{code}:score"}
+    train(train_config(config), data=additions)
+    with pytest.raises(ConfigError, match=r"another config:\n  data\.train_files, rows: 'sha256 .*', now 'sha256 "):
+        train(train_config(config), data=[{**row, "answer": "0"} for row in additions])
+    train(train_config(config), data=additions)
+    code.write_text("def score(solution_str):\n    return float(solution_str.count('8'))\n")
+    with pytest.raises(ConfigError, match=r"another config:\n  reward\.function, code in rewards\.py: 'sha256 "):
+        train(train_config(config), data=additions)
+
+    given = {"trainer.run_dir": str(tmp_path / "given")}
+    train(train_config(given), reward=sevens, data=additions)
+    train(train_config(given), reward=lambda solution_str: 1.0, data=additions)
+    assert "the run goes on with reward given, code=sha256" in caplog.text
+
+
+def test_user_code_may_change_the_working_folder(
+    train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.trainers.build import train
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = train_config({"trainer.run_dir": "here/run"})
+    relative = os.path.relpath(str(config.model.path))
+
+    def leaves(solution_str: str) -> float:
+        os.chdir(elsewhere)
+        return 1.0
+
+    train(train_config({"trainer.run_dir": "here/run", "model.path": relative}), reward=leaves, data=additions)
+    assert not list(elsewhere.iterdir())
+    assert checkpoint.newest(tmp_path / "here" / "run") is not None
+    assert {path.name for path in (tmp_path / "here" / "run").iterdir()} >= {"rollouts", "metrics.jsonl", "config.yaml"}
 
 
 def test_a_run_lets_go_of_its_folder(train_config: MakeConfig, additions: list[dict[str, str]]) -> None:

@@ -137,7 +137,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         train_sft(sft_config(**schedule), data=rows, callbacks=[stop])
     resumed = train_sft(sft_config(**schedule), data=rows)
-    assert [record["step"] for record in resumed.history] == [3, 4]
+    assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
+    assert [record["step"] for record in resumed.history] == [1, 2, 3, 4]
     assert torch.equal(weights(tmp_path / "run", 4), weights(tmp_path / "straight", 4))
     metrics = [(tmp_path / folder / "metrics.jsonl").read_bytes() for folder in ("run", "straight")]
     assert metrics[0] == metrics[1]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.trainers.test_checkpoint import assert_same_bits
 from whet.config import SFTConfig, TrainConfig, load_config
+from whet.engines.single import SingleEngine
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 from whet.trainers.stop import Stopped, StopSignals
@@ -64,15 +65,13 @@ def test_a_signal_in_a_rollout_saves_the_step_before_at_once(
     assert calls < 3 * 16  # nothing more was judged
     assert signal.getsignal(number) is before
     resumed = train(config, reward=sevens, data=additions)
-    assert [record["step"] for record in resumed.history] == [3, 4]
+    assert resumed.opened.found is not None and resumed.opened.found.name == "global_step_2"
     assert_equal_runs(straight, resumed.run_dir)
 
 
 def test_a_signal_outside_of_a_rollout_waits_for_the_step(
     straight: Path, train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from whet.engines.single import SingleEngine
-
     update, updates = SingleEngine.update, 0
 
     def signalled(*arguments: object) -> object:
@@ -99,7 +98,7 @@ def test_a_file_stops_a_run_too(train_config: MakeConfig, additions: Rows, tmp_p
     with pytest.raises(Stopped, match=r"stopped by the file .*/run/stop after step 1"):
         train(train_config(FOUR), reward=reward, data=additions)
     run = train(train_config(FOUR), reward=sevens, data=additions)  # the file is gone with the start
-    assert [record["step"] for record in run.history] == [2, 3, 4]
+    assert run.opened.found is not None and run.opened.found.name == "global_step_1" and run.step == 4
 
 
 def test_before_the_first_step_there_is_nothing_to_save(train_config: MakeConfig, additions: Rows) -> None:
@@ -110,6 +109,64 @@ def test_before_the_first_step_there_is_nothing_to_save(train_config: MakeConfig
     with pytest.raises(Stopped, match="before the first step was done: there was nothing to save") as stopped:
         train(train_config(), reward=reward, data=additions)
     assert stopped.value.number == signal.SIGTERM
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_validation_before_the_first_step_is_left_at_once(
+    command: str, train_config: MakeConfig, additions: Rows, tmp_path: Path, model_folder: Path
+) -> None:
+    """Whatever is left of it."""
+    held_out = tmp_path / "val.jsonl"
+    held_out.write_text("".join(json.dumps({**row, "response": row["answer"]}) + "\n" for row in additions))
+    calls = 0
+
+    def reward(solution_str: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+    settings = {"data.val_files": [str(held_out)], "trainer.val_freq": 0}
+    with pytest.raises(Stopped, match="stopped by Ctrl-C before the first step was done: there was nothing to save"):
+        if command == "train":
+            train(train_config(settings), reward=reward, data=additions)
+        else:
+            small = {"model.path": str(model_folder), "data.apply_chat_template": False, "trainer.logger": ["jsonl"]}
+            small |= {"data.max_length": 32, "trainer.run_dir": str(tmp_path / "run")}
+            config = load_config(SFTConfig, None, settings | small, given={"data"})
+            forward = SingleEngine.forward
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    SingleEngine, "forward", lambda *given: [reward("") for _ in range(9)] and forward(*given)
+                )
+                train_sft(config.config, data=[{**row, "response": "1"} for row in additions])
+    assert calls == 3
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_a_signal_that_has_to_wait_is_answered_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignals(tmp_path / "stop") as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == "Ctrl-C: the run ends after this step; again: at once, without saving\n"
+        with pytest.raises(Stopped):
+            signals.here()
+
+
+def test_a_run_that_never_resumes_is_told_how_to_go_on(train_config: MakeConfig, additions: Rows) -> None:
+    calls = 0
+
+    def reward(solution_str: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sevens(solution_str)
+
+    never = {**FOUR, "trainer.resume": "never"}
+    with pytest.raises(Stopped, match=r"holds; the same command with trainer\.resume=auto goes on from there"):
+        train(train_config(never), reward=reward, data=additions)
+    assert train(train_config({**FOUR, "trainer.resume": "auto"}), reward=sevens, data=additions).step == 4
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
     loaded = load_config(SFTConfig, *split_recipe(words, config_name))
 
     from whet.tracking.long_phases import LongPhases
+    from whet.trainers.frame import run_folder
     from whet.trainers.sft import train_sft
 
     with shown_when_stopped(), LongPhases().watch():
-        finished = train_sft(loaded.config)
-    typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")
+        train_sft(loaded.config)
+    folder = run_folder(loaded.config.trainer)
+    typer.echo(f"wrote {folder}; `whet export {folder} OUT` makes a Hugging Face folder of it")

@@ -19,5 +19,6 @@ def shown_when_stopped() -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        typer.echo(f"{stopped}:\n  {shlex.join(['whet', *sys.argv[1:]])}", err=True)
+        words = [word.replace("trainer.resume=never", "trainer.resume=auto") for word in sys.argv[1:]]
+        typer.echo(f"{stopped}:\n  {shlex.join(['whet', *words])}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped

@@ -23,8 +23,10 @@ def train(
 
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.build import train as run  # only now: a mistake in the config is shown before torch is loaded
+    from whet.trainers.frame import run_folder
 
     with shown_when_stopped(), LongPhases().watch():
-        finished = run(loaded.config, dry_run=dry_run)
+        run(loaded.config, dry_run=dry_run)
     if not dry_run:
-        typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")
+        folder = run_folder(loaded.config.trainer)
+        typer.echo(f"wrote {folder}; `whet export {folder} OUT` makes a Hugging Face folder of it")

@@ -274,7 +274,9 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="validate the model as it comes")
     validation: SamplingConfig = SamplingConfig()
     save_freq: NonNegativeInt = Field(0, description="save every so many steps; 0 only at the end")
-    save_limit: PositiveInt | None = Field(2, description="newest checkpoints kept, and the best; unset: all")
+    save_limit: PositiveInt | None = Field(
+        2, description="newest checkpoints kept, with the best and the last good one; unset: all"
+    )
     best_metric: str | None = Field(
         None, description="by which the best checkpoint is; - before it: lower is; unset: val/accuracy, sft -val/loss"
     )
@@ -346,7 +348,7 @@ class SFTConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     max_tokens_per_micro_batch: PositiveInt | None = Field(None, description=MICRO_BATCH)
     grad_clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient")
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
     cluster: ClusterConfig = ClusterConfig()
     extra: dict[str, Any] = Field({}, description="yours: whet does not read it")
 

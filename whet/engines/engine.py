@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.devices import HOST
+from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Objective
@@ -171,6 +172,12 @@ class Engine(ABC):
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
         yield from merged_weights(self.model)
+
+    @torch.no_grad()
+    def has_finite_weights(self) -> bool:
+        """Whether all numbers are finite that this rank has of the trained weights."""
+        parts = [own_part(weight) for weight in self.model.parameters() if weight.requires_grad]
+        return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts if part.numel())
 
     @abstractmethod
     def save(self, path: Path, start: dict[str, Any] | None) -> None:

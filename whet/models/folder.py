@@ -86,9 +86,12 @@ def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool 
 
 def _indexed(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is damaged: {error!r}; fetch it again") from error
+    if outside := [name for name in named if Path(name).name != name]:
+        raise ModelError(f"{index} names {outside[0]}, which is no file of its folder; fetch it again")
+    return named
 
 
 def _check_pickles(folder: Path, name: str, allow_pickle: bool) -> None:

@@ -45,7 +45,7 @@ def free_disk(path: Path) -> int:
 def existing(path: Path) -> Path:
     """The nearest folder of `path` that exists."""
     path = path.absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(each for each in (path, *path.parents) if os.path.isdir(each))  # noqa: PTH112  # never raises
 
 
 def _machine() -> Iterator[FreeMemory]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from whet import files
 from whet.errors import DataError
 from whet.tracking.tracker import NO_TABLES, Tables
 
@@ -26,7 +26,6 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
         _drop_torn_line(path)
         self._file = path.open("ab", buffering=0)  # a line that could not be written is not tried again at the end
 
@@ -36,12 +35,6 @@ class JsonlTracker:
         line = (json.dumps({"step": step, **numbers}) + "\n").encode()
         while line:  # a disk may take a part of it, and says why at the next part
             line = line[self._file.write(line) :]
-
-    def cut_back(self, step: int) -> None:
-        """Drops what was logged after `step`, and goes on from there."""
-        self._file.close()
-        cut_back(self._path, step)
-        self._file = self._path.open("ab", buffering=0)
 
     def close(self, failed: bool = False) -> None:
         """Closes the file."""
@@ -57,27 +50,24 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or "step" not in record:
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise DataError(f"{path}:{number} is {line[:80]!r}, expected a JSON object with a step; delete the line")
         records.append(record)
     return records
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Keeps the records of a JSONL file up to and including `step`; where there is no file, none is made.
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keeps the records of a JSONL file up to and including `step`, and returns them; where there is no file, none is
+    made.
 
     The file is replaced as a whole: a kill in the middle leaves the old one.  Raises: DataError for a damaged line."""
     if not path.exists():
-        return
+        return []
     kept = [record for record in read_records(path) if record["step"] <= step]
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    files.write(path, "".join(json.dumps(record) + "\n" for record in kept), synced=True)
+    return kept
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from whet import files
 from whet.errors import ConfigError, WhetError
 from whet.processes.background import Background
 from whet.registry import load_target
@@ -61,7 +62,7 @@ def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
 
     Raises: ConfigError where one does not start."""
     path = run.folder / RUN_IDS
-    run_ids: dict[str, str] = json.loads(path.read_text()) if run.steps_done >= 0 and path.exists() else {}
+    run_ids = _read_ids(path) if run.steps_done >= 0 and path.exists() else {}
     with ExitStack() as on_error:
         services: list[Tracker] = []
         for name in names:
@@ -72,9 +73,7 @@ def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
                 service.log(step, metrics)
             services.append(service)
             run_ids[name] = service.run_id
-            partial_path = path.with_name(f".{RUN_IDS}.partial")
-            partial_path.write_text(json.dumps(run_ids, indent=1))
-            partial_path.replace(path)
+            files.write(path, json.dumps(run_ids, indent=1))
         on_error.pop_all()
     return services
 
@@ -125,6 +124,14 @@ class BackgroundTracker:
             if not self._num_failures:
                 log.warning("%s: %s: %s; training goes on without it", self._name, type(error).__name__, error)
             self._num_failures += 1
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    try:
+        return {str(name): str(run_id) for name, run_id in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        log.warning("%s cannot be read (%r): the run gets new curves in trainer.logger's services", path, error)
+        return {}
 
 
 def _make(target: str, run: TrackedRun) -> Service:

@@ -50,6 +50,7 @@ from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers.columns import ColumnPlan, plan_columns
 from whet.trainers.frame import opened_for
 from whet.trainers.hints import teacher_role
+from whet.trainers.inputs import digests
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.restart import with_restarts
@@ -91,7 +92,7 @@ def _train(config: TrainConfig, *, dry_run: bool, reward: Callable[..., Any] | N
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
-        run = build(config, scorer, data, dry_run=dry_run)
+        run = build(config, scorer, data, dry_run=dry_run, reward=reward)
     except BaseException:
         if scorer is not None:
             scorer.close()
@@ -117,7 +118,14 @@ def _settled_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, *, dry_run: bool = False) -> Run:
+def build(
+    config: TrainConfig,
+    scorer: Scorer | None,
+    data: Rows | None = None,
+    *,
+    dry_run: bool = False,
+    reward: Callable[..., Any] | None = None,
+) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     model_path = _required(config.model.path, "model.path")
     others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
@@ -135,7 +143,8 @@ def build(config: TrainConfig, scorer: Scorer | None, data: Rows | None = None, 
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     specs = worker_specs(config, columns, total_steps)
-    with opened_for(config, setup, lengths, dry_run=dry_run) as (opened, services), ExitStack() as undo:
+    inputs = digests(config, loaded.items, val_prompts, reward)
+    with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)

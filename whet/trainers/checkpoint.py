@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from whet import files
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError
 from whet.models.folder import split_adapters
@@ -43,20 +45,20 @@ def save(
     roles: Mapping[str, WorkerGroup],
     state: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    model_path: str,
+    model_path: str | Path,
     save_limit: int | None,
     score: float | None = None,
     is_good: bool = True,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`, but never the one with the highest
-    `score`.  Returns its folder. `is_good` is false while updates are being skipped.
+    `score` and never the newest good one.  Returns its folder. `is_good` is false while updates are being skipped.
 
     Raises: CheckpointError where it cannot be written; what was half written is gone then, and the others are whole.
     """
     target = run_dir / "checkpoints" / f"{PREFIX}{step}"
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        files.remove(partial)
         (partial / "model").mkdir(parents=True)
         for role in TRAINED_ROLES:
             if role in roles:
@@ -71,7 +73,7 @@ def save(
         )
         _sync_files(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
         _write_manifest(partial)
-        shutil.rmtree(target, ignore_errors=True)
+        files.remove(target)
         partial.rename(target)
         _sync_folder(target.parent)
     except (OSError, SafetensorError, CheckpointError) as error:
@@ -82,22 +84,40 @@ def save(
 
 
 def step_of(folder: Path) -> int:
-    """The step after which the complete checkpoint in `folder` was written."""
-    return int(json.loads((folder / "trainer.json").read_text())["step"])
+    """The step after which the complete checkpoint in `folder` was written.  Raises: CheckpointError."""
+    if (step := _noted_step(folder)) < 0:
+        raise CheckpointError(f"{folder}: trainer.json is damaged: it names no step; go on from another checkpoint")
+    return step
 
 
-def find(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that `trainer.resume` means, or None for a fresh start. Says which in the log.
+def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
+    """The checkpoint that `trainer.resume` means, or None for a fresh start. `is_begun`: the run in `run_dir` started
+    from the path that `resume` is, and goes on from what it saved since.
 
     Raises: CheckpointError for a path without a complete checkpoint, and where there are some but none is whole.
     """
     if resume == "never":
         return None
-    if resume != "auto":
-        folder = Path(resume).expanduser()
-        verify(folder)
-        return folder
-    whole, damaged = None, []
+    if resume == "auto":
+        whole, damaged = _newest_whole(run_dir)
+        if whole is None and damaged:
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole ({damaged[0].name} is "
+                "the newest), so there is nothing to go on from; put one back from a copy, or start afresh in another "
+                "trainer.run_dir"
+            )
+        return whole
+    start = Path(resume).expanduser()
+    whole = _newest_whole(run_dir)[0] if is_begun else None
+    if whole is not None and number(whole) > _noted_step(start):
+        return whole
+    verify(start)
+    return start
+
+
+def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint without damage, and the damaged ones that are newer."""
+    damaged = list[Path]()
     for folder in reversed(folders(run_dir / "checkpoints")):
         try:
             verify(folder)
@@ -105,23 +125,24 @@ def find(run_dir: Path, resume: str) -> Path | None:
             log.warning("%s; looking for an older one", error)
             damaged.append(folder)
             continue
-        whole = folder
-        break
-    if whole is None and damaged:
-        raise CheckpointError(
-            f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole ({damaged[0].name} is the "
-            "newest), so there is nothing to go on from; put one back from a copy, or start afresh in another "
-            "trainer.run_dir"
-        )
-    return whole
+        return folder, damaged
+    return None, damaged
 
 
 def newest(run_dir: Path, *, good: bool = False) -> Path | None:
     """The newest checkpoint that was completed, without looking for damage; `good`: while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
     if good:
-        complete = [each for each in complete if json.loads((each / "trainer.json").read_text()).get("is_good", True)]
+        complete = [each for each in complete if _noted_step(each) >= 0 and _noted(each).get("is_good", True) is True]
     return complete[-1] if complete else None
+
+
+def last_good(run_dir: Path) -> str:
+    """Names the checkpoint to go on from where updates went wrong."""
+    good = newest(run_dir, good=True)
+    if good is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is {good}: trainer.resume={good} goes on from it, with other settings too"
 
 
 def best(checkpoints: Path) -> Path | None:
@@ -133,15 +154,13 @@ def best(checkpoints: Path) -> Path | None:
 
 
 def score_of(folder: Path) -> float | None:
-    """What the run's validation said of a checkpoint, higher being better; None where it was not asked then."""
-    if not (folder / MANIFEST).exists():
-        return None
-    score: float | None = json.loads((folder / "trainer.json").read_text()).get("score")
-    return score
+    """The score of a checkpoint's validation, higher being better; None where there was none."""
+    score = _noted(folder).get("score") if (folder / MANIFEST).exists() else None
+    return score if isinstance(score, float | int) and math.isfinite(score) else None
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    """Deletes all but the newest `limit` checkpoints (None: nothing) and the best."""
+    """Deletes all but the newest `limit` checkpoints (None: nothing), the best, and the newest good one."""
     for folder in over_limit(checkpoints, limit):
         # Without its manifest it no longer counts, should this be cut short.
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -152,8 +171,8 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
     """What `delete_oldest` deletes."""
     if limit is None:
         return []
-    protected = best(checkpoints)
-    return [folder for folder in folders(checkpoints)[:-limit] if folder != protected]
+    protected = best(checkpoints), newest(checkpoints.parent, good=True)
+    return [folder for folder in folders(checkpoints)[:-limit] if folder not in protected]
 
 
 def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
@@ -162,12 +181,20 @@ def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
     return sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
 
 
-def restore(folder: Path, roles: Mapping[str, WorkerGroup]) -> dict[str, Any]:
-    """Puts weights and optimizers back.  Returns the rest of the state that was saved, `step` among it."""
+def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[str]) -> dict[str, Any]:
+    """Puts weights and optimizers back.  Returns the rest of the state that was saved, `step` among it.
+
+    Raises: CheckpointError where the state lacks an `expected` name; EngineError where weights are of another model.
+    """
+    state = {**_noted(folder), "step": step_of(folder)}
+    if missing := set(expected) - state.keys():
+        raise CheckpointError(
+            f"{folder} holds {', '.join(sorted(state))}, and this run needs {', '.join(sorted(missing))} too: another "
+            f"kind of run wrote it; to start from its weights, `whet export {folder} OUT`, then set model.path=OUT"
+        )
     for role in TRAINED_ROLES:
         if role in roles:
             roles[role].load(str(folder / f"{role}.state"))
-    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
     return state
 
 
@@ -180,14 +207,35 @@ def verify(folder: Path) -> None:
     try:
         entries = json.loads(manifest.read_text())
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error})") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error!r}); put it back from a copy") from error
+    if "trainer.json" not in expected or any(Path(name).is_absolute() or ".." in Path(name).parts for name in expected):
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged: it names other files than were written")
+    if link := next(files.links_out(folder), None):
+        raise CheckpointError(
+            f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint; a checkpoint holds its own files: "
+            "put the file itself there"
+        )
     for name, (size, digest) in expected.items():
         path = folder / name
-        if not path.exists():
+        if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size or _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """The content of trainer.json; nothing where it cannot be read."""
+    try:
+        noted = json.loads((folder / "trainer.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
+def _noted_step(folder: Path) -> int:
+    step = _noted(folder).get("step")
+    return step if type(step) is int else -1
 
 
 def _unwritten(target: Path, error: Exception) -> CheckpointError:
@@ -201,17 +249,12 @@ def _unwritten(target: Path, error: Exception) -> CheckpointError:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    written = sorted(path for path in folder.rglob("*") if path.is_file())
     entries: dict[str, Any] = {}
-    for path in files:
+    for path in written:
         entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-    _sync_files(files)
-    partial = folder / f".{MANIFEST}"
-    with partial.open("w") as file:
-        json.dump(entries, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / MANIFEST)
+    _sync_files(written)
+    files.write(folder / MANIFEST, json.dumps(entries, indent=1), synced=True)
     _sync_folder(folder)
 
 
@@ -220,8 +263,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_files(files: Iterable[Path]) -> None:
-    for path in files:
+def _sync_files(paths: Iterable[Path]) -> None:
+    for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -237,8 +280,8 @@ def _sync_folder(folder: Path) -> None:
 
 def folders(checkpoints: Path) -> list[Path]:
     """Checkpoint folders, whole or damaged, oldest step first."""
-    found = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name)]
-    return sorted(found, key=number)
+    named = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}[0-9]{{1,18}}", path.name)]
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=number)
 
 
 def number(folder: Path) -> int:

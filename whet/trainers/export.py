@@ -20,6 +20,7 @@ from whet.errors import CheckpointError, ModelError
 from whet.models.load import body_of, load_config, load_policy, outline
 from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
 from whet.trainers import checkpoint
+from whet.trainers.run_dir import disk_errors
 from whet.trainers.weight_files import MergedShards, write_weights
 
 
@@ -30,10 +31,19 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
     model, which is looked for where it was, or at `base`; with `adapter` it is written alone, as peft loads it. `out`
     must not hold anything yet.  Raises: CheckpointError.
     """
-    if out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
-    folder = find_checkpoint(source)
-    checkpoint.verify(folder)
+    with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
+        if out.exists() and any(out.iterdir()):
+            raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
+        folder = find_checkpoint(source)
+        checkpoint.verify(folder)
+        try:
+            return _export(folder, out, adapter, base)
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)  # it is half of a model
+            raise
+
+
+def _export(folder: Path, out: Path, adapter: bool, base: str | None) -> Path:
     weights, start = _state(folder / "actor.state")
     if start is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
@@ -42,9 +52,12 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
         if adapter:
             return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
-    config = load_config(folder / "model")
-    with torch.device("meta"):
-        shapes = body_of(outline(folder / "model"))
+    try:
+        config = load_config(folder / "model")
+        with torch.device("meta"):
+            shapes = body_of(outline(folder / "model"))
+    except (ModelError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
     _check_names(shapes, weights, folder)
     # In the model's order: a state may have it by name, and then not all of a layer at once.
     ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())

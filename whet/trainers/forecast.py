@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from whet.planning.fit import Change, changes
 from whet.planning.machine import FreeMemory, free_disk, free_memory
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
+from whet.tracking.jsonl import read_records
 from whet.trainers import build, sft
 from whet.trainers.frame import run_folder
 
@@ -119,12 +119,17 @@ def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
     """Median seconds by phase, and mean length of answers, of the last steps of the run in `run_dir`."""
     timings, metrics = (_last_lines(run_dir / name) for name in ("timings.jsonl", "metrics.jsonl"))
     names = {name for line in timings for name in line if name.startswith("time/")}
-    seconds = {name: median(line[name] for line in timings if name in line) for name in sorted(names)}
-    responses = [line["response_length/mean"] for line in metrics if "response_length/mean" in line]
+    seconds = {name: median(_numbers(timings, name)) for name in sorted(names) if _numbers(timings, name)}
+    responses = _numbers(metrics, "response_length/mean")
     return seconds, fmean(responses) if responses else None
 
 
+def _numbers(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if isinstance(line.get(name), int | float)]
+
+
 def _last_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
+    try:
+        return read_records(path)[-RECENT:]
+    except (WhetError, OSError):  # there is no earlier run, or what it wrote is damaged
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[-RECENT:]]

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, EngineError
+from whet.errors import CheckpointError, EngineError, WhetError
 from whet.metrics import Metrics, phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
@@ -28,6 +29,8 @@ from whet.tracking.tracker import Tracker, Trackers
 from whet.trainers import checkpoint
 from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -51,7 +54,7 @@ class Frame:
     step: int = 0  # steps done
     score: float | None = None  # trainer.best_metric where the last step was validated
     is_good: bool = True  # no update was skipped since the last that was not
-    history: list[dict[str, float]] = field(default_factory=list)  # what was logged, with `step`
+    history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
 
     def __post_init__(self) -> None:
@@ -66,6 +69,9 @@ class Frame:
         self.metrics_file = metric_file("metrics.jsonl")  # what the mathematics produced: equal in equal runs
         self.timings_file = metric_file("timings.jsonl")  # what the clock said
         self.signals = StopSignals(self.run_dir / "stop")
+        self.history = list(self.opened.history)
+        model = Path(str(self.config.model.path)).expanduser()  # saving reads it: user code may change the folder
+        self._model_path = model.absolute() if model.exists() else str(self.config.model.path)
 
     @property
     def run_dir(self) -> Path:
@@ -90,17 +96,29 @@ class Frame:
 
         Raises: CheckpointError where it is of another model."""
         folder = self.opened.found
-        if folder is None:
-            return
-        try:
-            state = checkpoint.restore(folder, self.roles)
-        except EngineError as error:
-            raise CheckpointError(
-                f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
-                "checkpoint was trained from, or another checkpoint"
-            ) from error
-        self.step = state["step"]
-        self.load_state(state)
+        if folder is not None:
+            try:
+                state = checkpoint.restore(folder, self.roles, self.state())
+                self.step = state["step"]
+                self.load_state(state)
+            except EngineError as error:
+                raise CheckpointError(
+                    f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
+                    "checkpoint was trained from, or another checkpoint"
+                ) from error
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, WhetError):
+                    raise
+                raise CheckpointError(
+                    f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
+                    "whet; go on from another checkpoint: trainer.resume=PATH"
+                ) from error
+        if self.step >= self.total_steps:
+            log.warning(
+                "%s is already done: it has %d of %d steps, so nothing is trained; raise trainer.total_steps to go on, "
+                "or choose another trainer.run_dir",
+                *(self.run_dir, self.step, self.total_steps),
+            )
 
     def train(self, loop: Callable[[Self], None]) -> None:
         """Runs `loop` until it returns or a signal ends it.
@@ -132,8 +150,11 @@ class Frame:
         self.trackers.log(step, {**numbers, **timings})
 
     def save(self) -> Path:
-        """Writes a checkpoint of this step.  Returns its folder."""
+        """Writes a checkpoint of this step.  Returns its folder.
+
+        Raises: EngineError where weights are not finite; CheckpointError where it cannot be written."""
         with phase("save"):
+            self._check_weights()
             return checkpoint.save(
                 self.run_dir,
                 self.step,
@@ -142,7 +163,7 @@ class Frame:
                 score=self.score,
                 is_good=self.is_good,
                 tokenizer=self.tokenizer,
-                model_path=str(self.config.model.path),
+                model_path=self._model_path,
                 save_limit=self.config.trainer.save_limit,
             )
 
@@ -155,6 +176,15 @@ class Frame:
             for group in self.roles.values():
                 stack.callback(group.close)
 
+    def _check_weights(self) -> None:
+        """Raises: EngineError where a weight is NaN or infinite."""
+        for role in checkpoint.TRAINED_ROLES:
+            if role in self.roles and not all(self.roles[role].has_finite_weights()):
+                raise EngineError(
+                    f"{role}: after step {self.step} weights are NaN or infinite, so the run stops and the step is not "
+                    f"saved; lower the learning rate; {checkpoint.last_good(self.run_dir)}"
+                )
+
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
         """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
         if self.step == 0:
@@ -162,10 +192,11 @@ class Frame:
                 f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
             )
         folder = checkpoint.newest(self.run_dir)
-        if folder is None or checkpoint.step_of(folder) != self.step:
+        if folder is None or checkpoint.number(folder) != self.step:
             folder = self.save()
+        again = "the same command" + (" with trainer.resume=auto" if self.config.trainer.resume == "never" else "")
         return Stopped(
-            f"stopped by {stopped} after step {self.step}, which {folder} holds; the same command goes on from there",
+            f"stopped by {stopped} after step {self.step}, which {folder} holds; {again} goes on from there",
             stopped.number,
         )
 
@@ -175,23 +206,26 @@ def opened_for(
     config: TrainConfig | SFTConfig,
     setup: Callable[[Any, Sequence[int]], Setup],
     lengths: Sequence[int],
+    inputs: Mapping[str, str],
     *,
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
     """Checks that a run fits, takes its folder and opens the services of `trainer.logger`, all before its workers
-    start; lets go of them where the block fails. A dry run takes and opens nothing.
+    start; lets go of them where the block fails. A dry run takes and opens nothing. `inputs`: digests of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
-    reclaimed = checkpoint.bytes_over_limit(run_dir, trainer.save_limit)
-    check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
+    with disk_errors(run_dir):
+        reclaimed = checkpoint.bytes_over_limit(run_dir, trainer.save_limit)
+        check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:
         yield RunDir(run_dir), Trackers([])
         return
     with ExitStack() as undo:
-        opened = undo.enter_context(closing(open_run_dir(run_dir, config)))
+        opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
+        opened = replace(opened, path=run_dir.absolute())  # user code may change the working folder
         told = TrackedRun(
-            folder=run_dir,
+            folder=opened.path,
             project=trainer.project_name,
             name=trainer.experiment_name,
             config=config.model_dump(mode="json"),

@@ -13,13 +13,14 @@ import torch
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.trainers import checkpoint
+from whet.trainers.checkpoint import last_good
 
 if TYPE_CHECKING:
     from whet.trainers.run import Run
 
 log = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 3  # updates, after which a run stops
+EQUAL_IN_A_ROW = 3  # steps without a difference inside any group, after which the run says so
 REMEMBERED = 20  # steps that a jump is measured against
 ENOUGH = 5  # of them
 JUMP = 5.0  # times the largest of the steps remembered
@@ -34,11 +35,13 @@ class Health:
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
+        self._equal_in_a_row = 0
 
     def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
+        self._look_at_groups(run, step, metrics)
         for name in WATCHED:
             value = metrics.value(name)
             if value is not None and self._is_jump(name, abs(value)):
@@ -51,6 +54,18 @@ class Health:
                     if rows
                     else "",
                 )
+
+    def _look_at_groups(self, run: Run, step: int, metrics: Metrics) -> None:
+        """Warns where an estimator that compares the answers to a prompt finds them equal, step after step."""
+        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
+        self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
+        if self._equal_in_a_row == EQUAL_IN_A_ROW:
+            log.warning(
+                "step %d: for %d steps all answers to a prompt were paid the same, for every prompt, so all advantages "
+                "are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither too hard "
+                "nor too easy), rollout.n or rollout.temperature",
+                *(step, EQUAL_IN_A_ROW),
+            )
 
     def state(self) -> dict[str, list[float]]:
         """What a resumed run needs."""
@@ -81,15 +96,9 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
         return True
     log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
     if skipped >= SKIPPED_IN_A_ROW:
-        good = checkpoint.newest(run_dir, good=True)
-        advice = "there is no checkpoint yet"
-        if good is not None:
-            advice = (
-                f"the last good checkpoint is {good}: trainer.resume={good} goes on from it, with other settings too"
-            )
         raise EngineError(
             f"{name}: {skipped} updates in a row had a loss or gradient that is not finite, so the run stops; look for "
-            f"infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}; {advice}"
+            f"infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}; {last_good(run_dir)}"
         )
     return False
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import platform
 import random
-import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from importlib import metadata
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from whet import files
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
+from whet.errors import ConfigError
 from whet.keyed import key
 from whet.models.init import init_model
 from whet.models.load import load_tokenizer, without_weight_bars
@@ -29,12 +32,16 @@ from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
 from whet.trainers.export import export
 from whet.trainers.run import Run
+from whet.trainers.run_dir import disk_errors, lock_folder
 from whet.trainers.sft import SFTRun, to_batch, train_sft
 
 NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 4  # steps
 WARM_ENOUGH = 0.26  # mean probability of the right answer
+MARK = ".quickstart"  # in a folder that a quickstart may empty
+WRITTEN = {"train.jsonl", "held_out.jsonl", "model", "sft", "sft_model", "rl", "rl_model"}
+WRITTEN |= {"summary.json", "learning_curve.png"}
 VERSION = metadata.version("whet")
 Rows = Sequence[dict[str, str]]
 
@@ -42,10 +49,31 @@ Rows = Sequence[dict[str, str]]
 def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
     """Runs all stages, shows what came out, and returns what it also writes to summary.json.
 
-    An earlier quickstart in `run_dir` is replaced.
+    An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError where anything else is there.
     """
+    with closing(clear(run_dir)):
+        return _stages(run_dir, seed)
+
+
+def clear(run_dir: Path) -> TextIOWrapper:
+    """Takes a new or empty folder, or one of a quickstart, from which it removes what a quickstart writes.  Returns the
+    lock.  Raises: ConfigError, StorageError."""
+    with disk_errors(run_dir, "--run-dir"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        found = sorted(path.name for path in run_dir.iterdir())
+        if found and MARK not in found and not {"summary.json", "rl_model"} <= set(found) <= WRITTEN:
+            raise ConfigError(
+                f"{run_dir} holds {', '.join(found[:3])}{' and more' if len(found) > 3 else ''}, which no quickstart "
+                "wrote; name a new or empty folder with --run-dir"
+            )
+        lock = lock_folder(run_dir, MARK)
+        for name in WRITTEN:
+            files.remove(run_dir / name)
+    return lock
+
+
+def _stages(run_dir: Path, seed: int) -> dict[str, Any]:
     started, console = time.time(), shared_console()
-    shutil.rmtree(run_dir, ignore_errors=True)
     console.rule(f"whet {VERSION} quickstart: a small model learns to add, seed {seed}")
     train_rows, held_out = write_problems(run_dir, seed)
     console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
@@ -95,7 +123,7 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(key(seed, "quickstart split")).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     for name, part in (("held_out", rows[:NUM_HELD_OUT]), ("train", rows[NUM_HELD_OUT:])):
         (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet import files
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
@@ -98,9 +99,10 @@ class Run(Frame):
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
-        checkpoint is that of the step before. Workers in other processes have to finish their call first."""
+        checkpoint is that of the step before. Workers in other processes have to finish their call first, unless there
+        is nothing to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
-        if not self.config.cluster.stays_here:
+        if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
             yield
         else:
@@ -122,7 +124,7 @@ class Run(Frame):
             return
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         write_answers(path, groups, self.tokenizer, self.digests)
         rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
         self.trackers.add_table(f"generations/{purpose}", rows)
@@ -133,9 +135,9 @@ class Run(Frame):
         if every == 0 or step % every:
             return
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in readable_tokens(batch, self.tokenizer)]
-        path.write_text("".join(lines), encoding="utf-8")
+        files.write(path, "".join(lines))
 
     def close(self) -> None:
         """Ends workers, reward processes and trackers, then lets go of the folder."""
@@ -151,7 +153,7 @@ def write_answers(
     answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
     answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
     lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
-    path.write_text("".join(lines), encoding="utf-8")
+    files.write(path, "".join(lines))
 
 
 def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

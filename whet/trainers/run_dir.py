@@ -1,45 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's folder: who may write to it, where a run goes on in it, and what it is cut back to.
 
-config.yaml  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lock
+config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lock
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
+import math
 import os
+import re
 import shutil
 import socket
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from whet import files
+from whet.config.compose import flatten
 from whet.config.renamed import rename
 from whet.config.render import to_yaml
-from whet.config.schema import Section, SFTConfig, TrainConfig
+from whet.config.schema import SFTConfig, TrainConfig
 from whet.errors import ConfigError, StorageError, WhetError
 from whet.tracking.jsonl import METRIC_FILES, cut_back
 from whet.trainers import checkpoint
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
+OWN = {*STEP_FOLDERS, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
-    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers"),
+    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward given"),
+    *("environment.reset_seconds", "environment.step_seconds", "environment.episode_seconds"),
     *("rollout.engine.options.compile", "rollout.engine.options.kv_cache_bytes"),
     *("rollout.max_batch_size", "rollout.deadline_seconds"),
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
+CONFIG, INPUTS = "config.yaml", "inputs.json"
+LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class RunDir:
     path: Path
     found: Path | None = None  # the checkpoint to go on from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
+    history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
 
     @property
     def is_taken(self) -> bool:
@@ -61,79 +73,100 @@ class RunDir:
             self.lock.close()
 
 
-def open_run_dir(path: Path, config: TrainConfig | SFTConfig) -> RunDir:
+def open_run_dir(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
     """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, deletes the
-    checkpoints over `trainer.save_limit`, and writes the config.
+    checkpoints over `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
 
-    Raises: ConfigError where another run is in the folder, where it is of another config, and where a fresh start would
-    write into an earlier run; CheckpointError; StorageError.
+    Raises: ConfigError where another run is in the folder, where it is of another config or has had other inputs, and
+    where a fresh start would write into an earlier run; CheckpointError; StorageError.
     """
-    resume, save_limit = config.trainer.resume, config.trainer.save_limit
+    resume = config.trainer.resume
     with ExitStack() as undo:
         undo.enter_context(disk_errors(path))
         path.mkdir(parents=True, exist_ok=True)
-        lock = undo.enter_context(_lock(path))
-        found = checkpoint.find(path, resume)
+        _check_links(path)
+        lock = undo.enter_context(lock_folder(path))
         is_used = any((path / name).exists() for name in ("checkpoints", *METRIC_FILES))
         if resume == "never" and is_used:
             raise ConfigError(
                 f"trainer.resume=never, and {path} holds an earlier run; choose another trainer.run_dir or "
-                "trainer.experiment_name, or delete that folder"
+                "trainer.experiment_name, delete that folder, or go on in it: trainer.resume=auto"
             )
-        if resume == "auto" and is_used:
-            _check_same_config(path, config)
+        is_begun = is_used and _is_begun(path, config, inputs or {})
+        found = checkpoint.find(path, resume, is_begun=is_begun)
         if found is None:
             log.info("starting afresh in %s", path)
+        elif is_begun and resume not in ("auto", str(found)):
+            log.info("resuming from %s, which this run came to from %s", found, resume)
         else:
             log.info("resuming from %s", found)
-        cut_back_files(path, -1 if found is None else checkpoint.step_of(found))
-        checkpoint.delete_oldest(path / "checkpoints", save_limit)
-        partial = path / ".config.yaml.partial"
-        partial.write_text(to_yaml(config), encoding="utf-8")
-        partial.replace(path / "config.yaml")
+        history = cut_back_files(path, found)
+        checkpoint.delete_oldest(path / "checkpoints", config.trainer.save_limit)
+        files.write(path / CONFIG, to_yaml(config))
+        files.write(path / INPUTS, json.dumps(inputs or {}, indent=1))
         undo.pop_all()
-    return RunDir(path, found, lock)
+    return RunDir(path, found, lock, history)
 
 
-def cut_back_files(run_dir: Path, step: int) -> None:
-    """Drops what a killed run wrote after `step`: lines of metric files and whole files of rollouts.
+def cut_back_files(run_dir: Path, found: Path | None) -> list[dict[str, float]]:
+    """Drops what a killed run wrote after the checkpoint `found`: lines of metric files and whole files of rollouts.
+    Returns the metrics that are left.
 
     Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
     neither are resumed from nor count for `save_limit`.
     """
-    for name in METRIC_FILES:
-        cut_back(run_dir / name, step)
+    step = -1 if found is None else checkpoint.step_of(found)
+    kept = {name: cut_back(run_dir / name, step) for name in METRIC_FILES}
+    for name, records in kept.items():
+        last = records[-1]["step"] if records else 0
+        if found is not None and found.parent == run_dir / "checkpoints" and last < step and (run_dir / name).exists():
+            log.warning("%s ends with step %d: its lines up to step %d are lost", run_dir / name, last, step)
     for name in STEP_FOLDERS:
-        for path in (run_dir / name).glob("*_*.jsonl"):
-            if int(path.stem.rpartition("_")[2]) > step:
+        for path in (run_dir / name).glob("*.jsonl"):
+            if (of_step := re.search(r"_([0-9]+)$", path.stem)) and int(of_step[1]) > step and not path.is_dir():
                 path.unlink()
     for folder in checkpoint.folders(run_dir / "checkpoints"):
         if checkpoint.number(folder) > step:
-            aside = folder.with_name(f"{folder.name}.left_behind")
-            shutil.rmtree(aside, ignore_errors=True)
+            names = (f"{folder.name}.left_behind{number or ''}" for number in count())
+            aside = next(path for path in map(folder.with_name, names) if not path.exists())
             folder.rename(aside)
             log.warning("%s is no longer part of this run, which goes on before it; renamed to %s", folder, aside.name)
+    return [
+        {name: math.nan if value is None else value for name, value in each.items()} for each in kept[METRIC_FILES[0]]
+    ]
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Raises: StorageError, which says how to go on, where a file of the run cannot be written for want of room."""
+def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
+    """Raises: StorageError, which says how to go on, where a file of the folder that `key` names cannot be read or
+    written."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, WhetError) or error.errno not in NO_ROOM:
+        whole, named = path.absolute(), Path(os.fsdecode(error.filename) if error.filename else "").absolute()
+        if isinstance(error, WhetError):
             raise
+        if error.errno not in NO_ROOM:
+            if not error.filename or not (named.is_relative_to(whole) or whole.is_relative_to(named)):
+                raise
+            raise StorageError(
+                f"{error.filename}: {error.strerror}; expected a folder that can be written to: mend or remove what "
+                f"stands there, or choose another {key}"
+            ) from error
         last = checkpoint.newest(path)
         again = "starts afresh" if last is None else f"goes on from {last}"
         raise StorageError(
             f"{error.filename or path}: {error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free "
-            f"there); make room, then start the same command again: it {again}"
+            f"there); make room, then start the same command again (with trainer.resume=auto): it {again}"
         ) from error
 
 
-def _lock(path: Path) -> TextIOWrapper:
-    """The operating system lets go of it when the process ends, however it ends."""
-    file = (path / ".lock").open("a+", encoding="utf-8")
+def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
+    """Takes a folder by a file in it. The operating system lets go of it when the process ends, however it ends;
+    children of a fork do not hold it.  Raises: ConfigError where another process has it."""
+    file = open(  # noqa: SIM115  # it is returned
+        path / name, "a+", errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+    )
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -147,23 +180,40 @@ def _lock(path: Path) -> TextIOWrapper:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
+    LOCKS.add(file)
     return file
 
 
-def _check_same_config(path: Path, config: Section) -> None:
-    """Raises: ConfigError naming the keys by which a step would compute something else than the run so far."""
-    written = path / "config.yaml"
-    if not written.exists():
-        return
-    try:
-        tree = yaml.safe_load(written.read_text(encoding="utf-8"))
-        rename(type(config), tree)
-        before = dict(_leaves(tree))
-    except (yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{written} cannot be read ({error}); put the run's config back, or delete it") from error
-    now = dict(_leaves(config.model_dump(mode="json")))
+def _check_links(path: Path) -> None:
+    for link in files.links_out(path):
+        if link.parent == path or link.relative_to(path).parts[0] in OWN:
+            raise ConfigError(
+                f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder; remove "
+                "the link, or set trainer.run_dir to the other place"
+            )
+
+
+def _let_go() -> None:
+    """Closes what a child of a fork was given: it may outlive the run."""
+    for lock in LOCKS:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _is_begun(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str]) -> bool:
+    """Whether the run in a folder is the one that `config` and `inputs` describe, started as `trainer.resume` says.
+
+    Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
+    in `trainer.resume` asks for that.
+    """
+    before = _noted(path, config)
+    now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
     changed = {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
-    bound = {key: pair for key, pair in changed.items() if key in BOUND or not key.startswith(FREE)}
+    bound = {key: pair for key, pair in changed.items() if key.startswith(BOUND) or not key.startswith(FREE)}
+    if config.trainer.resume != "auto":
+        return not bound and before.get("trainer.resume") == config.trainer.resume
     if bound:
         lines = "".join(f"\n  {key}: {was!r}, now {is_now!r}" for key, (was, is_now) in bound.items())
         newest = checkpoint.newest(path)
@@ -174,11 +224,27 @@ def _check_same_config(path: Path, config: Section) -> None:
         )
     for key, (was, is_now) in changed.items():
         log.info("the run goes on with %s=%s (it was %s)", key, is_now, was)
+    return True
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _noted(path: Path, config: TrainConfig | SFTConfig) -> dict[str, Any]:
+    """The config and the digests that the run in a folder was last started with, by dotted key.
+
+    Raises: ConfigError for files that are damaged, and for a run of another command."""
+    found: dict[str, Any] = {}
+    for file in (path / CONFIG, path / INPUTS):
+        try:
+            if file.exists():
+                values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
+                rename(type(config), values)
+                found |= dict(flatten(values))
+        except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}); put the run's own back, or delete it") from error
+    other = SFTConfig if isinstance(config, TrainConfig) else TrainConfig
+    sections = {key.partition(".")[0] for key in found}
+    if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
+        raise ConfigError(
+            f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`; choose another "
+            "trainer.run_dir or trainer.experiment_name"
+        )
+    return found

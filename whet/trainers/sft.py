@@ -29,6 +29,7 @@ from whet.registry import load_target
 from whet.tracking.console import Column
 from whet.trainers.frame import Frame, opened_for
 from whet.trainers.health import check_skipped
+from whet.trainers.inputs import digests
 from whet.trainers.objectives import ImitationObjective
 from whet.trainers.restart import with_restarts
 from whet.trainers.workers import TrainWorker
@@ -59,7 +60,9 @@ class SFTRun(Frame):
         trainer = self.config.trainer
         validates = bool(self.val_examples) and trainer.val_freq >= 0
         if self.step == 0 and trainer.val_before_train and validates:
-            self.log(0, self.validate())
+            with self.signals.at_once():
+                before = self.validate()
+            self.log(0, before)
         while self.step < self.total_steps:
             metrics = Metrics()
             with metrics.time("time/step"):
@@ -132,7 +135,7 @@ def _train_sft(
     epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     lengths = [len(example.input_ids) for example in examples]
-    with opened_for(config, setup, lengths) as (opened, services):
+    with opened_for(config, setup, lengths, digests(config, examples, val_examples)) as (opened, services):
         run = SFTRun(
             config=config,
             opened=opened,

@@ -8,6 +8,7 @@ ends it at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -72,3 +73,5 @@ class StopSignals:
         self._asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
         if self._at_once:
             raise self._asked
+        # No logging: the handler may stand in the middle of a line of the console.
+        os.write(2, f"{self._asked}: the run ends after this step; again: at once, without saving\n".encode())

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from whet.errors import CheckpointError
+
 FILE_BYTES = 2**29  # of a written file, and its weights are in memory at once
 Named = tuple[str, torch.Tensor]
 
@@ -43,7 +45,7 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
     total = 0
     for _, group in groupby(weights, key=lambda named: _layer(named[0])):
         # A folder may have a layer's weights in other pieces, such as experts one by one.
-        part = revert_weight_conversion(model, {name: weight.to(dtype) for name, weight in group})
+        part = revert_weight_conversion(model, {name: _finite(name, weight.to(dtype)) for name, weight in group})
         for name, weight in part.items():
             if sum(each.nbytes for each in kept.values()) + weight.nbytes > FILE_BYTES:
                 flush()
@@ -84,6 +86,15 @@ class MergedShards(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"{name} holds NaN or infinite numbers in {weight.dtype}, so no model can be made of these weights; choose "
+            "a checkpoint of an earlier step"
+        )
+    return weight
 
 
 def _layer(name: str) -> str:

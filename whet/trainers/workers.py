@@ -61,6 +61,11 @@ class TrainWorker(WeightSender):
         return self.engine.update(narrowed(batch, objective), objective)
 
     @register(Dispatch.ONE_TO_ALL)
+    def has_finite_weights(self) -> bool:
+        """Whether all numbers are finite that this rank has of the trained weights."""
+        return self.engine.has_finite_weights()
+
+    @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
         """Writes weights, optimizer state and step count; of an adapter what it was put into too.
 
@@ -75,7 +80,9 @@ class TrainWorker(WeightSender):
     def load(self, path: str) -> None:
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
-            raise CheckpointError(f"{path} is missing: the checkpoint has no state for the role {self.role!r}")
+            raise CheckpointError(
+                f"{path} is missing: the checkpoint has no state for the role {self.role!r}; name another checkpoint"
+            )
         saved = self.engine.load(Path(path))
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens to a file of a run's folder: a resume and an export work, or end with an error that says what was
+found and what to do, and nothing outside of the folder is written to or taken along."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.conftest import score
+from whet.config import TrainConfig
+from whet.errors import WhetError
+from whet.trainers import checkpoint
+from whet.trainers.build import train
+from whet.trainers.export import export
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+Damage = Callable[[Path, random.Random], None]
+SECRET = b'{"step": 1, "mine": "alone"}\n'
+
+
+def content(change: Callable[[bytes, random.Random], bytes]) -> Damage:
+    return lambda path, draw: path.write_bytes(change(path.read_bytes(), draw)) and None
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(data or b" ")
+    for _ in range(3):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def folder(path: Path, draw: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Damage] = {
+    "cut": content(lambda data, draw: data[: draw.randrange(len(data) + 1)]),
+    "emptied": content(lambda data, draw: b""),
+    "garbage": content(lambda data, draw: draw.randbytes(200)),
+    "bits flipped": content(flipped),
+    "zeros": content(lambda data, draw: bytes(len(data))),
+    "a list": content(lambda data, draw: b"[1, null]\n"),
+    "an object": content(lambda data, draw: b"{}\n"),
+    "odd values": content(lambda data, draw: b'{"step": "one", "score": [], "rollouts": 3, "model": null}\n'),
+    "a number": content(lambda data, draw: b"7\n"),
+    "deep": content(lambda data, draw: b'{"step":' * 9999),
+    "removed": lambda path, draw: path.unlink(),
+    "a folder": folder,
+}
+
+
+def outcome(config: TrainConfig, additions: Rows, out: Path) -> str | None:
+    """Returns how an export or a resume ends that a user would call a bug; None where there is none."""
+    run_dir = Path(str(config.trainer.run_dir))
+    for attempt in (lambda: export(run_dir, out), lambda: train(config, reward=score, data=additions)):
+        try:
+            attempt()
+        except WhetError as error:
+            if not any(mark in str(error) for mark in ("; ", ", or ", "expected")):
+                return f"no advice: {error}"
+        except Exception as error:
+            return repr(error)
+    return None
+
+
+def try_all(
+    name: str,
+    damage: Damage,
+    finished: Path,
+    config: TrainConfig,
+    additions: Rows,
+    tmp_path: Path,
+    forged: bool = False,
+) -> None:
+    """Damages one file after another, each in a new copy of the run; `forged` makes the manifest anew afterwards."""
+    newest = finished / "checkpoints" / "global_step_4"
+    files = [path for path in newest.rglob("*") if not forged or path.name != "manifest.json"]
+    if not forged:
+        others = [newest.with_name("global_step_3") / name for name in ("trainer.json", "manifest.json")]
+        files += [*finished.iterdir(), *others, finished / "rollouts" / "step_000004.jsonl"]
+    wrong, outside = [], tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(SECRET)
+    for path in sorted(path for path in files if path.is_file()):
+        run_dir = shutil.copytree(finished, tmp_path / "run")
+        damage(run_dir / path.relative_to(finished), random.Random(f"{name} {path.name}"))
+        if forged:
+            copy = run_dir / newest.relative_to(finished)
+            (copy / "manifest.json").unlink()
+            checkpoint._write_manifest(copy)
+        found = outcome(config, additions, tmp_path / "exported" / f"from {path.name}")
+        if found is not None:
+            wrong.append(f"{path.relative_to(finished)}: {found}")
+        shutil.rmtree(run_dir)
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"secret": SECRET}
+    exported = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert not [path for path in exported if path.read_bytes() == SECRET]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def resumed(train_config: MakeConfig) -> TrainConfig:
+    """The config with which the finished run goes on for one step."""
+    settings = {"actor.mini_batch_size": 2, "actor.optim.lr": 1e-6, "trainer.save_freq": 1, "trainer.save_limit": None}
+    return train_config({**settings, "trainer.total_steps": 5})
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file(name: str, finished: Path, resumed: TrainConfig, additions: Rows, tmp_path: Path) -> None:
+    try_all(name, DAMAGES[name], finished, resumed, additions, tmp_path, forged=False)
+
+
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name != "a folder"])
+def test_a_damaged_file_that_the_manifest_knows(
+    name: str, finished: Path, resumed: TrainConfig, additions: Rows, tmp_path: Path
+) -> None:
+    """Damage from before the manifest, or an attempt to look whole."""
+    try_all(name, DAMAGES[name], finished, resumed, additions, tmp_path, forged=True)
+
+
+@pytest.mark.parametrize("target", ["secret", "nothing"])
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_link_in_the_place_of_a_file(
+    target: str, forged: bool, finished: Path, resumed: TrainConfig, additions: Rows, tmp_path: Path
+) -> None:
+    def plant(path: Path, draw: random.Random) -> None:
+        path.unlink()
+        path.symlink_to(tmp_path / "outside" / target)
+
+    try_all("link", plant, finished, resumed, additions, tmp_path, forged=forged)

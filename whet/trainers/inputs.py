@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the data and the code that a run is made of, so that a resumed run knows whether they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from whet.config.compose import flatten
+from whet.config.schema import SFTConfig, TrainConfig
+from whet.data.supervised import SupervisedExample
+from whet.registry import PACKAGE
+from whet.types import Prompt
+
+Rows = Sequence[Prompt] | Sequence[SupervisedExample]
+
+
+def digests(
+    config: TrainConfig | SFTConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
+) -> dict[str, str]:
+    """Returns the digests of the rows, of the files whose functions the config names, by key, and of a reward function
+    that was given as an object, as far as its source is known."""
+    found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
+    for key, value in flatten(config.model_dump(mode="json")):
+        for target in value if isinstance(value, list) else [value]:
+            if isinstance(target, str) and (file := _file_of(target)) is not None:
+                found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
+    with suppress(OSError, TypeError):  # typed at a prompt, or no function
+        found |= {"reward given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
+    return found
+
+
+def _of(content: bytes) -> str:
+    return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def _of_rows(rows: Rows) -> str:
+    """Of all that a step reads of them; of an object that is not plain only the type counts."""
+    found = hashlib.sha256()
+    for row in rows:
+        read: tuple[Any, ...]
+        if isinstance(row, Prompt):
+            read = row.token_ids, row.data_source, row.ground_truth, row.extra_info
+        else:
+            read = row.input_ids, row.loss_mask
+        found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())
+    return _of(found.digest())
+
+
+def _file_of(target: str) -> Path | None:
+    """The file of `path/file.py:function` or `package.module:function`; None for whet's own, and for other text."""
+    location, _, name = target.rpartition(":")
+    if not name.isidentifier():
+        return None
+    if location.endswith(".py"):
+        path = Path(location).expanduser()
+    else:
+        try:
+            spec = importlib.util.find_spec(location) if location.replace(".", "").isidentifier() else None
+        except (ImportError, ValueError):
+            return None
+        if spec is None or spec.origin is None:
+            return None
+        path = Path(spec.origin)
+    return path if path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
