@@ -114,7 +114,7 @@ def test_format_prompt_sees_the_content_and_the_fields(tokenizer: PreTrainedToke
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ contents }}", r"format_prompt: 'contents' is undefined; row 0 has content, prompt, level"),
+        ("{{ contents }}", r"format_prompt: 'contents' is undefined; row 0 has prompt, level, content"),
         ("{{ level.name }}", r"format_prompt: 'int object' has no attribute 'name'; row 0 has"),
         ("{{ 1 / 0 if false else level + content }}", r"format_prompt cannot render row 0: unsupported operand"),
         ("{% if %}", r"format_prompt: line 1: Expected an expression"),

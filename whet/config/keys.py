@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from whet.config.schema import Section
@@ -29,6 +29,7 @@ BOUNDS: tuple[tuple[type[Any], Callable[[Any], str]], ...] = (
     (Gt, lambda bound: f"> {bound.gt}"),
     (Ge, lambda bound: f">= {bound.ge}"),
     (Le, lambda bound: f"<= {bound.le}"),
+    (Lt, lambda bound: f"< {bound.lt}"),
 )
 
 

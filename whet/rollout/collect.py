@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import encode_continuation, encode_rendered
+from whet.data.chat import as_text, encode_continuation, encode_rendered
 from whet.environments.protocol import Environment, Observation
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
@@ -145,4 +145,5 @@ class Collector:
             return encode_continuation(
                 self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
             )
-        return encode_rendered(self.tokenizer, "".join(str(message.content) for message in new))
+        said = as_text(self.tokenizer, "".join(str(message.content) for message in new), self.chat_template_kwargs)
+        return encode_rendered(self.tokenizer, [said])[0]
