@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"
 
 LAYERS = (
-    {"errors", "registry", "types", "config", "keyed", "compiled", "masks"},
+    {"errors", "registry", "types", "config", "keyed", "compiled", "masks", "limits"},
     {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
     {"models", "data", "rewards", "sandbox", "environments"},
     {"engines", "rollout", "weight_sync", "controller", "tracking"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on what input may cost that other people wrote: a template that never ends, a document that unfolds forever."""
+"""Limits on what input may cost that others wrote: a template that never ends, a document that unfolds forever."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 def cause(error: Exception) -> str:
     """The text of what ended a block, which a MemoryError does not have."""
-    return f"it takes more than {NUM_BYTES >> 30} GiB of memory" if isinstance(error, MemoryError) else str(error)
+    return (
+        f"it takes more than {NUM_BYTES >> 30} GiB of memory"
+        if isinstance(error, MemoryError)
+        else str(error).rstrip(".")
+    )
 
 
 def _address_space() -> int:

@@ -43,7 +43,9 @@ REFUSED = {
     "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
     "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
-    "actor.optim.betas=[0.9]": "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number >= 0 and < 1",
+    "actor.optim.betas=[0.9]": (
+        "actor.optim.betas=[0.9] (command line) is a list; expected a list of 2, each a number >= 0 and < 1"
+    ),
     "trainer.logger=[console,weights]": (
         'trainer.logger=["console", "weights"] (command line) is a list; expected a list, each one of console, jsonl, '
         "tensorboard, wandb, mlflow, swanlab, trackio"

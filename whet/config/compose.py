@@ -75,8 +75,8 @@ def _explained(recipe: str | Path | None) -> Iterator[None]:
     except Exception as error:  # a recipe is other people's code: it includes files and refers to values
         what = "the overrides" if recipe is None else f"the recipe {recipe} with its parts and overrides"
         raise ConfigError(
-            f"{what} cannot be composed: {_first_line(cause(error)) or type(error).__name__}; look for aliases (*name) and "
-            "references (${key}) that unfold without end, and for a section that is given another kind of value"
+            f"{what} cannot be composed: {_first_line(cause(error)) or type(error).__name__}; look for aliases (*name) "
+            "and references (${key}) that unfold without end, and for a section that is given another kind of value"
         ) from error
 
 

@@ -45,7 +45,7 @@ def _check(name: str, text: str) -> None:
     sizes: dict[str, int] = {}  # of what an anchor (&name) names; absent while it is still open
     opened: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and values so far
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"{name}:{event.start_mark.line + 1}"
+        place = f"{name}:{event.start_mark.line + 1}"  # type: ignore[union-attr]  # of a text there always is one
         anchor, size = None, 1
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, 1))

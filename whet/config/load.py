@@ -100,7 +100,9 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
             json.dumps(value, ensure_ascii=False, default=str).encode()
         except (ValueError, TypeError) as error:
             half = isinstance(error, UnicodeEncodeError)
-            what = "half of a surrogate pair" if half else "a number of more than 4,300 digits, or a key of no plain type"
+            what = (
+                "half of a surrogate pair" if half else "a number of more than 4,300 digits, or a key of no plain type"
+            )
             place = f"{key} ({sources.get(key, DEFAULT)})"
             raise ConfigError(f"{place} holds {what}, which no file can keep; write it as plain text") from error
     try:

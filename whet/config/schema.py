@@ -43,6 +43,7 @@ class ModelConfig(Section):
         [], description="weights of the policy that are not trained, as model.embed_tokens.* or model.layers.[0-3].*"
     )
     allow_pickle: bool = Field(False, description="load weights that are pickles, which can run code")
+    trust_remote_code: bool = Field(False, description="run the code that a model or tokenizer brings along")
 
 
 FILES = (
@@ -56,7 +57,8 @@ DATA_FILTER = (
 )
 
 TEMPLATE_KWARGS = (
-    "passed on to the chat template; sanitize_control_tokens: false turns <|im_end|> in a message into the control token"
+    "passed on to the chat template; with sanitize_control_tokens=false a control token in a message, such as "
+    "<|im_end|>, is no text but that token"
 )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -195,6 +196,11 @@ def _not_append_only(what: str) -> DataError:
     )
 
 
+def check_message(message: Message) -> None:
+    """Raises: DataError for text that no tokenizer takes, wherever it stands in the message."""
+    _check_text(json.dumps(message.to_dict(), ensure_ascii=False, default=str))
+
+
 def _check_text(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise DataError(f"the text has {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}; shorten it")
@@ -203,8 +209,8 @@ def _check_text(text: str) -> None:
             text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"character {error.start} of the text, after {text[max(0, error.start - 20) : error.start]!r}, is half of a "
-            "surrogate pair, which no encoding holds; correct what wrote it, or take the character out"
+            f"character {error.start} of the text, after {text[max(0, error.start - 20) : error.start]!r}, is half of "
+            "a surrogate pair, which no encoding holds; correct what wrote it, or take the character out"
         ) from error
 
 

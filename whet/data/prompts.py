@@ -202,7 +202,13 @@ def read_messages(content: object, index: int) -> list[Message]:
     """The messages of a row's field. Raises: DataError, with the row number, where they are not messages."""
     are_messages = isinstance(content, list) and all(isinstance(raw, Mapping) and {*raw} >= _KEYS for raw in content)
     if not isinstance(content, list) or not content or not are_messages:
-        found = type(content).__name__ if not isinstance(content, list) else str(content)[:200] if content else "an empty list"
+        found = (
+            type(content).__name__
+            if not isinstance(content, list)
+            else str(content)[:200]
+            if content
+            else "an empty list"
+        )
         raise DataError(f"row {index}: expected {_MESSAGES}, found {found}")
     return [_read_message(raw, index, number) for number, raw in enumerate(content)]
 
@@ -265,8 +271,8 @@ def _read_message(raw: Mapping[str, Any], index: int, number: int) -> Message:
 
 def _no_media(index: int, what: str) -> DataError:
     return DataError(
-        f"row {index} {what}, and the model reads text alone: it would train on the text without it; name a data set of "
-        "text, or leave such rows out (data.filter)"
+        f"row {index} {what}, and the model reads text alone: it would train on the text without them; name a data set "
+        "of text, or leave such rows out (data.filter)"
     )
 
 

@@ -94,9 +94,9 @@ def encode_response(
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
     [prompt_ids] = prompt_format.encode([messages])
-    if prompt_format.apply_chat_template:  # without one it is fed as it is, as the prompt
-        response = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
-    response_ids = [*encode_rendered(tokenizer, [response])[0], tokenizer.eos_token_id]
+    options = prompt_format.chat_template_kwargs
+    text = as_text(tokenizer, response, options) if prompt_format.apply_chat_template else response  # as the prompt is
+    response_ids = [*encode_rendered(tokenizer, [text])[0], tokenizer.eos_token_id]
     return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
 
 

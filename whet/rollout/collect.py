@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, encode_continuation, encode_rendered
+from whet.data.chat import as_text, check_message, encode_continuation, encode_rendered
 from whet.environments.protocol import Environment, Observation
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
@@ -117,6 +117,8 @@ class Collector:
         text = cast(str, self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
         try:
             observation = episode.environment.step(text)
+            for message in observation.messages:
+                check_message(message)
         except Exception as error:  # other people's code
             observation, episode.failure = Observation(done=True), Failure("environment", describe(error))
         turn = Turn(

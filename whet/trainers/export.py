@@ -23,7 +23,14 @@ from whet.trainers import checkpoint
 from whet.trainers.weight_files import MergedShards, write_weights
 
 
-def export(source: Path, out: Path, *, adapter: bool = False, base: str | None = None) -> Path:
+def export(
+    source: Path,
+    out: Path,
+    *,
+    adapter: bool = False,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, so that plain transformers loads it.  Returns `out`.
 
     Weights are written in the dtype of the model that training started from. A trained adapter is merged into that
@@ -38,13 +45,13 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
     if start is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if start is not None:
-        model = _with_adapter(folder, start, weights, base)
+        model = _with_adapter(folder, start, weights, base, trust_remote_code)
         if adapter:
             return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
-    config = load_config(folder / "model")
+    config = load_config(folder / "model", trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        shapes = body_of(outline(folder / "model"))
+        shapes = body_of(outline(folder / "model", trust_remote_code=trust_remote_code))
     _check_names(shapes, weights, folder)
     # In the model's order: a state may have it by name, and then not all of a layer at once.
     ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
@@ -71,12 +78,21 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
 
 
 def _with_adapter(
-    folder: Path, start: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
+    folder: Path,
+    start: dict[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    base: str | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model that training started from, with the trained adapter in it."""
     path = base or start["model_path"]
     try:
-        model = load_policy(path, adapter_path=start["adapter_path"], allow_pickle=start["allow_pickle"])
+        model = load_policy(
+            path,
+            adapter_path=start["adapter_path"],
+            allow_pickle=start["allow_pickle"],
+            trust_remote_code=trust_remote_code,
+        )
     except ModelError as error:
         raise CheckpointError(
             f"{folder} is an adapter for the model at {path}, which cannot be loaded; name where it lies "
@@ -132,11 +148,11 @@ def find_model(path: str) -> str:
 
 
 @contextmanager
-def model_folder(path: str) -> Iterator[str]:
+def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
     """`path` where transformers can load it; for a checkpoint or a run an export that lives as long as the block."""
     found = find_model(path)
     if not (Path(found) / checkpoint.MANIFEST).exists():
         yield found
         return
     with TemporaryDirectory(prefix="whet-model-") as folder:
-        yield str(export(Path(found), Path(folder)))
+        yield str(export(Path(found), Path(folder), trust_remote_code=trust_remote_code))

@@ -37,7 +37,11 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype or dtype), model
-        self.engine = rollout_engine(config, self.dtype, cache(partial(load_tokenizer, tokenizer_path)))
+        self.engine = rollout_engine(
+            config,
+            self.dtype,
+            cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code)),
+        )
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
         self._calls = 0
@@ -133,7 +137,12 @@ class RolloutWorker(Worker):
     def _load(self) -> None:
         model = self._model
         assert model.path is not None
-        module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
+        module = load_policy(
+            model.path,
+            adapter_path=model.lora.path,
+            allow_pickle=model.allow_pickle,
+            trust_remote_code=model.trust_remote_code,
+        )
         module.requires_grad_(False)
         self.engine.attach(module.to(device_here(), self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True

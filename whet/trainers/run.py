@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import sys
 import time
@@ -26,7 +25,7 @@ from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
-from whet.tracking.jsonl import JsonlTracker
+from whet.tracking.jsonl import JsonlTracker, json_line, printable
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Row, Tracker, Trackers
 from whet.trainers import checkpoint
@@ -154,6 +153,7 @@ class Run:
                 is_good=self.health.is_good,
                 tokenizer=self.tokenizer,
                 model_path=str(self.config.model.path),
+                trust_remote_code=self.config.model.trust_remote_code,
                 save_limit=self.config.trainer.save_limit,
             )
 
@@ -194,7 +194,7 @@ class Run:
             return
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in readable_tokens(batch, self.tokenizer)]
+        lines = [json_line(row) for row in readable_tokens(batch, self.tokenizer)]
         path.write_text("".join(lines), encoding="utf-8")
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ def write_answers(
     """One JSON object an answer and line; `digests` are of the weights by version."""
     answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
     answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
-    lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
+    lines = [json_line(answer) for answer in answers]
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -297,10 +297,12 @@ def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limi
         read = readable(answer, tokenizer)
         rows.append(
             {
-                **{name: str(read[name]) for name in ("uid", "prompt", "response", "ground_truth")},
+                **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
                 **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
                 "finish_reason": read["finish_reason"] or "",
-                "failure": "" if answer.failure is None else f"{answer.failure.source}: {answer.failure.message}",
+                "failure": ""
+                if answer.failure is None
+                else printable(f"{answer.failure.source}: {answer.failure.message}"),
             }
         )
     return rows

@@ -55,6 +55,7 @@ class RoleSettings:
     gradient_checkpointing: bool = False
     adapter_path: str | None = None  # merged first
     allow_pickle: bool = False
+    trust_remote_code: bool = False
     lora: LoraConfig | None = None  # unset: the whole model is trained
     freeze: tuple[str, ...] = ()
     seed: int = 0  # of a new adapter
@@ -158,7 +159,10 @@ class TrainWorker(WeightSender):
     def _single(self, settings: RoleSettings) -> Engine:
         load = load_value_model if settings.is_value_model else load_policy
         self.model: PreTrainedModel | ValueModel = load(
-            settings.model_path, adapter_path=settings.adapter_path, allow_pickle=settings.allow_pickle
+            settings.model_path,
+            adapter_path=settings.adapter_path,
+            allow_pickle=settings.allow_pickle,
+            trust_remote_code=settings.trust_remote_code,
         )
         self._prepare(settings)
         return SingleEngine(self.model, settings.optim, process_group=self.process_group, **settings.engine_options)
@@ -170,7 +174,12 @@ class TrainWorker(WeightSender):
         engine, device = settings.engine, torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
-        self.model = empty_model(settings.model_path, device, is_value_model=settings.is_value_model)
+        self.model = empty_model(
+            settings.model_path,
+            device,
+            is_value_model=settings.is_value_model,
+            trust_remote_code=settings.trust_remote_code,
+        )
         self._prepare(settings)
         return FSDPEngine(
             self.model,
