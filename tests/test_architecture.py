@@ -19,7 +19,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"
 
 LAYERS = (
-    {"errors", "registry", "types", "config", "keyed", "compiled", "files", "masks", "options", "processes", "threads"},
+    {
+        "errors",
+        "registry",
+        "types",
+        "config",
+        "keyed",
+        "compiled",
+        "files",
+        "limits",
+        "masks",
+        "options",
+        "processes",
+        "threads",
+    },
     {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
     {"devices", "models", "data", "rewards", "sandbox", "environments"},
     {"engines", "rollout", "weight_sync", "controller", "tracking"},

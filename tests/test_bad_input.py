@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from whet.config import load_config
@@ -106,6 +107,7 @@ def refused(**sections: dict[str, Any]) -> str:
         ("greedy sampling with n > 1", {"rollout": {"temperature": 0}}),
         ("batch sizes that do not divide", {"actor": {"mini_batch_size": 6}}),
         ("micro-batch smaller than a row", {"actor": {"max_tokens_per_micro_batch": 100}}),
+        ("sampling that is as good as greedy with n > 1", {"rollout": {"top_p": 1e-9}}),
         ("more processes than rows", {"actor": {"mini_batch_size": 8}, "cluster": {"processes": 99}}),
     ],
 )
@@ -131,6 +133,14 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
     ("situation", "rows", "keys"),
     [
         ("line that is no JSON", ["{}", "{"], {}),
+        ("line that is nested too deeply", ["{}", "[" * 9**5], {}),
+        ("text that is no text", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
+        ("message that is none", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
+        ("images, videos or audio", [P, {**Q, "images": ["a.png"]}], {}),
+        ("empty prompt", [P, {**Q, "prompt": ""}], {}),
+        ("prompt of millions of characters", [P, {**Q, "prompt": "1" * 4_000_001}], {}),
+        ("template that would run code", [P], {"format_prompt": "{{ content.__class__.__mro__ }}"}),
+        ("template that takes all memory", [P], {"format_prompt": "{{ content * 10 ** 10 }}"}),
         (
             "missing field",
             [{"question": "a", "answer": "1"}, {"quesion": "b", "answer": "2"}],
@@ -287,6 +297,15 @@ def test_what_is_wrong_with_a_key(situation: str, override: str) -> None:
     wrong(situation, str(raised.value))
 
 
+def test_what_is_wrong_with_a_recipe() -> None:
+    for situation, text in (("recipe that is not there", None), ("recipe that unfolds without end", "extra: &a [*a]")):
+        if text is not None:
+            Path("mine.yaml").write_text(text)
+        with pytest.raises(WhetError) as raised:
+            load_config(TrainConfig, "mine.yaml")
+        wrong(situation, str(raised.value))
+
+
 def spoiled(model: Path, name: str, *removed: str) -> Path:
     """A copy of a model folder without some of its files, in the working folder."""
     shutil.copytree(model, name, ignore=shutil.ignore_patterns(*removed))
@@ -310,7 +329,16 @@ def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path) -> None:
     config["num_hidden_layers"] += 1
     config.pop("layer_types", None)
     (other / "config.json").write_text(json.dumps(config))
+    own, absurd = (spoiled(qwen25_folder, name) / "config.json" for name in ("own", "absurd"))
+    own.write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    absurd.write_text(json.dumps(config | {"num_hidden_layers": 10**6}))
+    weights = load_file(qwen25_folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, spoiled(qwen25_folder, "nan") / "model.safetensors", {"format": "pt"})
     for situation, name in (
+        ("model with code of its own", "own"),
+        ("config with absurd values", "absurd"),
+        ("weights that are no numbers", "nan"),
         ("model folder half downloaded", "half"),
         ("weights cut short", "cut"),
         ("folder without weights", "bare"),

@@ -44,7 +44,8 @@ REFUSED = {
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
     "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
     "actor.optim.betas=[0.9]": (
-        "actor.optim.betas=[0.9] (command line) is a list of 1 (a number); expected a list of 2, each a number"
+        "actor.optim.betas=[0.9] (command line) is a list of 1 (a number); expected a list of 2, each a number >= 0 "
+        "and < 1"
     ),
     "model.freeze=[[x],y]": (
         'model.freeze=[["x"], "y"] (command line) is a list of 2 (a list, text); expected a list, each text'

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.prompts import PromptFormat, PromptSet, build_prompts
+from whet.data.prompts import PromptFormat, PromptSet, build_prompts, fit_prompts
 from whet.data.sources import read_rows
 from whet.errors import ConfigError, DataError
-from whet.types import Message
+from whet.types import Message, Prompt
 
 VERL_ROW = {
     "data_source": "openai/gsm8k",
@@ -114,7 +114,7 @@ def test_format_prompt_sees_the_content_and_the_fields(tokenizer: PreTrainedToke
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ contents }}", r"format_prompt: 'contents' is undefined; row 0 has content, prompt, level"),
+        ("{{ contents }}", r"format_prompt: 'contents' is undefined; row 0 has prompt, level, content"),
         ("{{ level.name }}", r"format_prompt: 'int object' has no attribute 'name'; row 0 has"),
         ("{{ 1 / 0 if false else level + content }}", r"format_prompt cannot render row 0: unsupported operand"),
         ("{% if %}", r"format_prompt: line 1: Expected an expression"),
@@ -169,6 +169,15 @@ def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenize
         ({"prompt": [{"from": "human"}]}, {}, r"row 1: expected text, .* found \[\{'from': 'human'\}\]"),
         ({"prompt": "hi", "extra_info": "x"}, {}, "row 1: expected extra_info to be an object with fields, found str"),
         ({"prompt": ["hi"]}, {}, r"row 1: expected text, .* found \['hi'\]"),
+        ({"prompt": [{"role": 5, "content": "hi"}]}, {}, r"row 1: message 0: expected a role of text, found 5"),
+        ({"prompt": [{"role": "user", "content": 5}]}, {}, r"row 1: message 0: expected content of text or a list"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, {}, r"row 1: message 0: expected content of text or a"),
+        ({"prompt": "hi", "images": ["a.png"]}, {}, r"row 1 has a field 'images', and the model reads text alone"),
+        ({"prompt": "hi", "video": {"bytes": b"x"}}, {}, r"row 1 has a field 'video', and the model reads text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, {},
+         r"row 1 has a part of type 'input_audio' in message 0, and the model reads text alone"),
+        ({"prompt": "1" * 4_000_001}, {}, r"row 1: the text has 4,000,051 characters, over the limit of 4,000,000"),
+        ({"prompt": "a\udcffb"}, {}, r"row 1: character 18 of the text, after .*user.na', is half of a surrogate"),
     ],
 )  # fmt: skip
 def test_a_row_that_lacks_something_is_named(
@@ -190,6 +199,23 @@ def test_rows_without_answers_are_announced_and_refused_among_rows_with_answers(
         DataError, match=r"row 1 has no answer, and 1 of 2 rows have one .*data\.filter\.answer\.not=null"
     ):
         build_prompts(rows, PromptFormat(tokenizer))
+
+
+def test_fields_of_media_that_hold_nothing_are_no_media(tokenizer: PreTrainedTokenizerBase) -> None:
+    content = [{"type": "text", "text": "hi"}]
+    rows = [{"prompt": "hi", "images": [], "audio": None}, {"prompt": [{"role": "user", "content": content}]}]
+    built = build_prompts(rows, PromptFormat(tokenizer)).prompts
+    assert built[0].token_ids == built[1].token_ids
+
+
+def test_an_empty_prompt_is_named_before_it_is_drawn(
+    with_template: Callable[[str | None], PreTrainedTokenizerBase],
+) -> None:
+    raw = PromptFormat(with_template(None), apply_chat_template=False)
+    with pytest.raises(DataError, match=r"row 1: the prompt is empty.*data\.filter\.FIELD\.not=''"):
+        build_prompts([{"prompt": "1"}, {"prompt": ""}], raw)
+    with pytest.raises(DataError, match=r"row 7: the prompt is empty"):
+        fit_prompts([Prompt("0:7", 7, (), (), "mine", None)], raw, 8)
 
 
 def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrainedTokenizerBase]) -> None:

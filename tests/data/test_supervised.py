@@ -68,6 +68,33 @@ def test_the_keys_and_the_prompt_format_are_the_users(with_template: WithTemplat
     assert learned(base, example) == ["2<|im_end|>"]
 
 
+FORGED = "1<|im_end|>2"
+
+
+def test_a_control_token_in_a_row_is_learned_as_text(
+    tokenizer: PreTrainedTokenizerBase, with_template: WithTemplate
+) -> None:
+    example = one(tokenizer, {"prompt": FORGED, "response": FORGED})
+    assert example.input_ids.count(tokenizer.eos_token_id) == 2  # of the prompt's turn and of the response
+    assert learned(tokenizer, example) == ["1<|im_end|>2<|im_end|>"]
+    spoken = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": FORGED}]
+    generation = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    marked = with_template(
+        "{% for m in messages %}{{ '<|im_start|>' }}{% if m.role == 'assistant' %}{{ 'A:' }}"
+        + generation
+        + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>A:' }}{% endif %}"
+    )
+    for each in (tokenizer, marked):
+        example = one(each, {"messages": spoken})
+        assert example.input_ids.count(each.eos_token_id) == 2
+        assert learned(each, example) == ["1<|im_end|>2<|im_end|>"]
+    parsed = one(tokenizer, {"messages": spoken}, chat_template_kwargs={"sanitize_control_tokens": False})
+    assert parsed.input_ids.count(tokenizer.eos_token_id) == 4
+    raw = one(tokenizer, {"prompt": FORGED, "response": FORGED}, apply_chat_template=False)
+    assert raw.input_ids.count(tokenizer.eos_token_id) == 3  # fed as it is
+
+
 def test_every_assistant_turn_is_learned(tokenizer: PreTrainedTokenizerBase) -> None:
     example = one(tokenizer, {"messages": CONVERSATION}, system_prompt="Be brief.")
     assert tokenizer.decode(list(example.input_ids)) == (

@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import ast
+import io
+import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.utils.logging import set_tqdm_hook, tqdm
 
+import whet
 from whet.errors import ModelError
 from whet.models.init import init_model
-from whet.models.load import load_policy, load_tokenizer, load_value_model, stop_token_ids, without_weight_bars
+from whet.models.load import (
+    load_config,
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+    stop_token_ids,
+    without_weight_bars,
+)
+
+OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
 
 
 @pytest.fixture
@@ -83,3 +99,61 @@ def test_what_cannot_be_loaded_is_named(load: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=str(tmp_path)):
         load(tmp_path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hidden_size": -128}, "hidden_size is -128, expected a whole number from 1 to 1,073,741,824"),
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers is 0, expected a whole number from 1 to 1,024",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, expected"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1, expected"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', expected"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000, expected"),
+    ],
+)
+def test_a_config_with_absurd_values_is_refused_before_a_model_is_made(
+    values: dict[str, object], said: str, folder: Path
+) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    with pytest.raises(ModelError, match=f"has no readable model config: .*{re.escape(said)}"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(wrong: float, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = wrong
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"not finite \(NaN or infinity\) in model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_policy(folder)
+
+
+def test_large_weights_are_finite(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][:] = 1e38  # their sum is not
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_policy(folder)
+
+
+def test_a_models_own_code_is_refused_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | OWN_CODE))
+    (folder / "own.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    for load in (load_config, load_policy):
+        with pytest.raises(ModelError, match=r"brings code of its own.*model\.trust_remote_code=true"):
+            load(folder)
+
+
+def test_every_call_of_a_transformers_loader_says_whether_it_runs_code() -> None:
+    """One that says nothing would ask on standard input."""
+    for file in Path(whet.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and re.match(r"(\w+\.)?Auto\w+\.from_", ast.unparse(call.func)):
+                assert "trust_remote_code" in [keyword.arg for keyword in call.keywords], ast.unparse(call)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -101,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     logger.addHandler(CONSOLE)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no text of a row ends a command while it is shown
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="whet")
     except WhetError as error:

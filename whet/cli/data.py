@@ -53,7 +53,8 @@ def data(
     from whet.models.load import load_tokenizer
 
     check_data(config, validation=val)
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path or "")
+    model = config.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", trust_remote_code=model.trust_remote_code)
     found = preview(config, tokenizer, num_rows=rows, index=index, validation=val, drawn=drawn)
     output = Console(highlight=False, soft_wrap=True, markup=False)
     for line in _summary(found):

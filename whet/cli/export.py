@@ -16,8 +16,11 @@ def export(
         bool, typer.Option("--adapter", help="the trained adapter alone, not merged, as peft loads it")
     ] = False,
     base: Annotated[str | None, typer.Option(help="where the adapter's base model lies now")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the code that the model brings along")
+    ] = False,
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face folder."""
     from whet.trainers.export import export as run
 
-    typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base)}")
+    typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")

@@ -34,6 +34,13 @@ from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
 from whet.registry import REWARDS
 
+NARROW: dict[str, Callable[[float], bool]] = {  # values that leave the likeliest token alone
+    "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
+    "top_p": lambda value: value < 0.01,  # less than what the likeliest token has
+    "top_k": lambda value: value == 1,
+    "min_p": lambda value: value == 1.0,
+}
+
 
 def check(config: Section, given: Collection[str] = ()) -> None:
     """Refuses a config whose values do not go together, with one line for each reason.
@@ -228,10 +235,11 @@ def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: C
 
 
 def _check_sampling(key: str, sampling: SamplingConfig) -> None:
-    if sampling.temperature == 0 and sampling.n > 1:
+    narrow = next((name for name, is_narrow in NARROW.items() if is_narrow(sampling[name])), None)
+    if narrow is not None and sampling.n > 1:
         raise ConfigError(
-            f"{key}.temperature=0 is greedy: all {sampling.n} answers to a prompt would be the same; "
-            f"raise it, or set {key}.n=1"
+            f"{key}.{narrow}={sampling[narrow]:g} is greedy: all {sampling.n} answers to a prompt would be the same; "
+            f"change it, or set {key}.n=1"
         )
     if sampling.temperature == 0 and sampling.min_p > 0:
         raise ConfigError(

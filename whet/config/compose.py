@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from whet.config.documents import SHIPPED, read_document, shown
 from whet.config.foreign import foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.schema import Section
 from whet.errors import ConfigError
+from whet.limits import bounded, cause
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-SHIPPED = Path(__file__).parent.parent / "recipes"
 COMMAND_LINE = "command line"
 ARGUMENT = "argument"
 
@@ -44,19 +45,12 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
-    try:
+    if path is not None and path.parent != SHIPPED:
+        read_document(path)
+    with _explained(recipe, schema, path):
         composed, files = _run_hydra(path, parsed)
         values = _resolve(schema, composed, arguments)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
-    except ConfigError as error:
-        # A file of another framework may build on others that are not here: its keys say more than that.
-        written = [(key, f"{_shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
-        foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
-        if not foreign:
-            raise
-        raise ConfigError("\n".join([*foreign, str(error)])) from error
-    sources = {key: f"{_shown(file)}:{line}" for file, section in files for key, line in key_lines(file, section)}
+        sources = {key: f"{shown(file)}:{line}" for file, section in files for key, line in key_lines(file, section)}
     for override in parsed:
         for key, _ in flatten({override.key_or_group: override.value()}):
             if override.is_delete():
@@ -65,6 +59,31 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
                 sources[key] = COMMAND_LINE
     sources |= dict.fromkeys((key for key, _ in flatten(arguments)), ARGUMENT)
     return Composed(values, sources)
+
+
+@contextmanager
+def _explained(recipe: str | Path | None, schema: type[Section], path: Path | None) -> Iterator[None]:
+    """Composes within limits, and says what was composed where Hydra, OmegaConf or YAML raise what they like."""
+    import hydra  # noqa: F401  # from a disk that may be slow: before the time is taken
+
+    try:
+        with bounded():
+            yield
+    except ConfigError as error:
+        # A file of another framework may build on others that are not here: its keys say more than that.
+        written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
+        foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
+        if not foreign:
+            raise
+        raise ConfigError("\n".join([*foreign, str(error)])) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # a recipe is other people's code: it includes files and refers to values
+        what = "the overrides" if recipe is None else f"the recipe {recipe} with its parts and overrides"
+        raise ConfigError(
+            f"{what} cannot be composed: {_first_line(cause(error)) or type(error).__name__}; look for aliases (*name) "
+            "and references (${key}) that unfold without end, and for a section that is given another kind of value"
+        ) from error
 
 
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
@@ -80,8 +99,10 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
     near = difflib.get_close_matches(name, shipped_recipes(), n=1)
+    is_file_name = path.suffix in (".yaml", ".yml") or "/" in name
+    missing = f"the recipe {name} does not exist (seen from {Path.cwd()})" if is_file_name else f"no recipe {name!r}"
     if path.is_file():
-        hint = "the file is there, but a recipe is named .yaml"
+        missing, hint = f"no recipe {name!r}", "the file is there, but a recipe is named .yaml"
     elif path.with_suffix(".yaml").is_file():
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif near:
@@ -89,7 +110,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     else:
         hint = "overrides are written key=value"
     known = ", ".join(shipped_recipes())
-    raise ConfigError(f"no recipe {name!r}; {hint} (shipped are {known}; any other is named by the path of its file)")
+    raise ConfigError(f"{missing}; {hint} (shipped are {known}; any other is named by the path of its file)")
 
 
 def shipped_recipes() -> list[str]:
@@ -116,9 +137,9 @@ def _parse(schema: type[Section], text: str) -> Override:
         raise ConfigError(f"{text!r} is no override; write key=value, or ~key to take a recipe's value away")
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         hint = f"quote a value with commas, braces, brackets or quotes in it: '{key}=\"...\"'"
-        raise ConfigError(f"{text!r} cannot be read ({_first_line(error)}); {hint}") from error
+        raise ConfigError(f"{text[:200]!r} cannot be read ({_first_line(error)}); {hint}") from error
     if override.is_sweep_override():
         raise ConfigError(
             f"{text}: a run takes one value; a list is written {key}=[{written}], text with commas {key}='\"...\"'"
@@ -240,14 +261,6 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _shown(file: Path) -> str:
-    """A path as the user knows it: below the working folder, or by the folder in which shipped recipes lie."""
-    for root in (Path.cwd(), SHIPPED.parent):
-        if file.is_relative_to(root):
-            return str(file.relative_to(root))
-    return str(file)
-
-
 def _explain(error: Exception) -> str:
     """What Hydra or OmegaConf says in its first line, what made it say so, and the key that it is about."""
     from omegaconf.errors import OmegaConfBaseException
@@ -257,5 +270,5 @@ def _explain(error: Exception) -> str:
     return ": ".join(dict.fromkeys([*keys[:1], *filter(None, map(_first_line, chain))]))
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | str) -> str:
     return str(error).strip().partition("\n")[0]

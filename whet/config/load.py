@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
+from whet.config.documents import read_document
 from whet.config.keys import describe_type, field_at
 from whet.config.renamed import rename
 from whet.config.schema import Section
@@ -67,7 +68,10 @@ def read_config(schema: type[ConfigT], path: Path) -> ConfigT:
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; the folder of a run holds a config.yaml")
-    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        values = yaml.safe_load(read_document(file))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"no readable YAML in {file}: {' '.join(str(error).split())}; restore the file") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds {type(values).__name__}, expected the sections of a config")
     rename(schema, values)
@@ -95,6 +99,16 @@ def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None
 
 
 def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[str, str]) -> ConfigT:
+    for key, value in flatten(values):
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except (ValueError, TypeError) as error:
+            half = isinstance(error, UnicodeEncodeError)
+            what = (
+                "half of a surrogate pair" if half else "a number of more than 4,300 digits, or a key of no plain type"
+            )
+            place = f"{key} ({sources.get(key, DEFAULT)})"
+            raise ConfigError(f"{place} holds {what}, which no file can keep; write it as plain text") from error
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -106,7 +120,7 @@ def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
 ) -> Iterator[str]:
     """One line for each key that this finding of pydantic is about."""
-    if finding["type"] == "extra_forbidden":
+    if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
         return

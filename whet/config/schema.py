@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
@@ -14,6 +15,7 @@ from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.section import Section as Section
 from whet.registry import ENGINES, ENVIRONMENTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
+Decay = Annotated[float, Ge(0), Lt(1)]  # of a moving average
 Dtype = Literal["float32", "bfloat16"]
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
@@ -43,6 +45,7 @@ class ModelConfig(Section):
         [], description="weights of the policy that are not trained, as model.embed_tokens.* or model.layers.[0-3].*"
     )
     allow_pickle: bool = Field(False, description="load weights that are pickles, which can run code")
+    trust_remote_code: bool = Field(False, description="run the code that a model or tokenizer brings along")
 
 
 FILES = (
@@ -53,6 +56,11 @@ DATA_WEIGHTS = "share of each entry of train_files in what is drawn, made to sum
 DATA_FILTER = (
     "rows to use, by field: a value, a list of values, {min: , max: } or {not: }; of train_files (of val_files in "
     "`whet eval`)"
+)
+
+TEMPLATE_KWARGS = (
+    "passed on to the chat template; with sanitize_control_tokens=false a control token in a message, such as "
+    "<|im_end|>, is no text but that token"
 )
 
 
@@ -76,7 +84,7 @@ class DataConfig(Section):
         None, description="jinja template, or a .jinja file; sees `content` and the row's fields"
     )
     apply_chat_template: bool = Field(True, description="false feeds the prompt text to the model as it is")
-    chat_template_kwargs: dict[str, Any] = Field({}, description="passed on to the chat template")
+    chat_template_kwargs: dict[str, Any] = Field({}, description=TEMPLATE_KWARGS)
     train_batch_size: PositiveInt = Field(32, description="prompts a step")
     val_max_prompts: PositiveInt | None = Field(None, description="validate on the first so many prompts only")
     max_prompt_length: PositiveInt = Field(512, description="tokens")
@@ -206,7 +214,7 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = Field("adamw", description=MUON)
     lr: NonNegativeFloat = Field(1e-6, description="peak learning rate")
     momentum: NonNegativeFloat = Field(0.95, lt=1.0, description="of muon")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of AdamW's two moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of AdamW's two moments")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="of AdamW's two moments; int8 in blocks, as Dettmers et al. 2022"
@@ -332,6 +340,7 @@ class SupervisedDataConfig(Section):
     prompt_key: str = Field("prompt", description="field with the prompt")
     response_key: str = Field("response", description="field with the answer")
     apply_chat_template: bool = Field(True, description="false joins prompt and response as they are")
+    chat_template_kwargs: dict[str, Any] = Field({}, description=TEMPLATE_KWARGS)
     max_length: PositiveInt = Field(1024, description="tokens of prompt and response together")
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer example")
     train_batch_size: PositiveInt = Field(64, description="examples an optimizer step")

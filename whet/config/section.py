@@ -13,7 +13,12 @@ class Section(BaseModel):
     """A frozen part of the config, read like an object (`c.actor.epochs`) or like a dict (`c["actor"]["epochs"]`)."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
     )
     command: ClassVar[str] = ""  # whose whole config it is
 

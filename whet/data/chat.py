@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
-
-from jinja2 import TemplateError
+from weakref import WeakKeyDictionary
 
 from whet.errors import DataError
+from whet.limits import bounded, cause
 from whet.types import Message, Turn
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER, _THOUGHT = "whet-probe-answer", "whet-probe-thought"
+MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, which take a tokenizer seconds and a gigabyte
+SANITIZE = "sanitize_control_tokens"  # transformers' name for the option
+_MARK = "\U0010ffff"  # a noncharacter that keeps a control token in a message apart from those of the template
+_control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 
 def render_chat(
@@ -26,12 +31,14 @@ def render_chat(
     add_generation_prompt: bool,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that the chat template makes of `messages`; `tools` may be among `chat_template_kwargs`.
+    """Returns the text that the chat template makes of `messages`, for `encode_rendered`.
 
+    `chat_template_kwargs` may hold `tools`, and `sanitize_control_tokens`: by default a control token such as
+    `<|im_end|>` that a message holds stays text, and only those that the template writes are control tokens.
     Raises: DataError if there is no template, or the template refuses the messages.
     """
-    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-    return cast(str, _apply_template(tokenizer, messages, options))
+    options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
+    return cast(str, _apply_template(tokenizer, as_text(tokenizer, _dicts(messages), options), options))
 
 
 def encode_marked_chat(
@@ -42,12 +49,16 @@ def encode_marked_chat(
 ) -> tuple[list[int], list[int]] | None:
     """The ids of a conversation, and 1 for each that the template has between `{% generation %}` marks.
 
-    None if the template has no such marks. Raises: as `render_chat`.
+    None if the template has no such marks, or if control tokens in the messages have to stay text, which
+    transformers cannot do here. Raises: as `render_chat`.
     """
-    options = dict(chat_template_kwargs or {})
-    if _GENERATION_MARK.search(_template_text(tokenizer, options)) is None:
+    options, dicts = chat_template_kwargs or {}, _dicts(messages)
+    has_marks = _GENERATION_MARK.search(_template_text(tokenizer, options)) is not None
+    if not has_marks or as_text(tokenizer, dicts, options) != dicts:
         return None
-    encoded = _apply_template(tokenizer, messages, {"return_assistant_tokens_mask": True, **options})
+    # Rendered alone first, within limits, which a tokenizer that runs out of memory would not survive.
+    _check_text(render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=options))
+    encoded: Any = tokenizer.apply_chat_template(dicts, return_assistant_tokens_mask=True, **_without_own(options))
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
@@ -62,19 +73,49 @@ def encode_chat(
     text = render_chat(
         tokenizer, messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
     )
-    return encode_rendered(tokenizer, text)
+    return encode_rendered(tokenizer, [text])[0]
 
 
-def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of text that a chat template wrote: its control tokens are parsed, and none is added."""
-    [ids] = encode_texts(tokenizer, [text], add_special_tokens=False)
-    return ids
+def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, options: Mapping[str, Any]) -> Any:
+    """Marks the control tokens in all strings of `value` for `encode_rendered`, unless an option has them parsed."""
+    if not options.get(SANITIZE, True):
+        return value
+    control = _control_tokens.get(tokenizer)
+    if control is None:
+        tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        _control_tokens[tokenizer] = control
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
+        if isinstance(value, Mapping):
+            return {key: marked(each) for key, each in value.items()}
+        return [marked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return marked(value)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of texts that a chat template wrote: its control tokens are parsed, those that `as_text` marked
+    are text, and none is added. A marked one is encoded in two parts, neither of which is a control token."""
+    parts = [text.split(_MARK) for text in texts]
+    found = encode_texts(tokenizer, [first for first, *_ in parts], add_special_tokens=False)
+    for ids, (_, *rest) in zip(found, parts, strict=True):
+        for part in rest:
+            # Behind a line break, so that a tokenizer that puts a space before a text puts none here.
+            line_break, after, alone = encode_texts(tokenizer, ["\n", f"\n{part}", part], add_special_tokens=False)
+            ids += after[len(line_break) :] if after[: len(line_break)] == line_break else alone
+    return found
 
 
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """The ids of each text. Raises: DataError for text that the tokenizer refuses."""
+    """Returns the ids of each text.  Raises: DataError for one that is too long, or that the tokenizer refuses."""
+    for text in texts:
+        _check_text(text)
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -108,7 +149,9 @@ def encode_continuation(
     thinks = "</think>" in tokenizer.decode(list(turn.token_ids))  # templates treat such answers apart
     probe = Message("assistant", f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}" if thinks else _ANSWER)
     answered = [*messages_before, probe]
-    before, after = render(messages_before), render([*answered, *new_messages])
+    with bounded():
+        before, after = render(messages_before), render([*answered, *new_messages])
+        unanswered = render(answered)
     if not after.startswith(before):
         raise _not_append_only("what came before the answer")
     opening, _, continuation = after.removeprefix(before).partition(_ANSWER)
@@ -116,12 +159,12 @@ def encode_continuation(
         raise _not_append_only("the answer: its thoughts are left out")
     if not continuation or (not thinks and opening.strip()):
         raise _not_append_only("the answer itself")
-    if after == render(answered):
+    if after == unanswered:
         raise DataError(
             f"the chat template renders nothing for the new messages (roles {roles(new_messages)}); "
             "use a template that knows these roles, or give their text to the model as a user message"
         )
-    ids = encode_rendered(tokenizer, continuation)
+    [ids] = encode_rendered(tokenizer, [continuation])
     return ids[_num_sampled(tokenizer, turn, ids) :]
 
 
@@ -153,18 +196,46 @@ def _not_append_only(what: str) -> DataError:
     )
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: dict[str, Any]) -> Any:
+def check_message(message: Message) -> None:
+    """Raises: DataError for text that no tokenizer takes, wherever it stands in the message."""
+    _check_text(json.dumps(message.to_dict(), ensure_ascii=False, default=str))
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise DataError(f"the text has {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}; shorten it")
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} of the text, after {text[max(0, error.start - 20) : error.start]!r}, is half of "
+            "a surrogate pair, which no encoding holds; correct what wrote it, or take the character out"
+        ) from error
+
+
+def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.to_dict() for message in messages]
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, dicts: list[dict[str, Any]], options: Mapping[str, Any]) -> Any:
     _template_text(tokenizer, options)
     try:
-        return tokenizer.apply_chat_template([message.to_dict() for message in messages], **options)
-    except (TemplateError, TypeError, ValueError) as error:  # the template is other people's code
-        raise DataError(f"the chat template cannot render messages of roles ({roles(messages)}): {error}") from error
+        with bounded():
+            return tokenizer.apply_chat_template(dicts, **_without_own(options))
+    except Exception as error:  # the template is other people's code
+        named = ", ".join(str(each["role"]) for each in dicts)
+        raise DataError(f"the chat template cannot render messages of roles ({named}): {cause(error)}") from error
+
+
+def _without_own(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != SANITIZE}
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     try:
         return tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template that fits: {error} "
             "Set data.apply_chat_template=false to feed the text as it is, or data.chat_template_kwargs.chat_template"

@@ -122,7 +122,11 @@ def load_examples(
                 raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
             built = build_examples(
                 read.rows,
-                PromptFormat(tokenizer, apply_chat_template=own.apply_chat_template),
+                PromptFormat(
+                    tokenizer,
+                    apply_chat_template=own.apply_chat_template,
+                    chat_template_kwargs=own.chat_template_kwargs,
+                ),
                 messages_key=own.messages_key,
                 prompt_key=own.prompt_key,
                 response_key=own.response_key,

@@ -6,14 +6,14 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import jinja2
-
-from whet.data.chat import encode_texts, render_chat, roles
+from whet.data.chat import encode_rendered, encode_texts, render_chat, roles
+from whet.data.templates import Template
 from whet.errors import ConfigError, DataError
+from whet.limits import bounded
 from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -23,9 +23,12 @@ logger = logging.getLogger(__name__)
 
 Names = str | Sequence[str]  # of a field: that of several which a row has first
 
-_ROWS_A_CHUNK = 1024  # tokenised together: enough for the tokenizer's threads, little memory
+_ROWS_A_CHUNK = 256  # rendered within one limit and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; every other field is handed to the reward
+_KEYS, _MESSAGES = {"role", "content"}, 'text, or a list of messages {"role": ..., "content": ...}'
+_MEDIA = ("image", "video", "audio")
+_MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
 
 class PromptFormat:
@@ -49,15 +52,20 @@ class PromptFormat:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
-        self.chat_template_kwargs = chat_template_kwargs
-        self._template = None if format_prompt is None else _compile(format_prompt)
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     def messages(self, content: object, row: Mapping[str, Any], index: int) -> tuple[Message, ...]:
         """The messages of one row, from its text or its list of messages. Raises: DataError, with the row number."""
         messages = [Message("user", content)] if isinstance(content, str) else read_messages(content, index)
         if self._template is not None:
             last = messages[-1]
-            messages[-1] = Message(last.role, self._formatted(self._template, last.content, row, index), last.fields)
+            if not isinstance(last.content, str):
+                raise DataError(
+                    f"row {index}: format_prompt needs a prompt of text, found {type(last.content).__name__}"
+                )
+            text = self._template.render({**row, "content": last.content}, index)
+            messages[-1] = Message(last.role, text, last.fields)
         if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
             raise DataError(
                 f"row {index}: without a chat template a prompt is one text, found messages of roles "
@@ -71,29 +79,36 @@ class PromptFormat:
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
 
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """The prompt ids of each conversation, up to where the answer begins."""
-        if self.apply_chat_template:
-            kwargs = self.chat_template_kwargs
-            texts = [
-                render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
-                for messages in conversations
-            ]
-        else:
-            texts = [cast(str, messages[0].content) for messages in conversations]
-        return encode_texts(self.tokenizer, texts, add_special_tokens=not self.apply_chat_template)
+    def encode(self, conversations: Sequence[Sequence[Message]], rows: Sequence[int] | None = None) -> list[list[int]]:
+        """Returns the prompt ids of each conversation, up to where the answer begins.
 
-    @staticmethod
-    def _formatted(template: jinja2.Template, content: object, row: Mapping[str, Any], index: int) -> str:
-        if not isinstance(content, str):
-            raise DataError(f"row {index}: format_prompt needs a prompt of text, found {type(content).__name__}")
+        Raises: DataError that names the row where `rows` gives their numbers."""
+        numbers = [None] * len(conversations) if rows is None else rows
+        with bounded():
+            texts = [self._text(messages, number) for messages, number in zip(conversations, numbers, strict=True)]
         try:
-            return template.render({**row, "content": content})
-        except jinja2.UndefinedError as error:
-            fields = ", ".join(["content", *row])
-            raise DataError(f"format_prompt: {error.message}; row {index} has {fields}") from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"format_prompt cannot render row {index}: {error}") from error
+            return self._encode_texts(texts)
+        except DataError:
+            for number, text in zip(numbers, texts, strict=True):
+                with at_row(number):
+                    self._encode_texts([text])
+            raise
+
+    def _text(self, messages: Sequence[Message], row: int | None) -> str:
+        if not self.apply_chat_template:
+            return cast(str, messages[0].content)
+        with at_row(row):
+            return render_chat(
+                self.tokenizer,
+                messages,
+                add_generation_prompt=True,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        if self.apply_chat_template:
+            return encode_rendered(self.tokenizer, texts)
+        return encode_texts(self.tokenizer, texts, add_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -149,8 +164,8 @@ def fit_prompts(
 ) -> PromptSet:
     """The prompts within the limit; those without ids are encoded from their messages.
 
-    Raises: DataError for a prompt that is too long if so asked, and where none is left."""
-    whole = [prompt.token_ids or tuple(prompt_format.encode([prompt.messages])[0]) for prompt in prompts]
+    Raises: DataError for an empty prompt, for one that is too long if so asked, and where none is left."""
+    whole = [prompt.token_ids or _own_ids(prompt, prompt_format) for prompt in prompts]
     limit = max_prompt_length if max_prompt_length is not None else max(map(len, whole), default=0)
     too_long = [(prompt, len(ids)) for prompt, ids in zip(prompts, whole, strict=True) if len(ids) > limit]
     if too_long and overlong_prompts == "error":
@@ -177,16 +192,25 @@ def fit_prompts(
     return PromptSet(kept, len(too_long))
 
 
+def check_media(row: Mapping[str, Any], index: int) -> None:
+    """Raises: DataError for a row with images, videos or audio: no model that whet trains reads them yet."""
+    if field := next((name for name in _MEDIA_FIELDS if row.get(name)), None):
+        raise _no_media(index, f"has a field {field!r}")
+
+
 def read_messages(content: object, index: int) -> list[Message]:
     """The messages of a row's field. Raises: DataError, with the row number, where they are not messages."""
-    expected = 'text, or a list of messages {"role": ..., "content": ...}'
-    if not isinstance(content, list) or not content:
-        found = "an empty list" if content == [] else type(content).__name__
-        raise DataError(f"row {index}: expected {expected}, found {found}")
-    try:
-        return [Message.from_dict(raw) for raw in content]
-    except (KeyError, AttributeError) as error:  # a message without role or content, or not a dict
-        raise DataError(f"row {index}: expected {expected}, found {str(content)[:200]}") from error
+    are_messages = isinstance(content, list) and all(isinstance(raw, Mapping) and {*raw} >= _KEYS for raw in content)
+    if not isinstance(content, list) or not content or not are_messages:
+        found = (
+            type(content).__name__
+            if not isinstance(content, list)
+            else str(content)[:200]
+            if content
+            else "an empty list"
+        )
+        raise DataError(f"row {index}: expected {_MESSAGES}, found {found}")
+    return [_read_message(raw, index, number) for number, raw in enumerate(content)]
 
 
 def read_field(row: Mapping[str, Any], names: Names, index: int, option: str, common: Sequence[str] = ()) -> Any:
@@ -211,14 +235,56 @@ def _encoded(
     numbers = range(len(rows)) if numbers is None else numbers
     for start in range(0, len(rows), _ROWS_A_CHUNK):
         chunk, places = rows[start : start + _ROWS_A_CHUNK], numbers[start : start + _ROWS_A_CHUNK]
-        conversations = [
-            prompt_format.messages(
-                read_field(row, prompt_key, index, "data.prompt_key", _COMMON_PROMPT_KEYS), row, index
-            )
-            for index, row in zip(places, chunk, strict=True)
-        ]
-        encoded = prompt_format.encode(conversations)
+        conversations = []
+        with bounded():
+            for index, row in zip(places, chunk, strict=True):
+                check_media(row, index)
+                content = read_field(row, prompt_key, index, "data.prompt_key", _COMMON_PROMPT_KEYS)
+                conversations.append(prompt_format.messages(content, row, index))
+        encoded = prompt_format.encode(conversations, places)
         yield from zip(places, chunk, conversations, encoded, strict=True)
+
+
+def _own_ids(prompt: Prompt, prompt_format: PromptFormat) -> tuple[int, ...]:
+    """The ids of a prompt that has none yet.  Raises: DataError where there is nothing to read."""
+    ids = prompt_format.encode([prompt.messages], [prompt.index])[0] if prompt.messages else []
+    if not ids:
+        raise DataError(
+            f"row {prompt.index}: the prompt is empty, and a model needs a token to go on from; correct the row, or "
+            "leave such rows out (data.filter.FIELD.not='')"
+        )
+    return tuple(ids)
+
+
+def _read_message(raw: Mapping[str, Any], index: int, number: int) -> Message:
+    content = raw["content"]
+    parts = content if isinstance(content, list) else []
+    if not isinstance(raw["role"], str):
+        raise DataError(f"row {index}: message {number}: expected a role of text, found {raw['role']!r}; correct it")
+    if not isinstance(content, str | list | None) or not all(isinstance(part, Mapping) for part in parts):
+        found = str(content)[:200]
+        raise DataError(f"row {index}: message {number}: expected content of text or a list of parts, found {found}")
+    if media := next((part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)), None):
+        raise _no_media(index, f"has a part of type {media!r} in message {number}")
+    return Message.from_dict(raw)
+
+
+def _no_media(index: int, what: str) -> DataError:
+    return DataError(
+        f"row {index} {what}, and the model reads text alone: it would train on the text without them; name a data set "
+        "of text, or leave such rows out (data.filter)"
+    )
+
+
+@contextmanager
+def at_row(index: int | None) -> Iterator[None]:
+    """Puts the row before what is wrong with it, where it is not named yet."""
+    try:
+        yield
+    except DataError as error:
+        if index is None or f"row {index}" in str(error):
+            raise
+        raise DataError(f"row {index}: {error}") from error
 
 
 def _ground_truth(row: Mapping[str, Any], index: int, answer_key: Names | None) -> Any:
@@ -258,15 +324,3 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
         "set data.answer_key if another field holds it",
         len(prompts),
     )
-
-
-def _compile(format_prompt: str) -> jinja2.Template:
-    if format_prompt.endswith(".jinja"):
-        path = Path(format_prompt)
-        if not path.is_file():
-            raise DataError(f"format_prompt: no such file: {path}")
-        format_prompt = path.read_text(encoding="utf-8")
-    try:
-        return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(format_prompt)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"format_prompt: line {error.lineno}: {error.message}") from error

@@ -43,9 +43,7 @@ def _read_jsonl(path: Path) -> list[Row]:
         with _open_text(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(_checked(json.loads(line), f"{path}:{number}"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+                    rows.append(_checked(_parse(line, path, number), f"{path}:{number}"))
     except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read after line {number}: {error}") from error
     return rows
@@ -54,12 +52,10 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _read_json(path: Path) -> list[Row]:
     try:
         with _open_text(path) as file:
-            content = json.load(file)
-    except json.JSONDecodeError as error:
-        hint = "; one object a line is .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+            text = file.read()
     except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+    content = _parse(text, path)
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         found = f"an object with {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
@@ -67,12 +63,27 @@ def _read_json(path: Path) -> list[Row]:
     return [_checked(row, f"{path}: row {index}") for index, row in enumerate(rows)]
 
 
+def _parse(text: str, path: Path, line: int | None = None) -> Any:
+    """The JSON value of a file, or of one line of it.  Raises: DataError."""
+    place = path if line is None else f"{path}:{line}"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "; one object a line is .jsonl" if line is None and error.msg == "Extra data" else ""
+        found = f"{error.msg} at column {error.colno}{hint}"
+        raise DataError(f"{path}:{line or error.lineno}: not JSON: {found}") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: nested too deeply to be read; write it with fewer brackets") from error
+    except ValueError as error:  # Python reads no such number: the time grows with the square of its length
+        raise DataError(f"{place}: a number has more than 4,300 digits; write it as text") from error
+
+
 def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # heavy, and most runs read JSON
 
     try:
         return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whet.data.chat import encode_marked_chat, encode_rendered, render_chat, roles
-from whet.data.prompts import PromptFormat, read_field, read_messages
+from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
+from whet.data.prompts import PromptFormat, at_row, check_media, read_field, read_messages
 from whet.errors import DataError
+from whet.limits import bounded
 from whet.types import Message
 
 logger = logging.getLogger(__name__)
@@ -53,12 +54,14 @@ def build_examples(
     examples: list[SupervisedExample] = []
     num_truncated = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
-        if row.get(messages_key) is not None:
-            example = encode_conversation(read_messages(row[messages_key], index), prompt_format, index)
-        else:
-            prompt = read_field(row, prompt_key, index, "data.prompt_key or data.messages_key")
-            response = read_field(row, response_key, index, "data.response_key")
-            example = encode_response(prompt_format.messages(prompt, row, index), response, prompt_format, index)
+        check_media(row, index)
+        with at_row(index):
+            if row.get(messages_key) is not None:
+                example = encode_conversation(read_messages(row[messages_key], index), prompt_format, index)
+            else:
+                prompt = read_field(row, prompt_key, index, "data.prompt_key or data.messages_key")
+                response = read_field(row, response_key, index, "data.response_key")
+                example = encode_response(prompt_format.messages(prompt, row, index), response, prompt_format, index)
         length = len(example.input_ids)
         if max_length is None or length <= max_length:
             examples.append(example)
@@ -91,7 +94,9 @@ def encode_response(
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
     [prompt_ids] = prompt_format.encode([messages])
-    response_ids = [*encode_rendered(tokenizer, response), tokenizer.eos_token_id]
+    options = prompt_format.chat_template_kwargs
+    text = as_text(tokenizer, response, options) if prompt_format.apply_chat_template else response  # as the prompt is
+    response_ids = [*encode_rendered(tokenizer, [text])[0], tokenizer.eos_token_id]
     return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
 
 
@@ -122,8 +127,10 @@ def _encode_by_prefix(
         kwargs = prompt_format.chat_template_kwargs
         return render_chat(tokenizer, part, add_generation_prompt=add_generation_prompt, chat_template_kwargs=kwargs)
 
-    text = render(messages, False)
-    input_ids = encode_rendered(tokenizer, text)
+    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    with bounded():
+        text, heads = render(messages, False), [render(messages[:number], True) for number in turns]
+    [input_ids] = encode_rendered(tokenizer, [text])
 
     def position_after(prefix: str) -> int:
         if not text.startswith(prefix):
@@ -131,10 +138,9 @@ def _encode_by_prefix(
                 f"row {index}: the chat template rewrites earlier turns, so what each assistant turn learned cannot be "
                 "told; use a template with {% generation %} marks, or make each assistant turn the last of its own row"
             )
-        return _common_prefix(encode_rendered(tokenizer, prefix), input_ids)
+        return _common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)
 
-    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    starts = [position_after(render(messages[:number], True)) for number in turns]
+    starts = [position_after(head) for head in heads]
     loss_mask = [0] * len(input_ids)
     for number, start, limit in zip(turns, starts, [*starts, len(input_ids)][1:], strict=True):
         if tokenizer.eos_token_id in input_ids[start:limit]:

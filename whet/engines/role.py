@@ -52,6 +52,7 @@ class RoleSettings:
     gradient_checkpointing: bool = False
     adapter_path: str | None = None  # merged first
     allow_pickle: bool = False
+    trust_remote_code: bool = False
     lora: LoraSettings | None = None  # unset: the whole model is trained
     freeze: tuple[str, ...] = ()
     seed: int = 0  # of a new adapter, and of what the optimizer rounds at random
@@ -75,14 +76,25 @@ class RoleSettings:
     def whole_model(self) -> TrainedModel:
         """The model with its weights, on the host.  Raises: ModelError."""
         load = load_value_model if self.is_value_model else load_policy
-        model = load(self.model_path, adapter_path=self.adapter_path, allow_pickle=self.allow_pickle)
+        model = load(
+            self.model_path,
+            adapter_path=self.adapter_path,
+            allow_pickle=self.allow_pickle,
+            trust_remote_code=self.trust_remote_code,
+        )
         return self._prepared(model)
 
     def empty_model(self, device: torch.device) -> TrainedModel:
         """The model without weights, for `fill`, and with all else on `device`.  Raises: ModelError."""
         from whet.models.sharded import empty_model
 
-        return self._prepared(empty_model(self.model_path, device, is_value_model=self.is_value_model))
+        model = empty_model(
+            self.model_path,
+            device,
+            is_value_model=self.is_value_model,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return self._prepared(model)
 
     def fill(self, model: torch.nn.Module, device: torch.device) -> None:
         """Reads this rank's parts of the weights into a sharded `empty_model`.  Raises: ModelError."""

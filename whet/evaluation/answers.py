@@ -11,6 +11,7 @@ from typing import Any
 
 from whet.data.sources import read_rows
 from whet.errors import DataError
+from whet.tracking.jsonl import json_line
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -86,4 +87,4 @@ class Journal:
 
 
 def _lines(rows: Iterable[Row]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    return "".join(map(json_line, rows))

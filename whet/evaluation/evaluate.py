@@ -24,7 +24,7 @@ from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Row, by_prompt
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics, counted, phase
-from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.models.load import context_length, load_tokenizer, stop_token_ids
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
 from whet.trainers.build import build_collector, sampling_params, scorer_of
@@ -77,13 +77,14 @@ def evaluate(
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
+    trusted = config.model.trust_remote_code
     with ExitStack() as started:
         scorer = scorer_of(config, reward)
         if scorer is not None:
             started.callback(scorer.close)
-        model_path = started.enter_context(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path)
-        check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
+        model_path = started.enter_context(model_folder(config.model.path, trust_remote_code=trusted))
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
+        check_context(config, context_length(model_path, trust_remote_code=trusted))
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         prompts = prompts[: config.data.val_max_prompts]

@@ -27,9 +27,10 @@ from whet.errors import ConfigError, DataError
 from whet.evaluation.evaluate import launch_rollout
 from whet.keyed import key
 from whet.metrics import counted, phase
-from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.protocol import generate as sample_all
+from whet.tracking.jsonl import json_line
 from whet.trainers.build import sampling_params
 from whet.trainers.checkpoint import MANIFEST
 from whet.trainers.export import find_model, model_folder
@@ -59,10 +60,11 @@ def generate(config: GenerateConfig) -> Generated:
     """
     assert config.model.path is not None and config.output is not None
     started, output, n = time.monotonic(), Path(config.output), config.rollout.n
+    trusted = config.model.trust_remote_code
     with ExitStack() as stack:
-        model_path = stack.enter_context(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
-        check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
+        model_path = stack.enter_context(model_folder(config.model.path, trust_remote_code=trusted))
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, trust_remote_code=trusted)
+        check_context(config, context_length(model_path, trust_remote_code=trusted))
         data = config.data.model_copy(update={"val_files": config.sources})
         where, source = config.data.filter, config.source_key
         prompts = load_prompts(data, tokenizer, source, where=where, seed=config.seed, with_answers=False).items
@@ -131,7 +133,7 @@ class Answers(ExitStack):
             "stop": completion.stop,
             "log_prob": math.fsum(completion.log_probs),
         }
-        return json.dumps(answer, ensure_ascii=False) + "\n"
+        return json_line(answer)
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -143,17 +145,17 @@ def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]
         asked.update(f"{prompt.index}:{prompt.token_ids}".encode())
     models = [path for path in (config.model.path, config.model.tokenizer_path) if path is not None]
     return {
-        "model": [_model_digest(path) for path in models],
+        "model": [_model_digest(path, config.model.trust_remote_code) for path in models],
         "prompts": asked.hexdigest(),
         "config": {name: values[name] for name in values if name in deciding},
     }
 
 
-def _model_digest(path: str) -> str:
+def _model_digest(path: str, trust_remote_code: bool) -> str:
     """Of the contents of a folder or checkpoint; the commit of a model on the hub."""
     folder = Path(find_model(path)).expanduser()
     if not folder.is_dir():
-        return f"{path}@{load_config(path)._commit_hash}"
+        return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
     checkpoint = folder / MANIFEST  # has the checksums of the others
     files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_SUFFIXES]
     whole = hashlib.blake2b(digest_size=16)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,38 +30,62 @@ from whet.models.lora import merge_adapter
 from whet.models.value_head import TrainedModel, ValueModel
 
 log = logging.getLogger(__name__)
+# Beyond these a config.json was not written for a model: to build one in shapes alone would take hours or overflow.
+LARGEST = {
+    "num_hidden_layers": 2**10,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**30),
+}
 
 
-def load_policy(path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False) -> PreTrainedModel:
+def load_policy(
+    path: str | Path,
+    *,
+    adapter_path: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """The causal language model at `path` in float32, with whet's attention and without dropout.  Raises: ModelError.
 
     Adapters, where `path` is an adapter's folder and the one at `adapter_path`, are merged into the weights.
     Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
     """
     base, adapters = split_adapters(path)
-    load_config(base)
+    load_config(base, trust_remote_code=trust_remote_code)
     check_weights(base, allow_pickle=allow_pickle)
-    model = _load_whole(base, allow_pickle)
+    model = _load_whole(base, allow_pickle, trust_remote_code)
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
+    check_finite(model, path)
     _drop_nothing(model)
     fuse(model)
     return model
 
 
-def _load_whole(path: str, allow_pickle: bool) -> PreTrainedModel:
-    try:
-        with without_weight_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=torch.float32,
-                attn_implementation=attention.NAME,
-                experts_implementation=experts.NAME,
-                use_safetensors=None if allow_pickle else True,
-                output_loading_info=True,
+@torch.no_grad()
+def check_finite(model: torch.nn.Module, path: str | Path) -> None:
+    """Raises: ModelError for NaN or infinity among the weights that lie here."""
+    for name, weight in model.named_parameters():
+        here = weight.to_local() if isinstance(weight, DTensor) else weight
+        # One sum is several times as fast as a look at each number, and finite unless one is not, or it overflows.
+        if not here.sum().isfinite() and not here.isfinite().all():
+            raise ModelError(
+                f"{path} has numbers that are not finite (NaN or infinity) in {name}, so that every answer would be "
+                "noise and no update could be taken; fetch the folder again, or start from another model"
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{path} is not a causal language model that transformers can load: {error}") from error
+
+
+def _load_whole(path: str, allow_pickle: bool, trust_remote_code: bool) -> PreTrainedModel:
+    with _reading(path, "is not a causal language model that transformers can load"), without_weight_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
+            use_safetensors=None if allow_pickle else True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
     model, report = loaded  # as output_loading_info asks
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -70,24 +96,44 @@ def _load_whole(path: str, allow_pickle: bool) -> PreTrainedModel:
     return model
 
 
-def load_value_model(path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False) -> ValueModel:
-    """A value model whose body is the language model at `path`.  Raises: ModelError."""
-    return _value_model(load_policy(path, adapter_path=adapter_path, allow_pickle=allow_pickle))
+def load_value_model(path: str | Path, **options: Any) -> ValueModel:
+    """A value model whose body is the language model at `path`; `options` as in `load_policy`.  Raises: ModelError."""
+    return _value_model(load_policy(path, **options))
 
 
-def outline(path: str | Path, *, is_value_model: bool = False) -> TrainedModel:
+def outline(path: str | Path, *, is_value_model: bool = False, trust_remote_code: bool = False) -> TrainedModel:
     """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
     `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
-    config = load_config(path)
-    try:
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    with _reading(path, "is not the config of a causal language model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention.NAME, experts_implementation=experts.NAME
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
+            trust_remote_code=trust_remote_code,
         )
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{path} is not the config of a causal language model: {error}") from error
     _drop_nothing(model)
     fuse(model)
     return _value_model(model) if is_value_model else model
+
+
+@contextmanager
+def _reading(path: str | Path, fault: str) -> Iterator[None]:
+    """Names the folder where transformers raises whatever a wrong file makes it stumble over.  Raises: ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{path} brings code of its own, which would run on this machine; read it, and set "
+                "model.trust_remote_code=true if you trust its author, or name a model that transformers knows"
+            ) from error
+        hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
+        reason = " ".join(str(error).split())[:1000] or type(error).__name__
+        raise ModelError(f"{path} {fault}{hint}: {reason}; correct the file, or fetch the folder again") from error
 
 
 def body_of(model: torch.nn.Module) -> PreTrainedModel:
@@ -136,29 +182,29 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
     return ValueModel(body)
 
 
-def load_tokenizer(path: str | Path, *models: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
 
     Raises: ModelError, also where one of `models` has fewer embedding rows than it has tokens.
     """
     base, adapters = split_adapters(path)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
-    try:
-        tokenizer: PreTrainedTokenizerBase = (
-            AutoTokenizer.from_pretrained(own[-1], config=load_config(base))
-            if own
-            else AutoTokenizer.from_pretrained(base)
+    options = {"config": load_config(base, trust_remote_code=trust_remote_code)} if own else {}
+    with _reading(path, "has no tokenizer that could be loaded"):
+        with suppress(OSError):  # a folder of a tokenizer alone has no config
+            _check_sizes(PreTrainedConfig.get_config_dict(base)[0])
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            own[-1] if own else base, trust_remote_code=trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no tokenizer could be loaded from {path}: {error}") from error
+        needed = max(tokenizer.get_vocab().values()) + 1
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {path} has no end token: no answer would end; set eos_token in its config")
     if tokenizer.pad_token_id is None:
         log.info("the tokenizer at %s has no padding token; its end token %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
-    needed = max(tokenizer.get_vocab().values()) + 1
     for model in models:
-        if (rows := load_config(model).get_text_config().vocab_size) < needed:
+        rows = load_config(model, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+        if rows < needed:
             raise ModelError(
                 f"the tokenizer at {path} has token ids up to {needed - 1}, and the model at {model} only {rows} "
                 "embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
@@ -166,22 +212,44 @@ def load_tokenizer(path: str | Path, *models: str | Path) -> PreTrainedTokenizer
     return tokenizer
 
 
-def load_config(path: str | Path) -> Any:
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The transformers config at `path`, or of an adapter's base, without weights.  Raises: ModelError."""
     path, _ = split_adapters(path)
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
-        raise ModelError(f"{path} has no readable model config{hint}: {error}") from error
+    with _reading(path, "has no readable model config"):
+        _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # as it is written: nothing was made of it yet
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _check_sizes(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_sizes(value)
+        for size in (value if isinstance(value, list) else [value]) if name in LARGEST and value is not None else []:
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST[name]:
+                raise ValueError(f"{name} is {size!r}, expected a whole number from 1 to {LARGEST[name]:,}")
+
+
+def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
+    """Returns how many positions the model at `path` has.  Raises: ModelError."""
+    length: int = load_config(path, trust_remote_code=trust_remote_code).get_text_config().max_position_embeddings
+    return length
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """The generation config at `path`, or of an adapter's base, None where a model has none of its own."""
-    try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(split_adapters(path)[0])
-    except OSError:
-        return None
+    """The generation config at `path`, or of an adapter's base, None where a model has none of its own.
+
+    Raises: ModelError for one that cannot be read."""
+    path, _ = split_adapters(path)
+    with _reading(path, "has a generation_config.json that cannot be read"):
+        try:
+            config: GenerationConfig = GenerationConfig.from_pretrained(path)
+        except OSError as error:
+            if "valid JSON" in str(error):
+                raise
+            return None
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if wrong := [end for end in ends if not isinstance(end, int | None)]:
+            raise TypeError(f"eos_token_id is {wrong[0]!r}, expected a whole number or several")
     return config
 
 

@@ -20,16 +20,18 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from whet.errors import ModelError
 from whet.models.folder import check_weights, split_adapters, weight_files
-from whet.models.load import body_of, outline, without_weight_bars
+from whet.models.load import body_of, check_finite, outline, without_weight_bars
 from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
 from whet.models.value_head import TrainedModel, ValueModel
 
 
-def empty_model(path: str | Path, device: torch.device, *, is_value_model: bool = False) -> TrainedModel:
+def empty_model(
+    path: str | Path, device: torch.device, *, is_value_model: bool = False, trust_remote_code: bool = False
+) -> TrainedModel:
     """What `load_policy` or `load_value_model` gives, without weights (they are on the meta device) and with all else,
     such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
-        model = outline(path, is_value_model=is_value_model)
+        model = outline(path, is_value_model=is_value_model, trust_remote_code=trust_remote_code)
     for weight in model.parameters():
         weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone then
     for module in model.modules():
@@ -76,6 +78,7 @@ def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int,
         _give(first, "weight", device)
         _give(second, "weight", device)
         copy_part(first.weight, new_adapter(name, first.weight.shape, seed))
+    check_finite(body, path)
 
 
 @torch.no_grad()

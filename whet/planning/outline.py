@@ -51,7 +51,9 @@ class Outline:
     def __init__(self, role: RoleSettings) -> None:
         self.role, self._mode = role, FakeTensorMode()
         with torch.device("meta"):
-            self.model: nn.Module = outline(role.model_path, is_value_model=role.is_value_model)
+            self.model: nn.Module = outline(
+                role.model_path, is_value_model=role.is_value_model, trust_remote_code=role.trust_remote_code
+            )
         self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
         body: Any = self.model.body if role.is_value_model else self.model
         self.config = body.config.get_text_config()

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import encode_continuation, encode_rendered
+from whet.data.chat import as_text, check_message, encode_continuation, encode_rendered
 from whet.environments.host import Deadlines, open_host
+from whet.environments.protocol import Observation
+from whet.errors import DataError
 from whet.keyed import key
 from whet.metrics import counted
 from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
@@ -42,7 +44,8 @@ class TemplateCodec:
             return encode_continuation(
                 self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
             )
-        return encode_rendered(self.tokenizer, "".join(str(message.content) for message in new))
+        said = as_text(self.tokenizer, "".join(str(message.content) for message in new), self.chat_template_kwargs)
+        return encode_rendered(self.tokenizer, [said])[0]
 
 
 class Collector:
@@ -149,9 +152,9 @@ class _Running:
             return
         for uid, result in self.environments.poll(timeout_seconds):
             self._stepping -= 1
-            episode = self.episodes[uid]
-            failed = isinstance(result, Failure)
-            self._carry_out(episode.on_failure(result) if failed else episode.on_observation(result))
+            episode, outcome = self.episodes[uid], _checked(result)
+            failed = isinstance(outcome, Failure)
+            self._carry_out(episode.on_failure(outcome) if failed else episode.on_observation(outcome))
 
     def _take_completions(self, timeout_seconds: float) -> None:
         if not self._sampling:
@@ -170,3 +173,14 @@ class _Running:
         self._stepping = 0
         for episode in self.episodes.values():
             self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+
+
+def _checked(result: Observation | Failure) -> Observation | Failure:
+    """The result, or a failure where its messages have text that no tokenizer takes."""
+    if isinstance(result, Observation):
+        try:
+            for message in result.messages:
+                check_message(message)
+        except DataError as error:
+            return Failure("environment", str(error))
+    return result

@@ -41,6 +41,16 @@ class JsonlTracker:
         self._file.close()
 
 
+def json_line(value: Any) -> str:
+    """Returns the line of a JSONL file; half of a surrogate pair, which UTF-8 does not hold, is escaped."""
+    return printable(json.dumps(value, ensure_ascii=False, default=str)) + "\n"
+
+
+def printable(text: str) -> str:
+    """Returns text that every file and terminal takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of the file; what follows the last line break is torn, and left out.
 

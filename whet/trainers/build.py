@@ -26,7 +26,7 @@ from whet.data.samplers import make_loader
 from whet.engines.role import RoleSettings
 from whet.environments.host import Deadlines
 from whet.errors import ConfigError
-from whet.models.load import load_config, load_tokenizer, stop_token_ids
+from whet.models.load import context_length, load_tokenizer, stop_token_ids
 from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -130,9 +130,9 @@ def build(
     model_path = _required(config.model.path, "model.path")
     others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
     models = [path for path in (model_path, *others) if path is not None]
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models)
-    check_context(config, load_config(model_path).get_text_config().max_position_embeddings)
-    data_config, seed = config.data, config.trainer.seed
+    trusted, data_config, seed = config.model.trust_remote_code, config.data, config.trainer.seed
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models, trust_remote_code=trusted)
+    check_context(config, context_length(model_path, trust_remote_code=trusted))
     loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
     val_prompts = load_prompts(data_config, tokenizer, VAL, seed=seed).items if data_config.val_files else ()
     epoch_steps = steps_per_epoch(len(loaded.items), data_config.train_batch_size)
@@ -245,6 +245,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
             gradient_checkpointing=model.gradient_checkpointing,
             adapter_path=model.lora.path if path is None else None,
             allow_pickle=model.allow_pickle,
+            trust_remote_code=model.trust_remote_code,
             lora=model.lora if model.lora.rank is not None else None,
             freeze=tuple(model.freeze) if role is config.actor else (),
             seed=config.trainer.seed,
@@ -265,6 +266,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
             max_tokens_per_micro_batch=config.ref.max_tokens_per_micro_batch,
             adapter_path=model.lora.path if path is None else None,
             allow_pickle=model.allow_pickle,
+            trust_remote_code=model.trust_remote_code,
         )
 
     if "ref" in columns.roles:

@@ -46,6 +46,7 @@ def save(
     state: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     model_path: str | Path,
+    trust_remote_code: bool = False,
     save_limit: int | None,
     score: float | None = None,
     is_good: bool = True,
@@ -64,7 +65,7 @@ def save(
             if role in roles:
                 roles[role].save(str(partial / f"{role}.state"))
         tokenizer.save_pretrained(partial / "model")
-        load_config(model_path).save_pretrained(partial / "model")
+        load_config(model_path, trust_remote_code=trust_remote_code).save_pretrained(partial / "model")
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")

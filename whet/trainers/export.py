@@ -24,7 +24,14 @@ from whet.trainers.run_dir import disk_errors
 from whet.trainers.weight_files import MergedShards, write_weights
 
 
-def export(source: Path, out: Path, *, adapter: bool = False, base: str | None = None) -> Path:
+def export(
+    source: Path,
+    out: Path,
+    *,
+    adapter: bool = False,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, so that plain transformers loads it.  Returns `out`.
 
     Weights are written in the dtype of the model that training started from. A trained adapter is merged into that
@@ -37,25 +44,25 @@ def export(source: Path, out: Path, *, adapter: bool = False, base: str | None =
         folder = find_checkpoint(source)
         checkpoint.verify(folder)
         try:
-            return _export(folder, out, adapter, base)
+            return _export(folder, out, adapter, base, trust_remote_code)
         except BaseException:
             shutil.rmtree(out, ignore_errors=True)  # it is half of a model
             raise
 
 
-def _export(folder: Path, out: Path, adapter: bool, base: str | None) -> Path:
+def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remote_code: bool) -> Path:
     weights, start = _state(folder / "actor.state")
     if start is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if start is not None:
-        model = _with_adapter(folder, start, weights, base)
+        model = _with_adapter(folder, start, weights, base, trust_remote_code)
         if adapter:
             return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
     try:
-        config = load_config(folder / "model")
+        config = load_config(folder / "model", trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            shapes = body_of(outline(folder / "model"))
+            shapes = body_of(outline(folder / "model", trust_remote_code=trust_remote_code))
     except (ModelError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
     _check_names(shapes, weights, folder)
@@ -84,12 +91,21 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
 
 
 def _with_adapter(
-    folder: Path, start: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
+    folder: Path,
+    start: dict[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    base: str | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model that training started from, with the trained adapter in it."""
     path = base or start["model_path"]
     try:
-        model = load_policy(path, adapter_path=start["adapter_path"], allow_pickle=start["allow_pickle"])
+        model = load_policy(
+            path,
+            adapter_path=start["adapter_path"],
+            allow_pickle=start["allow_pickle"],
+            trust_remote_code=trust_remote_code,
+        )
     except ModelError as error:
         raise CheckpointError(
             f"{folder} is an adapter for the model at {path}, which cannot be loaded; name where it lies "
@@ -145,11 +161,11 @@ def find_model(path: str) -> str:
 
 
 @contextmanager
-def model_folder(path: str) -> Iterator[str]:
+def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
     """`path` where transformers can load it; for a checkpoint or a run an export that lives as long as the block."""
     found = find_model(path)
     if not (Path(found) / checkpoint.MANIFEST).exists():
         yield found
         return
     with TemporaryDirectory(prefix="whet-model-") as folder:
-        yield str(export(Path(found), Path(folder)))
+        yield str(export(Path(found), Path(folder), trust_remote_code=trust_remote_code))

@@ -13,7 +13,7 @@ from whet.config.checks import check_context
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.data.load import load_examples, load_prompts
 from whet.errors import ConfigError, WhetError
-from whet.models.load import load_config, load_tokenizer
+from whet.models.load import context_length, load_tokenizer
 from whet.planning.fit import Change, changes
 from whet.planning.machine import FreeMemory, free_disk, free_memory
 from whet.planning.memory import Memory, Setup, plan_memory
@@ -59,7 +59,8 @@ def forecast(config: TrainConfig | SFTConfig) -> Forecast:
     """The plan of a config.  Raises: ConfigError, ModelError."""
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
-    check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
+    trusted = config.model.trust_remote_code
+    check_context(config, context_length(config.model.path, trust_remote_code=trusted))
     setup, note = setup_of(config)
     notes = [note]
     memory, free, run_dir = plan_memory(setup), free_memory(), run_folder(config.trainer)
@@ -102,7 +103,8 @@ def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
         return (), f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
     seed, where, lengths = config.trainer.seed, config.data.filter, []
     try:
-        tokenizer = load_tokenizer(config.model.tokenizer_path or str(config.model.path))
+        model = config.model
+        tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
         if isinstance(config, SFTConfig):
             examples = load_examples(config.data, tokenizer, where=where, seed=seed).items
             lengths = [len(example.input_ids) for example in examples]

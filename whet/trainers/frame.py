@@ -164,6 +164,7 @@ class Frame:
                 is_good=self.is_good,
                 tokenizer=self.tokenizer,
                 model_path=self._model_path,
+                trust_remote_code=self.config.model.trust_remote_code,
                 save_limit=self.config.trainer.save_limit,
             )
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-import jinja2
 import torch
 from annotated_types import Ge
 
 from whet.data.prompts import PromptFormat
+from whet.data.templates import Template
 from whet.errors import ConfigError
 from whet.models.positions import position_ids
 from whet.options import Positive
@@ -96,7 +96,7 @@ def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list[list[int]]:
     """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
     config, tokenizer = sources.config, sources.rollouts.tokenizer
-    template = jinja2.Template(config.teacher.hint_template, undefined=jinja2.StrictUndefined)
+    template = Template("teacher.hint_template", config.teacher.hint_template)
     texts = PromptFormat(
         tokenizer,
         apply_chat_template=config.data.apply_chat_template,
@@ -106,7 +106,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     for prompt, hint in asked:
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
-        text = template.render(content=last.content, hint=tokenizer.decode(cut))
+        text = template.render({"content": last.content, "hint": tokenizer.decode(cut)}, prompt.index)
         conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
     return texts.encode(conversations) if conversations else []
 
@@ -161,11 +161,12 @@ def own(
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
     """What the policy itself says when it is asked for a hint."""
-    template = jinja2.Template(question, undefined=jinja2.StrictUndefined)
+    template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:
         last = group.prompt.messages[-1]
-        messages = (*group.prompt.messages[:-1], replace(last, content=template.render(content=last.content)))
+        asked = template.render({"content": last.content}, group.prompt.index)
+        messages = (*group.prompt.messages[:-1], replace(last, content=asked))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
     data = sources.config.data
     texts = PromptFormat(

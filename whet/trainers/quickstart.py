@@ -170,8 +170,8 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
     before = [json.loads(line) for line in first.read_text().splitlines()]
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
     with without_weight_bars():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
     shown = []
     for row, answer in wrong[:3]:
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids

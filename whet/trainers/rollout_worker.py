@@ -36,7 +36,8 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype or dtype), model
-        self.engine = rollout_engine(config, self.dtype, cache(partial(load_tokenizer, tokenizer_path)), self.device)
+        load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
+        self.engine = rollout_engine(config, self.dtype, load, self.device)
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
         self._queue = deque[Request]()  # that the engine had no room for
@@ -146,7 +147,12 @@ class RolloutWorker(Worker):
     def _load(self) -> None:
         model = self._model
         assert model.path is not None
-        module = load_policy(model.path, adapter_path=model.lora.path, allow_pickle=model.allow_pickle)
+        module = load_policy(
+            model.path,
+            adapter_path=model.lora.path,
+            allow_pickle=model.allow_pickle,
+            trust_remote_code=model.trust_remote_code,
+        )
         module.requires_grad_(False)
         self.engine.attach(module.to(self.device, self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True

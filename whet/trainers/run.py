@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from whet.protocol import DataProto
 from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
+from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.frame import Frame
@@ -136,8 +136,7 @@ class Run(Frame):
             return
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in readable_tokens(batch, self.tokenizer)]
-        files.write(path, "".join(lines))
+        files.write(path, "".join(json_line(row) for row in readable_tokens(batch, self.tokenizer)))
 
     def close(self) -> None:
         """Ends workers, reward processes and trackers, then lets go of the folder."""
@@ -152,8 +151,7 @@ def write_answers(
     """One JSON object an answer and line; `digests` are of the weights by version."""
     answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
     answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
-    lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
-    files.write(path, "".join(lines))
+    files.write(path, "".join(json_line(answer) for answer in answers))
 
 
 def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -189,10 +187,12 @@ def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limi
         read = readable(answer, tokenizer)
         rows.append(
             {
-                **{name: str(read[name]) for name in ("uid", "prompt", "response", "ground_truth")},
+                **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
                 **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
                 "finish_reason": read["finish_reason"] or "",
-                "failure": "" if answer.failure is None else f"{answer.failure.source}: {answer.failure.message}",
+                "failure": ""
+                if answer.failure is None
+                else printable(f"{answer.failure.source}: {answer.failure.message}"),
             }
         )
     return rows

@@ -21,7 +21,7 @@ from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.models.load import load_config, load_tokenizer
+from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
@@ -123,8 +123,9 @@ def _train_sft(
 ) -> SFTRun:
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-    check_context(config, load_config(config.model.path).get_text_config().max_position_embeddings)
+    model_path, trusted = config.model.path, config.model.trust_remote_code
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
+    check_context(config, context_length(model_path, trust_remote_code=trusted))
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
     val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
@@ -190,6 +191,7 @@ def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
         gradient_checkpointing=config.model.gradient_checkpointing,
         adapter_path=config.model.lora.path,
         allow_pickle=config.model.allow_pickle,
+        trust_remote_code=config.model.trust_remote_code,
         lora=config.model.lora if config.model.lora.rank is not None else None,
         freeze=tuple(config.model.freeze),
         seed=config.trainer.seed,

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's own jinja templates, in the sandbox that chat templates have too, and within limits of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from whet.errors import DataError
+from whet.limits import bounded, cause
+
+
+class Template:
+    """The template that the config key `key` holds, or the `.jinja` file that it names.
+
+    Raises: DataError for a file that is missing or not UTF-8, and for a mistake in the template."""
+
+    def __init__(self, key: str, text: str) -> None:
+        self.key = key
+        if text.endswith(".jinja"):
+            path = Path(text)
+            if not path.is_file():
+                raise DataError(f"{key}: no such file: {path}")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{key}: {path} cannot be read: {error}; save it as UTF-8") from error
+        try:
+            with bounded():  # constants are computed here
+                self._compiled = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"{key}: line {error.lineno}: {error.message}") from error
+        except Exception as error:  # what Python says of the code that jinja makes
+            raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
+
+    def render(self, fields: Mapping[str, Any], index: int) -> str:
+        """The text for the fields of row `index`.  Raises: DataError, also over the limits of `whet.limits`."""
+        try:
+            with bounded():
+                return self._compiled.render(fields)
+        except jinja2.UndefinedError as error:
+            raise DataError(f"{self.key}: {error.message}; row {index} has {', '.join(fields)}") from error
+        except Exception as error:  # a template is other people's code
+            raise DataError(f"{self.key} cannot render row {index}: {cause(error)}; correct the template") from error
