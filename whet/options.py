@@ -20,6 +20,7 @@ Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Le(1)]
 Cap = Annotated[float, Gt(0)]  # inf: none
+Count = Annotated[int, Gt(0)]
 
 # A kind of bound: its sign, its comparison, its limit.
 BOUNDS: dict[type[Any], tuple[str, Callable[[Any, Any], bool], Callable[[Any], Any]]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.cli.algorithms import CHOSEN_BY, certificate, definition, elsewhere, facts, number, summary
+from whet.cli.algorithms import certificate, chosen_by, definition, elsewhere, facts, number, summary
 from whet.cli.app import main
 from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
@@ -55,8 +55,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
 
 
 def test_every_kind_is_chosen_by_a_key_that_exists() -> None:
-    assert [kind.kind for kind in KINDS] == list(CHOSEN_BY)
-    keys = {key for pair in CHOSEN_BY.values() for key in pair if key is not None}
+    assert [kind.kind for kind in KINDS] == list(chosen_by())
+    keys = {key for pair in chosen_by().values() for key in pair if key is not None}
     assert not [key for key in keys if not is_known(TrainConfig, key)]
 
 

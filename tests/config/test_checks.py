@@ -156,7 +156,7 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "rollout: {engine: {name: hf, options: {compile: true}}}",
-        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; it has no options",
+        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; it has keep_cache",
     ),
     (
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",

@@ -25,7 +25,7 @@ MakeConfig = Callable[..., TrainConfig]
         ),
         (
             {"engine.name": "fsdp", "engine.options.shard_size": "two"},
-            r"actor\.engine\.options\.shard_size='two' is no number of ranks; expected 1 or more",
+            r"actor\.engine\.options\.shard_size='two'; expected a whole number > 0 or null",
         ),
         (
             {"engine.name": "fdsp"},

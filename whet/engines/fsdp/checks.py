@@ -15,11 +15,6 @@ def check(use: EngineUse) -> Iterator[str]:
     """Yields a line for every reason why these options cannot be."""
     key, sizes = f"{use.key}.options", {name: use.options[name] for name in SIZES}
     tensor, sequence, _ = sizes.values()
-    if wrong := {
-        name: size for name, size in sizes.items() if size is not None and not (type(size) is int and size > 0)
-    }:
-        yield from (f"{key}.{name}={size!r} is no number of ranks; expected 1 or more" for name, size in wrong.items())
-        return
     if sequence > 1 and tensor > 1:
         yield (
             f"{key}.sequence_parallel_size={sequence} and {key}.tensor_parallel_size={tensor} both share out the "

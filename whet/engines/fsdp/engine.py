@@ -30,6 +30,7 @@ from whet.engines.role import RoleSettings
 from whet.models.load import body_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare, check_heads
+from whet.options import Count
 from whet.registry import register_engine
 
 
@@ -50,11 +51,11 @@ class FSDPEngine(Engine):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device = HOST,
         *,
-        shard_size: int | None = None,
+        shard_size: Count | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        sequence_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
+        sequence_parallel_size: Count = 1,
+        tensor_parallel_size: Count = 1,
     ) -> None:
         self.ranks = arrange(
             process_group,

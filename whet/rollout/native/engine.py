@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from whet.errors import EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
+from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine
 from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
@@ -55,7 +56,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         max_batch_size: int = 256,
         load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
         *,
-        kv_cache_bytes: int = 1_073_741_824,
+        kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
         keep_cache: bool = False,
     ) -> None:

@@ -103,7 +103,7 @@ class Scheduler:
             raise EngineError(
                 f"request {request.uid} may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens, the "
                 f"KV cache holds {(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
-                "raise rollout.kv_cache_bytes or lower data.max_response_length"
+                "raise rollout.engine.options.kv_cache_bytes or lower data.max_response_length"
             )
         prompt, earlier = self._prompt_for(request), list(request.sampled_ids)
         live = ScheduledRequest(request, earlier, [0.0] * len(earlier), prompt=prompt, most_blocks=most_blocks)
