@@ -243,9 +243,7 @@ class ProcessScorer:
             self._replace(worker)
             return
         if isinstance(message, StartFailed):
-            raise RewardError(
-                f"the reward function {self._shown_as} cannot be loaded in its process:\n{message.traceback}"
-            )
+            raise RewardError(f"the reward function {self._shown_as} cannot be loaded in its process:\n{message.why}")
         if isinstance(message, Started):
             worker.started = True
             if all(each.started for each in self._workers) and not self._takes_batch.done():

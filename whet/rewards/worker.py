@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from whet.errors import WhetError
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, adapt, describe
 from whet.rewards.result import Outcome, failure
@@ -56,9 +57,9 @@ class Started:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """Why the function cannot be loaded, as Python shows it."""
+    """Why the function cannot be loaded: what whet says of it, else the traceback."""
 
-    traceback: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ def _serve(connection: Connection) -> None:
     try:
         spec: WorkerSpec = pickle.loads(connection.recv_bytes())
         function = spec.load()
-    except BaseException:  # the user's module runs here; the pool raises what it says
-        connection.send(StartFailed(traceback.format_exc()))
+    except BaseException as error:  # the user's module runs here; the pool raises what it says
+        why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
+        connection.send(StartFailed(why))
         return
     connection.send(Started(function.takes_batch))
     while True:
