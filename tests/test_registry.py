@@ -193,8 +193,20 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 def test_what_a_users_file_raises_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_dependency\n")
     for _ in range(2):  # a half-loaded module is not taken for a loaded one
-        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        with pytest.raises(RegistryError, match=r"broken\.py imports no_such_dependency, which is not installed"):
             KL_FORMS[f"{tmp_path}/broken.py:f"]
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        KL_FORMS[f"{tmp_path}/raises.py:f"]
+
+
+def test_a_file_written_for_verl_is_told_where_its_imports_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)  # absent, whatever is installed
+    (tmp_path / "theirs.py").write_text("from verl import DataProto\n")
+    with pytest.raises(RegistryError, match=r"theirs\.py imports verl, .*`from whet\.protocol import DataProto`"):
+        KL_FORMS[f"{tmp_path}/theirs.py:f"]
 
 
 # ---- call

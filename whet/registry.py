@@ -307,10 +307,22 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        del sys.modules[name]
+        raise RegistryError(f"{path} imports {error.name}, {_absent(error.name or '')}") from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _absent(module: str) -> str:
+    if module.partition(".")[0] == "verl":
+        return (
+            "which is not installed and not needed: write `from whet.protocol import DataProto`, and take decorators "
+            "from whet (`from whet import register_adv_est`); docs/migrating.md has the forms"
+        )
+    return "which is not installed: install it, or set PYTHONPATH to the folder that it lies in"
 
 
 def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:

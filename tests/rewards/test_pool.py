@@ -418,7 +418,18 @@ def test_a_file_that_cannot_be_imported_is_an_error_at_the_start(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_package_anywhere\ndef compute_score(solution_str): return 1.0")
     with pytest.raises(RewardError) as caught:
         make_pool(f"{tmp_path}/broken.py:compute_score", num_workers=2)
-    for said in ("broken.py:compute_score cannot be loaded", "Traceback", "line 1", "no_such_package_anywhere"):
+    assert "broken.py:compute_score cannot be loaded" in str(caught.value)
+    assert str(caught.value).endswith(
+        f"{tmp_path}/broken.py imports no_such_package_anywhere, which is not installed: install it, or set PYTHONPATH "
+        "to the folder that it lies in"
+    )
+
+
+def test_what_a_file_raises_when_it_is_imported_is_shown_as_python_shows_it(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0\ndef compute_score(solution_str): return 1.0")
+    with pytest.raises(RewardError) as caught:
+        make_pool(f"{tmp_path}/broken.py:compute_score", num_workers=2)
+    for said in ("Traceback", "line 1", "ZeroDivisionError"):
         assert said in str(caught.value)
 
 

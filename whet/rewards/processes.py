@@ -196,7 +196,7 @@ class ProcessScorer:
         except Exception:  # the user's code may write anything
             message = None
         if isinstance(message, StartFailed):
-            raise RewardError(f"{self._cannot_load}:\n{message.traceback}")
+            raise RewardError(f"{self._cannot_load}:\n{message.why}")
         if isinstance(message, Started):
             self._take_start(worker, message)
         elif isinstance(message, Answer) and worker.running and worker.running[0].number == event.number:

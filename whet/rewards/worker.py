@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from whet.errors import describe
+from whet.errors import WhetError, describe
 from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
 from whet.registry import REWARDS
@@ -50,9 +50,9 @@ class Started:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """Why the function cannot be loaded, as Python shows it."""
+    """Why the function cannot be loaded: what whet says of it, else the traceback."""
 
-    traceback: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     try:
         spec: WorkerSpec = pickle.loads(spec_bytes)
         function = spec.load()
-    except BaseException:  # the user's module runs here; the pool raises what it says
-        caller.send(0, pickle.dumps(StartFailed(traceback.format_exc())))
+    except BaseException as error:  # the user's module runs here; the pool raises what it says
+        why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
+        caller.send(0, pickle.dumps(StartFailed(why)))
         return
     caller.send(0, pickle.dumps(Started(function.takes_batch, sources)))
     while True:
