@@ -41,7 +41,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
-    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward given"),
+    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward.given"),
     *("rollout.compile", "rollout.max_batch_size", "rollout.kv_cache_bytes", "rollout.deadline_seconds"),
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
