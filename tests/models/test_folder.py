@@ -55,6 +55,9 @@ def test_a_half_downloaded_folder(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text('{"weight_map')
     with pytest.raises(ModelError, match=r"index\.json is damaged"):
         load_policy(sharded)
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    with pytest.raises(ModelError, match=r"index\.json names \.\./secret\.safetensors, which is no file of its folder"):
+        load_policy(sharded)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, 100_000])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from whet.config import TrainConfig
 from whet.errors import ConfigError, DeadlineError, LostWorkerError
 from whet.trainers.build import train
-from whet.trainers.restart import going_on, with_restarts
+from whet.trainers.restart import with_restarts
 
 MakeConfig = Callable[..., TrainConfig]
 KILLS_A_WORKER = """
@@ -29,14 +30,6 @@ def at_step_three(run, step, numbers):
 
 def config_of(run_dir: Path, **trainer: Any) -> TrainConfig:
     return TrainConfig.model_validate({"trainer": {"run_dir": str(run_dir), **trainer}})
-
-
-def checkpoint_at(run_dir: Path, step: int) -> Path:
-    folder = run_dir / "checkpoints" / f"global_step_{step}"
-    folder.mkdir(parents=True)
-    (folder / "trainer.json").write_text(json.dumps({"step": step}))
-    (folder / "manifest.json").write_text("{}")
-    return folder
 
 
 def test_lost_workers_are_started_again_so_many_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,12 +68,20 @@ def test_other_errors_end_the_run(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
-def test_it_goes_on_from_what_the_run_itself_has_saved(tmp_path: Path) -> None:
-    elsewhere, run_dir = checkpoint_at(tmp_path / "before", 4), tmp_path / "run"
-    config = config_of(run_dir, resume=str(elsewhere))
-    assert going_on(config).trainer.resume == str(elsewhere)  # nothing saved yet
-    checkpoint_at(run_dir, 6)
-    assert going_on(config).trainer.resume == "auto"
+def test_it_starts_again_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With paths from the folder in which it began; a checkpoint that it started from stays in the config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    seen: list[tuple[Path, str]] = []
+
+    def attempt(config: TrainConfig) -> None:
+        seen.append((Path.cwd(), config.trainer.resume))
+        os.chdir("elsewhere")
+        raise LostWorkerError("rank 1 died")
+
+    with pytest.raises(LostWorkerError):
+        with_restarts(config_of(tmp_path, max_restarts=1, resume="before/global_step_4"), attempt)
+    assert seen == [(tmp_path, "before/global_step_4")] * 2
 
 
 def pays_for_sevens(solution_str: str) -> float:

@@ -311,7 +311,7 @@ def test_other_rows_and_other_code_are_told_from_those_of_the_run(
     given = {"trainer.run_dir": str(tmp_path / "given")}
     train(train_config(given), reward=sevens, data=additions)
     train(train_config(given), reward=lambda solution_str: 1.0, data=additions)
-    assert "the run goes on with reward given, code=sha256" in caplog.text
+    assert "the run goes on with reward.given, code=sha256" in caplog.text
 
 
 def test_user_code_may_change_the_working_folder(

@@ -133,7 +133,7 @@ def test_fine_tuning_too(model_folder: Path, additions: Rows, tmp_path: Path) ->
     assert (first.closed, second.closed) == ([True], [False])
     assert second.run.steps_done == 1 and second.run.run_id == "mine"
     assert [*second.metrics] == [1, 2, 3]  # the first from the run's files
-    assert first.metrics[2]["sft/loss"] == second.metrics[2]["sft/loss"] == run.history[0]["sft/loss"]
+    assert first.metrics[2]["sft/loss"] == second.metrics[2]["sft/loss"] == run.history[1]["sft/loss"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,17 +62,17 @@ class SamplingState:
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """The columns of some of the requests."""
-        return SamplingState(
-            self.keys[index],
-            self.temperature[index],
-            self.greedy[index],
-            self.top_p[index],
-            self.top_k[index],
-            self.min_p[index],
-            self.stop_ids[index],
-            self.limits[index],
-            self.plain,
-            None if self.constraints is None else self.constraints.rows(index),
+        return replace(
+            self,
+            keys=self.keys[index],
+            temperature=self.temperature[index],
+            greedy=self.greedy[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            min_p=self.min_p[index],
+            stop_ids=self.stop_ids[index],
+            limits=self.limits[index],
+            constraints=None if self.constraints is None else self.constraints.rows(index),
         )
 
     def joined(self, other: SamplingState, of_all: Callable[[], SamplingState]) -> SamplingState:
@@ -82,16 +82,18 @@ class SamplingState:
         most = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
         stops = [F.pad(each.stop_ids, (0, most - each.stop_ids.shape[1]), value=NEVER) for each in (self, other)]
         return SamplingState(
-            torch.cat([self.keys, other.keys]),
-            torch.cat([self.temperature, other.temperature]),
-            torch.cat([self.greedy, other.greedy]),
-            torch.cat([self.top_p, other.top_p]),
-            torch.cat([self.top_k, other.top_k]),
-            torch.cat([self.min_p, other.min_p]),
-            torch.cat(stops),
-            torch.cat([self.limits, other.limits]),
-            self.plain and other.plain,
-            None,
+            keys=torch.cat([self.keys, other.keys]),
+            temperature=torch.cat([self.temperature, other.temperature]),
+            greedy=torch.cat([self.greedy, other.greedy]),
+            top_p=torch.cat([self.top_p, other.top_p]),
+            top_k=torch.cat([self.top_k, other.top_k]),
+            min_p=torch.cat([self.min_p, other.min_p]),
+            stop_ids=torch.cat(stops),
+            limits=torch.cat([self.limits, other.limits]),
+            plain=self.plain and other.plain,
+            has_min_p=self.has_min_p or other.has_min_p,
+            has_top=self.has_top or other.has_top,
+            constraints=None,
         )
 
 

@@ -32,7 +32,7 @@ def digests(
             if isinstance(target, str) and (file := _file_of(target)) is not None:
                 found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
     with suppress(OSError, TypeError):  # typed at a prompt, or no function
-        found |= {"reward given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
+        found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
     return found
 
 

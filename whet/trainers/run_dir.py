@@ -42,7 +42,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
-    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward given"),
+    *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward.given"),
     *("environment.reset_seconds", "environment.step_seconds", "environment.episode_seconds"),
     *("rollout.engine.options.compile", "rollout.engine.options.kv_cache_bytes"),
     *("rollout.max_batch_size", "rollout.deadline_seconds"),
