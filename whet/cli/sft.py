@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, show_written, split_recipe
 from whet.cli.stopping import shown_when_stopped
 
 
@@ -20,4 +18,4 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
 
     with shown_when_stopped(), LongPhases().watch():
         finished = train_sft(loaded.config)
-    typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")
+    show_written(finished.run_dir)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import typer
 
+from whet.cli.arguments import program
+
 
 @contextmanager
 def shown_when_stopped() -> Iterator[None]:
@@ -19,5 +21,5 @@ def shown_when_stopped() -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        typer.echo(f"{stopped}:\n  {shlex.join(['whet', *sys.argv[1:]])}", err=True)
+        typer.echo(f"{stopped}:\n  {program()} {shlex.join(sys.argv[1:])}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped

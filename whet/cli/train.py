@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, show_written, split_recipe
 from whet.cli.stopping import shown_when_stopped
 
 
@@ -27,4 +27,4 @@ def train(
     with shown_when_stopped(), LongPhases().watch():
         finished = run(loaded.config, dry_run=dry_run)
     if not dry_run:
-        typer.echo(f"wrote {finished.run_dir}; `whet export {finished.run_dir} OUT` makes a Hugging Face folder of it")
+        show_written(finished.run_dir)
