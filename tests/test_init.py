@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import whet
+from tests.conftest import SMALL_RUN
 from whet import registry
 from whet.errors import ConfigError
 
@@ -50,3 +51,16 @@ def test_every_extra_is_of_something_that_whet_uses() -> None:
     imported = set(re.findall(r"^ *(?:import|from) ([\w.]+)", sources, re.MULTILINE))
     named = {part for module in imported for part in module.split(".")}
     assert not [name for name in wanted if name.replace("-", "_") not in named]
+
+
+def test_validation_data_may_be_handed_over_too(model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    run = whet.train(
+        reward=lambda solution_str: float(len(solution_str)),
+        data=rows,
+        val_data=rows[:2],
+        **{**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path), "trainer.val_freq": 1},
+        **{"trainer.total_steps": 1},
+    )
+    assert len(run.val_prompts) == 2
+    assert ["val/reward" in record for record in run.history] == [True, True]

@@ -54,18 +54,20 @@ def train(
     *,
     reward: Callable[..., Any] | None = None,
     data: Iterable[Mapping[str, Any] | Prompt] | None = None,
+    val_data: Iterable[Mapping[str, Any] | Prompt] | None = None,
     **overrides: Any,
 ) -> Run:
     """Trains as `whet train` does and returns the finished run.
 
         whet.train("gsm8k", reward=my_function, data=rows, **{"model.path": "my_model", "rollout.n": 8})
 
-    `reward` and `data` (rows or prompts) stand in for `reward.function` and `data.train_files`; `overrides` are
-    dotted keys of the config, or whole sections as mappings (`rollout={"n": 8}`).
+    `reward`, `data` and `val_data` (rows or prompts) stand in for `reward.function`, `data.train_files` and
+    `data.val_files`; `overrides` are dotted keys of the config, or whole sections as mappings (`rollout={"n": 8}`).
     Raises: ConfigError before anything is loaded."""
     from whet.config import TrainConfig, load_config
 
-    given = {name for name, value in (("reward", reward), ("data", data)) if value is not None}
+    objects = {"reward": reward, "data": data, "val_data": val_data}
+    given = {name for name, value in objects.items() if value is not None}
     config = load_config(TrainConfig, recipe, overrides, given=given).config
 
     from whet.threads import yield_soon
@@ -73,4 +75,4 @@ def train(
     yield_soon()
     from whet.trainers import build  # only now: a mistake in the config is shown before torch is loaded
 
-    return build.train(config, reward=reward, data=data)
+    return build.train(config, reward=reward, data=data, val_data=val_data)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from whet.cli.app import main
+from whet.cli.arguments import program, split_recipe
+from whet.config import SFTConfig, TrainConfig, load_config, problems
 
 
 def test_a_model_folder_is_written_with_a_tokenizer_of_the_given_text(
@@ -22,3 +24,35 @@ def test_a_model_folder_is_written_with_a_tokenizer_of_the_given_text(
     vocabulary = json.loads((out / "tokenizer.json").read_text())["model"]["vocab"]
     assert "seven" in vocabulary and "answer" not in vocabulary
     assert f"model.path={out}" in capsys.readouterr().out
+
+
+def test_the_commands_that_it_prints_are_accepted_as_they_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["init-model", "my_model", "--size", "nano"])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  whet ")]
+    assert [words[1] for words in printed] == ["sft", "export", "train"]
+    sft, train = (
+        load_config(schema, *split_recipe(words[2:], None), checked=False).config
+        for schema, words in ((SFTConfig, printed[0]), (TrainConfig, printed[2]))
+    )
+    assert problems(sft) == [] and printed[1][2:] == [sft_folder(sft), "my_model_sft"]
+    assert train.model.path == "my_model_sft" and problems(train) == []
+
+
+def sft_folder(config: SFTConfig) -> str:
+    return f"runs/{config.trainer.project_name}/{config.trainer.experiment_name}"
+
+
+@pytest.mark.parametrize(
+    ("on_the_path", "called", "shown"),
+    [(True, ".venv/bin/whet", "whet"), (False, ".venv/bin/whet", ".venv/bin/whet"), (False, "-m", "whet")],
+)
+def test_commands_are_printed_as_the_shell_finds_them(
+    on_the_path: bool, called: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/whet" if on_the_path else None)
+    monkeypatch.setattr("sys.argv", [called])
+    assert program() == shown

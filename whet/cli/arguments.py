@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +31,17 @@ class Command(_Plain, TyperCommand):
 
 class Group(_Plain, TyperGroup):
     """A command that has others."""
+
+
+def program() -> str:
+    """Returns how a shell calls this whet: by its name if that is found, else by its path (`.venv/bin/whet`)."""
+    path = Path(sys.argv[0])
+    return "whet" if shutil.which("whet") or path.name != "whet" else shlex.quote(str(path))
+
+
+def show_written(run_dir: Path) -> None:
+    """Says where a run has written, and how a model comes out of it."""
+    typer.echo(f"wrote {run_dir}; `{program()} export {run_dir} OUT` makes a Hugging Face folder of it")
 
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:

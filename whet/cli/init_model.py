@@ -9,6 +9,10 @@ from typing import Annotated
 
 import typer
 
+from whet.cli.arguments import program
+
+GSM8K = "openai/gsm8k:main"
+
 
 class Arch(StrEnum):
     """The architectures that can be made."""
@@ -37,4 +41,10 @@ def init_model(
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
     written = run(out, arch.value, size, seed=seed, texts=lines)
-    typer.echo(f"wrote {written}; train it with `whet train gsm8k model.path={written} data.train_files=FILE`")
+    rows = f"data.train_files={GSM8K}@train"
+    typer.echo(
+        f"wrote {written}. Its weights are random: show it examples first, then reward it, for instance with GSM8K "
+        f"from the hub:\n  {program()} sft model.path={written} {rows} data.prompt_key=question "
+        f"data.response_key=answer\n  {program()} export runs/whet/default {written}_sft\n  {program()} train gsm8k "
+        f"model.path={written}_sft {rows} data.val_files={GSM8K}@test"
+    )

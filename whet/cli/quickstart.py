@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from whet.cli.arguments import program
+
 
 def quickstart(
     run_dir: Annotated[Path, typer.Option(help="where everything is written")] = Path("runs/quickstart"),
@@ -18,4 +20,4 @@ def quickstart(
     from whet.trainers.quickstart import quickstart as run
 
     with LongPhases().watch():
-        run(run_dir, seed)
+        run(run_dir, seed, program())

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, show_written, split_recipe
 from whet.cli.stopping import shown_when_stopped
 
 
@@ -21,5 +19,4 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
 
     with shown_when_stopped(), LongPhases().watch():
         train_sft(loaded.config)
-    folder = run_folder(loaded.config.trainer)
-    typer.echo(f"wrote {folder}; `whet export {folder} OUT` makes a Hugging Face folder of it")
+    show_written(run_folder(loaded.config.trainer))

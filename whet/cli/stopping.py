@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import typer
 
+from whet.cli.arguments import program
+
 
 @contextmanager
 def shown_when_stopped() -> Iterator[None]:
@@ -20,5 +22,5 @@ def shown_when_stopped() -> Iterator[None]:
         yield
     except Stopped as stopped:
         words = [word.replace("trainer.resume=never", "trainer.resume=auto") for word in sys.argv[1:]]
-        typer.echo(f"{stopped}:\n  {shlex.join(['whet', *words])}", err=True)
+        typer.echo(f"{stopped}:\n  {program()} {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped

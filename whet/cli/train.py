@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, show_written, split_recipe
 from whet.cli.stopping import shown_when_stopped
 
 
@@ -28,5 +28,4 @@ def train(
     with shown_when_stopped(), LongPhases().watch():
         run(loaded.config, dry_run=dry_run)
     if not dry_run:
-        folder = run_folder(loaded.config.trainer)
-        typer.echo(f"wrote {folder}; `whet export {folder} OUT` makes a Hugging Face folder of it")
+        show_written(run_folder(loaded.config.trainer))

@@ -45,7 +45,7 @@ NARROW: dict[str, Callable[[float], bool]] = {  # values that leave the likelies
 def check(config: Section, given: Collection[str] = ()) -> None:
     """Refuses a config whose values do not go together, with one line for each reason.
 
-    `given` names what the caller hands over as an object ("reward", "data").  Raises: ConfigError."""
+    `given` names what the caller hands over as an object ("reward", "data", "val_data").  Raises: ConfigError."""
     if found := problems(config, given):
         raise ConfigError("\n".join(found))
 
@@ -136,7 +136,7 @@ def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> l
         partial(_check_model, config.model),
         partial(check_files, "data.train_files", data.train_files, data, required="data" not in given),
         partial(check_files, "data.val_files", data.val_files, data, required=False),
-        partial(_check_validation, trainer, data.val_files),
+        partial(_check_validation, trainer, data.val_files or ["val_data"] * ("val_data" in given)),
         partial(_check_trainer, trainer),
         partial(_check_loggers, trainer.logger),
         *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
@@ -184,7 +184,8 @@ def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
 def _check_validation(trainer: TrainerConfig, files: Sequence[Any]) -> None:
     if trainer.val_freq > 0 and not files:
         raise ConfigError(
-            f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files, or set it to 0"
+            f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files (val_data, in Python), or "
+            "set it to 0"
         )
 
 

@@ -51,8 +51,10 @@ def load_config(
     """The config that a shipped recipe (by name) or a YAML file (by path) and overrides describe.
 
     Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names what the caller
-    hands over as an object instead ("reward", "data"), which the config then need not say. `checked=False` leaves out
-    whether the values go together (`whet.config.checks`).  Raises: ConfigError with one line for each mistake."""
+    hands over as an object instead ("reward", "data", "val_data"), which the config then need not say. `checked=False`
+    leaves out whether the values go together (`whet.config.checks`).
+
+    Raises: ConfigError with one line for each mistake."""
     composed = compose(schema, recipe, overrides)
     values, sources = dict(composed.values), dict(composed.sources)
     _apply_reward_alias(values, sources)

@@ -20,7 +20,7 @@ from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingCo
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.load import VAL, load_prompts
+from whet.data.load import VAL, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.engines.role import RoleSettings
@@ -64,7 +64,7 @@ from whet.types import Prompt
 from whet.weight_sync.between_pools import WeightSync, weight_sync
 
 log = logging.getLogger(__name__)
-Rows = Iterable[Mapping[str, Any] | Prompt]
+Rows = Iterable[Mapping[str, Any] | Prompt] | None
 # What a policy loss is given by the update itself: the forward pass that is differentiated, and what was estimated.
 UPDATE_COLUMNS = {"log_probs", "entropy", "sum_pi_squared", "old_log_probs", "advantages", "returns"}
 CRITIC_COLUMNS = {"old_values", "returns", "values", "log_probs"}  # the same for a loss of the critic
@@ -75,24 +75,26 @@ def train(
     *,
     dry_run: bool = False,
     reward: Callable[..., Any] | None = None,
-    data: Rows | None = None,
+    data: Rows = None,
+    val_data: Rows = None,
 ) -> Run:
     """Builds the run, trains it to the end and returns it.
 
-    `reward` and `data` stand in for `reward.function` and `data.train_files`. With `dry_run` everything is built, one
-    batch of prompts is loaded and shown, and nothing is trained or written.
+    `reward`, `data` and `val_data` stand in for `reward.function`, `data.train_files` and `data.val_files`. With
+    `dry_run` everything is built, one batch of prompts is loaded and shown, and nothing is trained or written.
     `trainer.max_restarts` says how often it starts again where a worker was lost.
     Raises: WhetError for everything that a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it.
     """
-    rows = list(data) if data is not None and config.trainer.max_restarts else data  # they may be read again
-    return with_restarts(config, lambda once: _train(once, dry_run=dry_run, reward=reward, data=rows))
+    restarts = config.trainer.max_restarts  # the rows may be read again
+    rows, val_rows = (list(each) if each is not None and restarts else each for each in (data, val_data))
+    return with_restarts(config, lambda once: _train(once, rows, val_rows, dry_run=dry_run, reward=reward))
 
 
-def _train(config: TrainConfig, *, dry_run: bool, reward: Callable[..., Any] | None, data: Rows | None) -> Run:
+def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
-        run = build(config, scorer, data, dry_run=dry_run, reward=reward)
+        run = build(config, scorer, data, val_data, dry_run=dry_run, reward=reward)
     except BaseException:
         if scorer is not None:
             scorer.close()
@@ -121,23 +123,19 @@ def _settled_objects() -> Iterator[None]:
 def build(
     config: TrainConfig,
     scorer: Scorer | None,
-    data: Rows | None = None,
+    data: Rows = None,
+    val_data: Rows = None,
     *,
     dry_run: bool = False,
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    model_path = _required(config.model.path, "model.path")
-    others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
-    models = [path for path in (model_path, *others) if path is not None]
-    trusted, data_config, seed = config.model.trust_remote_code, config.data, config.trainer.seed
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models, trust_remote_code=trusted)
-    check_context(config, context_length(model_path, trust_remote_code=trusted))
-    loaded = load_prompts(data_config, tokenizer, rows=data, where=data_config.filter, seed=seed)
-    val_prompts = load_prompts(data_config, tokenizer, VAL, seed=seed).items if data_config.val_files else ()
-    epoch_steps = steps_per_epoch(len(loaded.items), data_config.train_batch_size)
+    tokenizer = _tokenizer(config)
+    loaded, val_prompts = _prompts(config, tokenizer, data, val_data)
+    epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-    loader = make_loader(data_config, loaded, seed=seed, total_draws=total_steps * data_config.train_batch_size)
+    draws = total_steps * config.data.train_batch_size
+    loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
 
     columns = plan(config)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
@@ -148,7 +146,7 @@ def build(
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
-        stop_ids = stop_token_ids(model_path, tokenizer)
+        stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         run = Run(
             config=config,
             opened=opened,
@@ -165,7 +163,7 @@ def build(
             value_objective=_value_objective(config) if "critic" in roles else None,
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
-            val_prompts=val_prompts[: config.data.val_max_prompts],
+            val_prompts=val_prompts,
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             callbacks=callbacks,
@@ -174,6 +172,28 @@ def build(
         run.start()
         undo.pop_all()
     return run
+
+
+def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the policy, which has to be that of all other models.  Raises: ModelError, ConfigError."""
+    model_path = _required(config.model.path, "model.path")
+    others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
+    models = [path for path in (model_path, *others) if path is not None]
+    trusted = config.model.trust_remote_code
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models, trust_remote_code=trusted)
+    check_context(config, context_length(model_path, trust_remote_code=trusted))
+    return tokenizer
+
+
+def _prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, data: Rows, val_data: Rows
+) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
+    """The prompts to train on and those to validate on."""
+    files, seed = config.data, config.trainer.seed
+    loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
+    if not files.val_files and val_data is None:
+        return loaded, ()
+    return loaded, load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
 
 
 def plan(config: TrainConfig) -> ColumnPlan:

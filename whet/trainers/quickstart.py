@@ -7,7 +7,7 @@ import json
 import platform
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib import metadata
 from io import TextIOWrapper
@@ -40,19 +40,20 @@ NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 4  # steps
 WARM_ENOUGH = 0.26  # mean probability of the right answer
 MARK = ".quickstart"  # in a folder that a quickstart may empty
-WRITTEN = {"train.jsonl", "held_out.jsonl", "model", "sft", "sft_model", "rl", "rl_model"}
-WRITTEN |= {"summary.json", "learning_curve.png"}
+CURVE = "learning_curve.png"
+WRITTEN = {"train.jsonl", "held_out.jsonl", "model", "sft", "sft_model", "rl", "rl_model", "summary.json", CURVE}
 VERSION = metadata.version("whet")
 Rows = Sequence[dict[str, str]]
 
 
-def quickstart(run_dir: Path, seed: int) -> dict[str, Any]:
-    """Runs all stages, shows what came out, and returns what it also writes to summary.json.
+def quickstart(run_dir: Path, seed: int, program: str = "whet") -> dict[str, Any]:
+    """Runs all stages, shows what came out, and returns what it also writes to summary.json. `program` is how a shell
+    calls whet.
 
     An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError where anything else is there.
     """
     with closing(clear(run_dir)):
-        return _stages(run_dir, seed)
+        return _stages(run_dir, seed, program)
 
 
 def clear(run_dir: Path) -> TextIOWrapper:
@@ -72,7 +73,7 @@ def clear(run_dir: Path) -> TextIOWrapper:
     return lock
 
 
-def _stages(run_dir: Path, seed: int) -> dict[str, Any]:
+def _stages(run_dir: Path, seed: int, program: str) -> dict[str, Any]:
     started, console = time.time(), shared_console()
     console.rule(f"whet {VERSION} quickstart: a small model learns to add, seed {seed}")
     train_rows, held_out = write_problems(run_dir, seed)
@@ -113,8 +114,8 @@ def _stages(run_dir: Path, seed: int) -> dict[str, Any]:
         },
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
-    curve = plot(run_dir, run, accuracies)
-    show(console, summary, examples, run_dir, curve)
+    plot(run_dir / CURVE, run.history)
+    show(console, summary, examples, run_dir, program)
     return summary
 
 
@@ -181,26 +182,30 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
     return shown
 
 
-def plot(run_dir: Path, run: Run, accuracies: Sequence[tuple[float, float]]) -> Path:
-    """The learning curve: reward of every step, of all answers and of those that are trained on, and accuracy on the
-    held-out problems now and then."""
-    path, steps = run_dir / "learning_curve.png", [record for record in run.history if "filter/sampled_score" in record]
-    rewards = {"all answers sampled": "filter/sampled_score", "groups that the filter kept": "critic/score/mean"}
-    series = [
-        *(
-            Series(f"reward, {label}", [record["step"] for record in steps], [record[name] for record in steps])
-            for label, name in rewards.items()
-        ),
-        Series("accuracy, held-out problems", [s for s, _ in accuracies], [a for _, a in accuracies], markers=True),
-    ]
+def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
+    """Draws the learning curve: reward of every step, of all answers and of those that are trained on, and accuracy on
+    the held-out problems now and then."""
+    curves = {
+        "filter/sampled_score": "reward, all answers sampled",
+        "critic/score/mean": "reward, groups that the filter kept",
+        "val/accuracy": "accuracy, held-out problems",
+    }
+    series = []
+    for name, label in curves.items():
+        steps = [record for record in history if name in record]
+        numbers = [record["step"] for record in steps], [record[name] for record in steps]
+        series.append(Series(label, *numbers, markers=name == "val/accuracy"))
     plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="share right")
-    return path
 
 
 def show(
-    console: Console, summary: dict[str, Any], examples: Sequence[tuple[str, str, str, str]], run_dir: Path, curve: Path
+    console: Console,
+    summary: Mapping[str, Any],
+    examples: Sequence[tuple[str, str, str, str]],
+    run_dir: Path,
+    program: str,
 ) -> None:
-    """What a newcomer sees at the end."""
+    """Prints what came out, and what to try next."""
     table = Table(title="held-out problems before and after RL")
     for name in ("problem", "answer", "before", "after"):
         table.add_column(name, justify="right")
@@ -210,21 +215,20 @@ def show(
     count = f"all {summary['held_out_problems']}"
     table.add_row(count, "right", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
     console.print(table)
+    width = len(program) + 40
     console.print(
         f"{summary['seconds_total']:.0f} s in all; the first RL step came {summary['seconds_to_first_rl_step']:.0f} s "
         f"after that stage began.\n\n"
-        f"learning curve   {curve}\n"
+        f"learning curve   {run_dir}/{CURVE}\n"
         f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
         f"answers          {run_dir}/rl/rollouts/\n"
         f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
         "What to try next\n"
-        "  whet config train quickstart                       what this run was, and where each value came from\n"
-        f"  whet train quickstart model.path={run_dir}/sft_model data.train_files={run_dir}/train.jsonl \\\n"
-        f"      data.val_files={run_dir}/held_out.jsonl algorithm.adv_estimator=rloo\n"
-        "  whet algorithms                                    what else there is\n"
-        "  whet init-model --arch qwen2.5 --size tiny my_model\n"
-        "  whet train gsm8k model.path=my_model data.train_files=.../gsm8k/train.jsonl \\\n"
-        "      data.val_files=.../gsm8k/test.jsonl",
+        f"  {f'{program} config train quickstart':{width}}what this run was, and where each value came from\n"
+        f"  {f'{program} algorithms':{width}}what else there is\n"
+        f"  {program} train quickstart model.path={run_dir}/sft_model data.train_files={run_dir}/train.jsonl \\\n"
+        f"      data.val_files={run_dir}/held_out.jsonl algorithm.adv_estimator=rloo trainer.experiment_name=rloo\n"
+        f"  {program} init-model --arch qwen2.5 --size tiny my_model",
         soft_wrap=True,
         markup=False,
     )
