@@ -134,7 +134,7 @@ class CollectiveInlet:
 
 def spans(device: torch.device) -> bool:
     """Whether a broadcast can go from one such device to another without the hosts' memory."""
-    return dist.get_default_backend_for_device(device) == "nccl"
+    return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 
 def _group(
