@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length"]
+# What a model says of each sampled token, by name: a language model, and a value model.
+POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
+VALUE_OUTPUTS = frozenset({"values"})
 
 
 @dataclass(frozen=True)

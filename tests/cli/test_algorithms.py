@@ -40,6 +40,8 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
     out = printed(capsys, "show", "gspo")
     facts = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines() if "  " in line}
     assert out.startswith("policy loss gspo\n") and "arxiv.org/abs/2507.18071" in out
+    assert "In formulas: l log_probs, o old_log_probs" in out
+    assert facts["stale error"].startswith("the error on samples of a policy whose logits are 0.3")
     assert facts["choose"] == "algorithm.policy_loss=gspo"
     assert facts["columns"].startswith("log_probs, old_log_probs, advantages")
     assert facts["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"

@@ -6,20 +6,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from whet.cli.algorithms_page import (
     CHOSEN_BY,
+    LEGEND,
     certificate,
     certify_all,
-    definition,
     elsewhere,
     facts,
+    notation,
     number,
     page,
     summary,
     table,
 )
-from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, Registry
+from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 ADVICE = "docs/algorithms.md is not what the functions say; write it with `whet algorithms page`"
@@ -56,6 +58,8 @@ def test_facts_and_certificate_of_one() -> None:
     [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
     assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
     assert certificate(POLICY_LOSSES["vanilla"]) == []
+    [_, (title, said)] = certificate(KL_FORMS["k3_ratio"])
+    assert title == "certificate, KL in the loss" and said.endswith("stale KL < 1e-12")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.folder == "algorithms"], ids=lambda kind: kind.kind)
@@ -63,9 +67,21 @@ def test_everything_says_what_its_name_means_elsewhere(kind: Registry) -> None:
     assert [entry.name for entry in kind if len(elsewhere(entry)) < len("verl `k1`.")] == []
 
 
-def test_the_definition_ends_where_other_places_begin() -> None:
-    entry = ADV_ESTIMATORS["opo"]
-    assert elsewhere(entry).startswith("verl `opo`") and "verl" not in definition(entry)
+def test_what_is_said_beside_the_functions_is_of_functions_that_exist() -> None:
+    names = yaml.safe_load((PAGE.parents[1] / "whet" / "algorithms" / "names.yaml").read_text())
+    kinds = {kind.kind: kind for kind in KINDS}
+    assert not [(kind, name) for kind, texts in names["elsewhere"].items() for name in texts if name not in kinds[kind]]
+    assert names["notation"].keys() <= kinds.keys()
+    assert elsewhere(KL_FORMS["k3+"]) == "verl `k3+`." and elsewhere(POLICY_LOSSES["gmpo"]).startswith(
+        "verl `geo_mean`"
+    )
+    assert notation("KL form").startswith("l log_probs, o old_log_probs") and notation("reward") == ""
+
+
+def test_the_page_says_what_each_column_of_a_certificate_means() -> None:
+    text = page({})
+    assert all(f"- {title}: {meaning}." in text for title, meaning in LEGEND.items())
+    assert f"In formulas: {notation('policy loss')}." in text
 
 
 def test_an_option_shows_what_it_may_be() -> None:

@@ -4,15 +4,28 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.cli.algorithms_page import CHOSEN_BY, TITLES, cells_of, certificate, certify_all, definition, facts, summary
+from whet.cli.algorithms_page import (
+    CHOSEN_BY,
+    LEGEND,
+    cells_of,
+    certificate,
+    certify_all,
+    facts,
+    notation,
+    summary,
+)
 from whet.cli.algorithms_page import page as write_page
 from whet.errors import RegistryError
 from whet.registry import KINDS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PLAIN_WIDTH = 160  # columns where there is no terminal to ask
 
@@ -59,12 +72,16 @@ def show(name: Annotated[str, typer.Argument(help="a name that `whet algorithms`
         raise RegistryError(f"nothing is called {name!r}; {hint}")
     output = Console(highlight=False, soft_wrap=True)
     for entry in entries:
-        said = [*facts(entry), *certificate(entry)]
-        width = max(len(title) for title, _ in said) + 2
+        certified = certificate(entry)
+        said = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-        output.print(Text(f"{definition(entry)}\n"))
-        for title, text in said:
-            output.print(Text.assemble((title.ljust(width), "bold"), text))
+        output.print(Text(f"{entry.doc}\n"))
+        if notation(entry.kind):
+            output.print(Text(f"In formulas: {notation(entry.kind)}.\n", style="dim"))
+        _print_pairs(output, said)
+        if certified:
+            output.print("\nIn certificates:", style="dim")
+            _print_pairs(output, list(LEGEND.items()))
         output.print()
 
 
@@ -79,12 +96,21 @@ def certify() -> None:
     output.width = output.width if output.is_terminal else PLAIN_WIDTH
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     table = Table(box=None, padding=(0, 1))
-    for title in ("", "", *TITLES):
+    for title in ("", "", *LEGEND):
         table.add_column(title, justify="left" if title in ("", "exact") else "right", no_wrap=True)
     for row in cells_of(found):
         table.add_row(*row)
     output.print(table)
-    output.print("What is exact, and how it is computed: docs/algorithms.md", style="dim")
+    _print_pairs(output, list(LEGEND.items()))
+    output.print("How it is computed: docs/algorithms.md", style="dim")
+
+
+def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
+    from rich.text import Text
+
+    width = max(len(title) for title, _ in pairs) + 2
+    for title, text in pairs:
+        output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
 @algorithms.command(hidden=True)

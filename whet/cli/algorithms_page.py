@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, get_origin
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal, get_origin
+
+import yaml
 
 from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry
 
 if TYPE_CHECKING:
-    from whet.algorithms.certify import Certificate, Row
+    from whet.trainers.certify import Certificate, Row
 
 CHOSEN_BY = {  # where a kind of function is chosen, and where its options are given
     "advantage estimator": ("algorithm.adv_estimator", "algorithm.adv_options"),
@@ -28,7 +32,18 @@ CHOSEN_BY = {  # where a kind of function is chosen, and where its options are g
 }
 # By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
 Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
-TITLES = ("exact", "error", "cosine", "length", "variance", "stale error", "stale cosine")
+LEGEND = {  # the columns of a certificate
+    "exact": "yes: on its own samples the error has to be below 1e-8, and a test holds it to that",
+    "error": "|g - t| / |t|, g the expected gradient and t that of the objective, E[R] - beta KL(pi || ref)",
+    "cosine": "of the angle between g and t: 1 where g has t's direction and any length",
+    "length": "|g| / |t|",
+    "variance": "of the gradient of one group of two, in units of |t|^2",
+    "stale error": "the error on samples of a policy whose logits are 0.3 (standard deviation) away",
+    "stale cosine": "the cosine on such samples",
+    "stale KL": "of a KL as a loss: the error of its own gradient on such samples, against that of each token's KL "
+    "with the states of the samples held fixed",
+}
+TITLES = tuple(LEGEND)
 
 HEAD = """\
 # Algorithms
@@ -46,14 +61,10 @@ that the expected gradient of any algorithm is a finite sum over all groups of t
 of what it is said to maximise, E[R] - beta KL(pi || ref) over whole answers. One thing is changed at a time, all else
 is `rloo`, `reinforce` and sums over sequences; a recipe is looked at as it is, but for what three tokens cannot show
 (an entropy weight that adapts, lengths that grow), with a critic and a teacher that know nothing. What it takes from
-long answers is part of its reward.
+long answers is part of its reward. The step is that of the training loop, made of the same parts. Weights are looked at
+with a sampler that is 0.3 away from the trainer.
 
-- error: |g - t| / |t| of the expected gradient g against the objective's t; length: |g| / |t|. Where g has the right
-  direction and another length, as with any fixed scale, the cosine is 1.
-- variance: that of one group's gradient, in units of |t|^2.
-- stale error, stale cosine: with samples of a policy whose logits are 0.3 (standard deviation) away. Weights are looked
-  at with a sampler that is 0.3 away from the trainer.
-- exact: what has to have an error below 1e-8 on its own samples; a test holds it to that.
+{legend}
 
 Bias is no fault by itself: variance, length or safety was bought with it.
 """
@@ -61,7 +72,9 @@ Bias is no fault by itself: variance, length or safety was bought with it.
 
 def page(certified: Certified) -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), CERTIFICATES, table(certified)])
+    legend = "\n".join(f"- {title}: {meaning}." for title, meaning in LEGEND.items())
+    explained = CERTIFICATES.format(legend=legend)
+    return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), explained, table(certified)])
 
 
 def table(certified: Certified) -> str:
@@ -85,6 +98,7 @@ def cells(is_exact: bool, own: Certificate, stale: Certificate) -> list[str]:
         f"{own.variance:.1f}",
         number(stale.relative_error),
         f"{stale.cosine:.3f}",
+        "" if stale.kl_error is None else number(stale.kl_error),
     ]
 
 
@@ -95,26 +109,21 @@ def number(error: float) -> str:
 
 def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> Certified:
     """Every certificate; `show` may look at the rows as they come."""
-    from whet.algorithms.certify import certificates, rows
+    from whet.trainers.certify import certificates, rows
 
     return {(row.kind, row.name): (row.is_exact, *certificates(row)) for row in show(rows())}
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
     """What `whet algorithms show` says of a function's expected gradient."""
-    from whet.algorithms.certify import certificates, rows_of
+    from whet.trainers.certify import certificates, rows_of
 
     found = []
-    for row in [] if entry.alias_of else rows_of(entry):
+    for row in rows_of(entry):
         shown = zip(TITLES, cells(row.is_exact, *certificates(row)), strict=True)
         title = "certificate" if row.kind == entry.kind else f"certificate, {row.kind}"
         found.append((title, ", ".join(f"{name} {cell}" for name, cell in shown if cell)))
     return found
-
-
-def definition(entry: Entry) -> str:
-    """What the docstring says of the function itself."""
-    return entry.doc.partition(ELSEWHERE)[0].rstrip()
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
@@ -134,13 +143,26 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """What other frameworks mean by the name, or call what it is."""
+    """What other frameworks mean by the name, or call what it is; nothing of what is not the mathematics'."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
-    return " ".join(entry.doc.partition(ELSEWHERE)[2].split())
+    known = _texts()["elsewhere"].get(entry.kind, {})
+    return known.get(entry.name) or known.get(entry.alias_of or "", "")
 
 
-ELSEWHERE = "Elsewhere: "  # begins the last paragraph of a docstring
+def notation(kind: str) -> str:
+    """The symbols in which formulas of a kind are written; nothing of a kind without formulas."""
+    return _texts()["notation"].get(kind, "")
+
+
+@cache
+def _texts() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        resources.files("whet.algorithms").joinpath("names.yaml").read_text(encoding="utf-8")
+    )
+    return found
+
+
 MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 
@@ -161,13 +183,14 @@ def summary(entry: Entry) -> str:
 
 def _section(kind: Registry) -> list[str]:
     lines = [f"## {kind.kind[0].upper()}{kind.kind[1:]}s", "", f"Chosen by `{CHOSEN_BY[kind.kind][0]}`.", ""]
+    lines += [f"In formulas: {notation(kind.kind)}.", ""] if notation(kind.kind) else []
     for entry in kind:
         lines += [f"### `{entry.name}`", ""]
         if entry.alias_of is not None:
             lines += [f"{summary(entry)}.", ""]
             continue
         lines += [
-            *_block(definition(entry)),
+            *_block(entry.doc),
             *(f"- {title}: {text if title == 'elsewhere' else f'`{text}`'}" for title, text in facts(entry)[1:]),
             "",
         ]
