@@ -231,11 +231,16 @@ class DataProto:
 
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
         """These columns added, in place of any that have their names."""
-        kept = self.select(
-            [name for name in self.tensors() if name not in columns],
-            [name for name in self.non_tensor_batch if name not in columns],
+        given = DataProto.from_single_dict(columns)
+        if len(given) != len(self):
+            return self.union(given)  # raises, unless there is nothing here yet
+        return _assemble(
+            {name: tensor for name, tensor in self.tensors().items() if name not in columns} | given.tensors(),
+            {name: array for name, array in self.non_tensor_batch.items() if name not in columns}
+            | given.non_tensor_batch,
+            self.meta_info,
+            len(self),
         )
-        return kept.union(DataProto.from_single_dict(columns))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` consecutive parts of equal size; DataError if the rows do not divide."""

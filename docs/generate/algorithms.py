@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from whet.cli.algorithms import TITLES, Certified, cells_of, chosen_by, definition, facts, summary
+from whet.cli.algorithms import LEGEND, TITLES, Certified, cells_of, chosen_by, facts, notation, summary
 from whet.registry import KINDS, Registry
 
 HEAD = """\
@@ -22,14 +22,10 @@ that the expected gradient of any algorithm is a finite sum over all groups of t
 of what it is said to maximise, E[R] - beta KL(pi || ref) over whole answers. One thing is changed at a time, all else
 is `rloo`, `reinforce` and sums over sequences; a recipe is looked at as it is, but for what three tokens cannot show
 (an entropy weight that adapts, lengths that grow), with a critic and a teacher that know nothing. What it takes from
-long answers is part of its reward.
+long answers is part of its reward. The step is that of the training loop, made of the same parts. Weights are looked at
+with a sampler that is 0.3 away from the trainer.
 
-- error: |g - t| / |t| of the expected gradient g against the objective's t; length: |g| / |t|. Where g has the right
-  direction and another length, as with any fixed scale, the cosine is 1.
-- variance: that of one group's gradient, in units of |t|^2.
-- stale error, stale cosine: with samples of a policy whose logits are 0.3 (standard deviation) away. Weights are looked
-  at with a sampler that is 0.3 away from the trainer.
-- exact: what has to have an error below 1e-8 on its own samples; a test holds it to that.
+{legend}
 
 Bias is no fault by itself: variance, length or safety was bought with it.
 """
@@ -37,7 +33,9 @@ Bias is no fault by itself: variance, length or safety was bought with it.
 
 def page(certified: Certified) -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), CERTIFICATES, table(certified)])
+    legend = "\n".join(f"- {title}: {meaning}." for title, meaning in LEGEND.items())
+    explained = CERTIFICATES.format(legend=legend)
+    return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), explained, table(certified)])
 
 
 def table(certified: Certified) -> str:
@@ -48,13 +46,14 @@ def table(certified: Certified) -> str:
 
 def _section(kind: Registry) -> list[str]:
     lines = [f"## {kind.kind[0].upper()}{kind.kind[1:]}s", "", f"Chosen by `{chosen_by()[kind.kind][0]}`.", ""]
+    lines += [f"In formulas: {notation(kind.kind)}.", ""] if notation(kind.kind) else []
     for entry in kind:
         lines += [f"### `{entry.name}`", ""]
         if entry.alias_of is not None:
             lines += [f"{summary(entry)}.", ""]
             continue
         lines += [
-            *_block(definition(entry)),
+            *_block(entry.doc),
             *(f"- {title}: {text if title == 'elsewhere' else f'`{text}`'}" for title, text in facts(entry)[1:]),
             "",
         ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the tests notice? One token of an algorithm is changed at a time, and some unit test has to fail.
+"""Do the tests notice? One token of an algorithm, or of what makes a step of it, is changed at a time, and some unit
+test has to fail.
 
 Each mutant is tested in a process forked from this one, which has imported everything, in place of the module that it
 changes. A mutant whose text is not in its file (any more) is an error: the list follows the code.
@@ -18,9 +19,10 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-ALGORITHMS = HERE.parents[1] / "whet" / "algorithms"
+PACKAGE = HERE.parents[1] / "whet"
+CHANGEABLE = ("whet.algorithms.", "whet.trainers.")  # what is imported again, with the mutant in its place
 DEADLINE_SECONDS = 200
-COMMON = ["test_invariances.py", "test_certify.py"]
+COMMON = ["test_invariances.py", "../trainers/test_certify.py"]
 TESTS = {  # where a module's own tests are; those that hold for all of a kind come after them
     "advantages": ["test_advantages.py"],
     "agentic": ["test_agentic.py"],
@@ -39,6 +41,8 @@ TESTS = {  # where a module's own tests are; those that hold for all of a kind c
     "scan": ["test_scan.py"],
     "cpo": ["test_cpo.py"],
     "distillation": ["test_advantages.py"],
+    "trainers/settle": ["../trainers/test_loss_mask.py"],
+    "trainers/objectives": ["../trainers/test_loss_mask.py", "../trainers/test_objectives.py"],
 }
 MUTANTS = [
     # signs, denominators, degrees of freedom
@@ -181,6 +185,15 @@ MUTANTS = [
     ("cpo", "return self.g.exp() * self.k", "return self.o.exp() * self.k"),
     ("cpo", "t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)", "t.mi * (1 + t.u), t.neg * t.mi * (1 - t.u)"),
     ("cpo", "(t.most_entropy - t.entropy)", "(t.entropy)"),
+    ("trainers/settle", "return batch.with_columns(loss_mask=kept", "return batch.with_columns(response_mask=kept"),
+    ("trainers/settle", ', "response_mask": trained}', "}"),
+    ("trainers/settle", "weights.sum() / counted.sum()", "weights.sum() / len(counted)"),
+    ("trainers/objectives", "torch.where(trained != 0, columns", "torch.where(trained == 0, columns"),
+    ("trainers/objectives", "return counts(loss_mask(batch))", 'return counts(batch["response_mask"])'),
+    ("trainers/objectives", "if result.aggregated is None:", "if result.aggregated is not None:"),
+    ("trainers/objectives", 'rows if "response_mask" in', 'trained if "response_mask" in'),
+    ("trainers/objectives", "trained.any(1, keepdim=True)", "trained.all(1, keepdim=True)"),
+    ("trainers/objectives", 'moved = columns["old_log_probs"] -', 'moved = columns["old_log_probs"] +'),
     ("distillation", "return -coef * (old_log_probs", "return coef * (old_log_probs"),
 ]
 
@@ -193,12 +206,16 @@ def test_a_mutant_is_caught(module: str, old: str, new: str) -> None:
 
 def test_there_are_enough_and_the_list_follows_the_code() -> None:
     assert len(MUTANTS) >= 60
-    times = {(module, old): (ALGORITHMS / f"{module}.py").read_text().count(old) for module, old, _ in MUTANTS}
+    times = {(module, old): _file(module).read_text().count(old) for module, old, _ in MUTANTS}
     assert {key: count for key, count in times.items() if count != 1} == {}
 
 
+def _file(module: str) -> Path:
+    return PACKAGE / (f"{module}.py" if "/" in module else f"algorithms/{module}.py")
+
+
 def _is_caught(module: str, old: str, new: str) -> bool:
-    source = (ALGORITHMS / f"{module}.py").read_text()
+    source = _file(module).read_text()
     process = multiprocessing.get_context("fork").Process(target=_run, args=(module, source.replace(old, new)))
     process.start()
     process.join(DEADLINE_SECONDS)
@@ -210,17 +227,18 @@ def _is_caught(module: str, old: str, new: str) -> bool:
 
 def _run(module: str, source: str) -> None:
     """In the child: the changed module in the place of the real one, also in those that have imported from it."""
-    name = f"whet.algorithms.{module}"
-    for each in [each for each in sys.modules if each.startswith("whet.algorithms.")]:
+    file = _file(module)
+    package, name = f"whet.{file.parent.name}", f"whet.{file.parent.name}.{file.stem}"
+    for each in [each for each in sys.modules if each.startswith(CHANGEABLE)]:
         del sys.modules[each]
     for each in [each for each, found in sys.modules.items() if _is_test(found)]:
         del sys.modules[each]
     _clear_registries()
     changed = ModuleType(name)
-    changed.__file__ = str(ALGORITHMS / f"{module}.py")
+    changed.__file__ = str(file)
     sys.modules[name] = changed
     exec(compile(source, changed.__file__, "exec"), changed.__dict__)
-    setattr(importlib.import_module("whet.algorithms"), module, changed)
+    setattr(importlib.import_module(package), file.stem, changed)
     code = 0
     for names in (TESTS[module], COMMON):  # the module's own first: reading all tests takes longer than running these
         if code == 0:
@@ -233,7 +251,8 @@ def _run(module: str, source: str) -> None:
 def _is_test(module: ModuleType) -> bool:
     """Whether a module is one of the tests beside this file, which hold what they imported, under whatever name."""
     file = getattr(module, "__file__", None)
-    return file is not None and Path(file).parent == HERE and Path(file).name.startswith("test_")
+    places = (HERE, HERE.parent / "trainers")
+    return file is not None and Path(file).parent in places and Path(file).name.startswith("test_")
 
 
 def _clear_registries() -> None:

@@ -5,12 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from whet.cli.algorithms import certificate, chosen_by, definition, elsewhere, facts, number, summary
+import whet
+from whet.cli.algorithms import certificate, chosen_by, elsewhere, facts, notation, number, summary
 from whet.cli.app import main
 from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
-from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, Registry
+from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -43,6 +45,8 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
     out = printed(capsys, "show", "gspo")
     facts = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines() if "  " in line}
     assert out.startswith("policy loss gspo\n") and "arxiv.org/abs/2507.18071" in out
+    assert "In formulas: l log_probs, o old_log_probs" in out
+    assert facts["stale error"].startswith("the error on samples of a policy whose logits are 0.3")
     assert facts["choose"] == "algorithm.policy_loss=gspo"
     assert facts["columns"].startswith("log_probs, old_log_probs, advantages")
     assert facts["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
@@ -75,9 +79,14 @@ def test_everything_says_what_its_name_means_elsewhere(kind: Registry) -> None:
     assert [entry.name for entry in kind if len(elsewhere(entry)) < len("verl `k1`.")] == []
 
 
-def test_the_definition_ends_where_other_places_begin() -> None:
-    entry = ADV_ESTIMATORS["opo"]
-    assert elsewhere(entry).startswith("verl `opo`") and "verl" not in definition(entry)
+def test_what_is_said_beside_the_functions_is_of_functions_that_exist() -> None:
+    names = yaml.safe_load((Path(whet.__file__).parent / "algorithms" / "names.yaml").read_text())
+    kinds = {kind.kind: kind for kind in KINDS}
+    assert not [(kind, name) for kind, texts in names["elsewhere"].items() for name in texts if name not in kinds[kind]]
+    assert names["notation"].keys() <= kinds.keys()
+    assert elsewhere(KL_FORMS["k3+"]) == "verl `k3+`."
+    assert elsewhere(POLICY_LOSSES["gmpo"]).startswith("verl `geo_mean`")
+    assert notation("KL form").startswith("l log_probs, o old_log_probs") and notation("reward") == ""
 
 
 def test_an_option_shows_what_it_may_be() -> None:

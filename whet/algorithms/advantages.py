@@ -31,8 +31,6 @@ def gae(
     `next` is the next sampled token: (V_next, L_next) passes over text that the policy did not sample, and is (0, 0)
     after the last sampled token, so that no value is taken from padding.
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
-
-    Elsewhere: verl `gae`, the same numbers.
     """
     deltas = token_level_rewards + gamma * next_sampled(values, response_mask) - values
     advantages = reverse_scan(deltas, response_mask, gamma * lam)
@@ -44,8 +42,6 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std
     """A = (s - mu_G) / (sd_G + 1e-6), or s - mu_G without `std_norm`.   -> [B]
 
     Shao et al. 2024, https://arxiv.org/abs/2402.03300.
-
-    Elsewhere: verl `grpo`, but a group of one keeps its raw score there; TRL adds 1e-4 to sd_G.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
@@ -59,9 +55,6 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> 
 
     The other half of Dr.GRPO is an aggregation that does not divide by a row's own length.
     Liu et al. 2025, https://arxiv.org/abs/2503.20783.
-
-    Elsewhere: verl `grpo` with norm_adv_by_std_in_grpo=False, the aggregation set by hand; TRL scale_rewards="none" for
-    this half, loss_type="dr_grpo" for the other.
     """
     return grpo(token_level_rewards, response_mask, uid, std_norm=False)
 
@@ -71,9 +64,6 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Ten
     """A = n / (n - 1) (s - mu_G), which is s minus the mean score of the others in G.   -> [B]
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
-
-    Elsewhere: verl `rloo` keeps the raw score of a group of one, `rloo_vectorized` gives it 0; TRL's RLOOTrainer the
-    same, whitened with normalize_advantages, and clips a ratio of the sequence.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
@@ -89,8 +79,6 @@ def reinforce_plus_plus(
 
     No critic and no group: the baseline is the mean over all sampled tokens of the batch.
     Hu et al. 2025, https://arxiv.org/abs/2501.03262.
-
-    Elsewhere: verl `reinforce_plus_plus`, the same numbers.
     """
     returns = reward_to_go(token_level_rewards, response_mask, gamma)
     return whiten(returns, response_mask), returns
@@ -101,8 +89,6 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Ten
     """whiten(s - mu_G): the group's mean as baseline, the deviation over all sampled tokens of the batch.   -> [B, R]
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262.
-
-    Elsewhere: verl `reinforce_plus_plus_baseline`, the same numbers in groups of two and more.
     """
     deviation = Groups(uid, response_mask).deviation(token_level_rewards.sum(-1))
     return whiten(deviation[:, None].expand(response_mask.shape), response_mask)
@@ -113,8 +99,6 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
     """A_t = R_t - b with R_t the undiscounted reward-to-go and b the score of the greedy answer.   -> A, R [B, R]
 
     Li et al. 2023, https://arxiv.org/abs/2310.10505.
-
-    Elsewhere: verl `remax`, the same numbers; EasyR1 takes the whole return at every token and not the reward-to-go.
     """
     returns = reward_to_go(token_level_rewards, response_mask)
     return returns - reward_baselines[:, None], returns
@@ -125,8 +109,6 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tens
     """A = s - sum_G len s / sum_G len: the baseline of least variance where gradients grow with the length.   -> [B]
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585.
-
-    Elsewhere: verl `opo`, but a group of one keeps its raw score there.
     """
     scores, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
     groups = Groups(uid, response_mask)
@@ -146,8 +128,6 @@ def gpg(
 
     B' are the rows of groups whose scores differ; with count="nonzero" the rows with a score, as verl has it.
     Chu et al. 2025, https://arxiv.org/abs/2504.02546.
-
-    Elsewhere: verl `gpg` counts rows with a score other than 0, here count="nonzero".
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
@@ -160,8 +140,6 @@ def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> T
     """A = (s - mu_G) / mu_G, 0 where mu_G is 0: the gradient of log of the pass rate, for scores >= 0.   -> [B]
 
     https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, for which mu_G is no pass rate.
-
-    Elsewhere: in neither verl 0.9.1 nor TRL 1.16.
     """
     scores = token_level_rewards.sum(-1)
     if bool((scores < 0).any()):
@@ -176,8 +154,6 @@ def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     """A = (s - mu_G) / (sd + 1e-6), sd the sample deviation of all scores of the batch.   -> [B]
 
     Liu et al. 2025, https://arxiv.org/abs/2508.08221.
-
-    Elsewhere: TRL scale_rewards="batch", which adds 1e-4 to sd.
     """
     scores = token_level_rewards.sum(-1)
     everybody = Groups(torch.zeros_like(uid), response_mask)
@@ -190,8 +166,6 @@ def raft(accuracy: Tensor) -> Tensor:
 
     With groups dropped that are all right or all wrong (`algorithm.filter.name=dapo`) it is Reinforce-Rej's other half.
     Xiong et al. 2025, https://arxiv.org/abs/2504.11343.
-
-    Elsewhere: in neither verl 0.9.1 nor TRL 1.16 under this name.
     """
     return (accuracy >= 1.0).to(accuracy.dtype)
 
@@ -202,8 +176,6 @@ def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, 
 
     The gradient of E[max of n]: what the best answer adds to pass@n.
     https://arxiv.org/abs/2503.19595.
-
-    Elsewhere: verl `grpo_passk`, the same numbers where the best is alone; where two tie verl gives 0 as well.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
@@ -228,9 +200,6 @@ def gdpo(
 
     p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. Mean and deviation of the sum are over
     rows, whatever their lengths, or over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
-
-    Elsewhere: verl `gdpo`, whose parts gdpo_reward_keys names, is over="tokens"; NeMo-RL and TRL
-    multi_objective_aggregation="normalize_then_sum", with 1e-4 in both places, are over rows.
     """
     groups = Groups(uid, response_mask)
     parts = reward_parts.unbind(1)
@@ -260,9 +229,6 @@ def optimal_token_baseline(
     compared at equal numbers of sampled tokens, whatever tools wrote between them. Where one row of a group alone has
     come so far B is 0. The own sample is in the baseline, so it is biased.   -> A, R [B, R]
     https://arxiv.org/abs/2602.07078.
-
-    Elsewhere: verl `optimal_token_baseline` compares positions, whatever tools wrote; its `tir_optimal_token_baseline`
-    compares numbers of sampled tokens, as here, and an alias of that name stands here too.
     """
     sampled = response_mask != 0
     returns = reward_to_go(token_level_rewards, response_mask)
@@ -287,8 +253,6 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     """A = p - 1/2, p the share of the others in G that a row beats, a draw counting half: for `sppo`.   -> [B]
 
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
-
-    Elsewhere: verl's recipe `sppo` takes the score less the group's softmean of scores in its place.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)

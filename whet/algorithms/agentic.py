@@ -23,8 +23,6 @@ def segment_reinforce(
     """A_t = G_k of the turn k that sampled t: gamma acts once a turn.   -> [B, R]
 
     ROLL's "agentic_reinforce".
-
-    Elsewhere: ROLL `agentic_reinforce`.
     """
     returns, _ = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     return to_tokens(returns, turn_ids, response_mask)
@@ -37,8 +35,6 @@ def step_reinforce(
     """A_t = (G_k - mean) / (sd + 1e-6), mean and deviation over all turns of all rows of the group.   -> [B, R]
 
     ROLL's "step_reinforce".
-
-    Elsewhere: ROLL `step_reinforce`.
     """
     returns, taken = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     alone = (Groups(uid, response_mask).size < 2)[:, None]
@@ -64,8 +60,6 @@ def gigpo(
     norm(x) = (x - mean) / (sd + 1e-6), without the division if not `std_norm`. `state_hash` [B, R] names the state in
     which a turn was sampled, the same number on all its tokens; a state that was seen once gives 0.   -> [B, R]
     Feng et al. 2025, https://arxiv.org/abs/2505.10978.
-
-    Elsewhere: in neither verl 0.9.1 nor TRL 1.16.
     """
     groups = Groups(uid, response_mask)
     scores = token_level_rewards.sum(-1)

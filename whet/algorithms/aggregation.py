@@ -43,29 +43,19 @@ def aggregate(
 
 @register_aggregation("token-mean")
 def token_mean(values: Tensor, response_mask: Tensor, *, num_tokens: Count) -> Tensor:
-    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476).
-
-    Elsewhere: verl `token-mean`; TRL's "dapo" and "cispo" divide by the tokens of the whole batch as here, its "bnpo"
-    by those of a micro-batch.
-    """
+    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
     return _divide(row_sums(values, response_mask).sum(), num_tokens)
 
 
 @register_aggregation("token-sum")
 def token_sum(values: Tensor, response_mask: Tensor) -> Tensor:
-    """sum(x m): grows with the mini-batch.
-
-    Elsewhere: verl `token-sum`.
-    """
+    """sum(x m): grows with the mini-batch."""
     return row_sums(values, response_mask).sum()
 
 
 @register_aggregation("seq-mean-token-sum", unbiased=True)
 def seq_mean_token_sum(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
-    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences.
-
-    Elsewhere: verl `seq-mean-token-sum`; TRL's "luspo".
-    """
+    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences."""
     return _divide(row_sums(values, response_mask).sum(), num_sequences)
 
 
@@ -73,20 +63,13 @@ def seq_mean_token_sum(values: Tensor, response_mask: Tensor, *, num_sequences: 
 def seq_mean_token_sum_norm(
     values: Tensor, response_mask: Tensor, *, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783).
-
-    Elsewhere: verl `seq-mean-token-sum-norm`, F the width of the batch unless loss_scale_factor is set; TRL's
-    "dr_grpo", F max_completion_length.
-    """
+    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783)."""
     return _divide(row_sums(values, response_mask).sum(), num_sequences) / fixed_length
 
 
 @register_aggregation("seq-mean-token-mean")
 def seq_mean_token_mean(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
-    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300).
-
-    Elsewhere: verl `seq-mean-token-mean`; TRL's "grpo".
-    """
+    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300)."""
     return _divide(row_means(values, response_mask).sum(), num_sequences)
 
 

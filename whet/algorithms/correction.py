@@ -36,9 +36,6 @@ def importance(
     With `normalise` divided by the mean over the mini-batch, of its sampled tokens or of its sequences, so that a step
     keeps its size.
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
-
-    Elsewhere: verl rollout_is="token" or "sequence"; TRL vllm_importance_sampling_mode="token_truncate" or
-    "sequence_truncate", cap 3.
     """
     weight = _ratio(old_log_probs, rollout_log_probs, level).clamp(max=cap)
     if not normalise:
@@ -60,8 +57,6 @@ def icepop(
     """w where low <= w <= high, else 0: tokens on which the two disagree teach nothing.   -> [B, R]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855.
-
-    Elsewhere: TRL vllm_importance_sampling_mode="token_mask" or "sequence_mask".
     """
     weight = _ratio(old_log_probs, rollout_log_probs, level)
     return weight * ((weight >= low) & (weight <= high))
@@ -72,8 +67,6 @@ def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: Annotated[floa
     """1 on the `share` of the mini-batch's tokens with the most entropy, 0 on the others.   -> [B, R]
 
     Wang et al. 2025, https://arxiv.org/abs/2506.01939.
-
-    Elsewhere: TRL top_entropy_quantile, the same share.
     """
     sampled = response_mask != 0
     values = entropy[sampled]
@@ -94,8 +87,6 @@ def off_policy_sequence(
     """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
 
     What a policy would not say any more needs no unlearning. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
-
-    Elsewhere: TRL off_policy_mask_threshold, which looks at the current policy in the place of o.
     """
     moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
@@ -113,8 +104,6 @@ def pf_ppo(
     best whole, others a quarter. Their mean over the mini-batch's rows is 1.   -> [B, R]
 
     The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
-
-    Elsewhere: verl draws rows anew with these probabilities, which is this in expectation, with more variance.
     """
     scores, member = token_level_scores.sum(-1), response_mask.sum(-1) > 0
     if not bool(member.any()):
@@ -143,8 +132,6 @@ def divergence(
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 
     k estimates KL(u || o). `level` (token, sequence_mean, sequence_sum, sequence_max) says what of a row decides.
-
-    Elsewhere: verl rollout_rs, such as seq_mean_k1 for form="k1", level="sequence_mean".
     """
     x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
     k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]

@@ -35,9 +35,6 @@ def clip_cov(
     """PPO's clipped loss, without gradient on the `chosen` tokens, those with lower < cov < upper.   -> [B, R]
 
     At least one token, and up to the `share` of all, drawn at random from those within.
-
-    Elsewhere: verl `clip_cov` looks at l in the place of o and at one micro-batch, leaves out tokens that the clip
-    holds already, and takes the value of the chosen out too.
     """
     loss, diagnostics = ppo_clip(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
@@ -56,10 +53,7 @@ def kl_cov(
     share: Share = 2e-4,
     coef: NonNegative = 1.0,
 ) -> Loss:
-    """-A rho, and on the `chosen` tokens, the `share` of all with the largest cov, coef abs(l - o) more.   -> [B, R]
-
-    Elsewhere: verl `kl_cov` looks at l in the place of o, and at one micro-batch.
-    """
+    """-A rho, and on the `chosen` tokens, the `share` of all with the largest cov, coef abs(l - o) more.   -> [B, R]"""
     log_ratio = log_probs - old_log_probs
     loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp()
     places = chosen.nonzero(as_tuple=True)  # few: a product over all tokens would cost more than the rest

@@ -46,9 +46,6 @@ def cpo(
 
     A row is right where its score is at least `correct_threshold`. With `gate` nothing is added to a group whose hint
     was of no use: where fewer than half of its rows moved the way of the hint, right ones up and wrong ones down.
-
-    Elsewhere: a fork of verl, whose faults are not here: difficulty was always 0, `tok_kl` ran `naive` too, advantages
-    were edited in place, only scores of 1 and -1 worked, and an unknown wrapper was `naive`.
     """
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
     groups = Groups(uid, response_mask)

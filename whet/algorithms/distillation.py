@@ -16,9 +16,6 @@ def on_policy_distillation(old_log_probs: Tensor, teacher_log_probs: Tensor, *, 
 
     The teacher may be the policy itself with a hint in its prompt (self-distillation).
     Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649.
-
-    Elsewhere: TRL's DistillationTrainer differentiates a divergence over the vocabulary; this is its policy gradient
-    from the sampled tokens alone.
     """
     return -coef * (old_log_probs - teacher_log_probs)
 
@@ -34,9 +31,6 @@ def grpo_distillation(
     coef: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
-    """A = GRPO's - coef (o - g): a reward and a teacher at once.   -> [B, R]
-
-    Elsewhere: in neither verl 0.9.1 nor TRL 1.16.
-    """
+    """A = GRPO's - coef (o - g): a reward and a teacher at once.   -> [B, R]"""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
     return base - coef * (old_log_probs - teacher_log_probs)

@@ -15,8 +15,6 @@ def dynamic_sampling(values: Sequence[float]) -> bool:
     """Keep a group whose answers differ: where all are right, or all wrong, the advantage is 0 and nothing is learned.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
-
-    Elsewhere: verl's recipe `dapo`, filter_groups; TRL has none.
     """
     return len(set(values)) > 1
 
@@ -26,7 +24,5 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
     """Keep a group with low < mean < high: neither too hard nor too easy.
 
     The difficulty window of Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312) and EasyR1.
-
-    Elsewhere: EasyR1 online_filtering with filter_low and filter_high.
     """
     return len(values) > 0 and low < sum(values) / len(values) < high

@@ -58,8 +58,6 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
     """d: unbiased for KL(pi || ref), of either sign. For the reward; as a loss its expected gradient is zero.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
-
-    Elsewhere: verl `k1`, `kl`.
     """
     return _with_gradient(gradient, log_probs - ref_log_probs, log_probs, ref_log_probs)
 
@@ -69,8 +67,6 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """d^2 / 2: biased in value, of little variance; on-policy its gradient is that of the per-token KL.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
-
-    Elsewhere: verl `k2`, `mse`.
     """
     return 0.5 * (log_probs - ref_log_probs).square()
 
@@ -80,8 +76,6 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
     """exp(-d) + d - 1, -d within 20 and the result at most 10: never negative, unbiased in value, biased as a loss.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
-
-    Elsewhere: verl `k3`, `low_var_kl`, the same limits; TRL with use_bias_correction_kl=False, without limits.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
     # expm1: exp(x) - 1 - x would lose a small x altogether
@@ -90,10 +84,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
 
 @register_kl("abs", aliases={"abs+": {"gradient": "k2"}})
 def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
-    """abs(d).
-
-    Elsewhere: verl `abs`.
-    """
+    """abs(d)."""
     return _with_gradient(gradient, (log_probs - ref_log_probs).abs(), log_probs, ref_log_probs)
 
 
@@ -102,8 +93,6 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
     """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
 
     As a loss exact where k1 has no gradient, because the ratio has one; of more variance than `k3_ratio`.
-
-    Elsewhere: slime use_unbiased_kl with kl_loss_type="k1".
     """
     return _ratio(log_probs, old_log_probs) * k1(log_probs, ref_log_probs)
 
@@ -114,9 +103,6 @@ def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 
     With several updates a step the samples are of the policy before the first. The gradient is that of the ratio and of
     k3 together. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
-
-    Elsewhere: TRL use_bias_correction_kl, its default; slime use_unbiased_kl; NeMo-RL use_on_policy_kl_approximation,
-    with the ratio to the sampler.
     """
     return _ratio(log_probs, old_log_probs) * k3(log_probs, ref_log_probs)
 
@@ -127,8 +113,6 @@ def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
 
     As a loss, with the states of the samples held fixed, what `k2` and every `+` form have in expectation, without
     their variance. For small vocabularies: no chunk of it can be thrown away before the update.
-
-    Elsewhere: verl knows the name and raises NotImplementedError.
     """
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 

@@ -25,9 +25,6 @@ def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
     """-sg(clamp(rho, 0, 1)) A l: what has become unlikely counts less, nothing counts more.   -> [B, R]
 
     ROLL's truncated importance sampling.
-
-    Elsewhere: ROLL `tis`. In verl and TRL TIS is a weight between trainer and sampler: the token weight `importance`
-    here.
     """
     weight = _ratio(log_probs, old_log_probs).detach().clamp(max=1.0)
     return -weight * advantages * log_probs, {"pg_clipfrac": weight == 1.0}
@@ -48,8 +45,6 @@ def decoupled_ppo(
 
     What the step may not leave is the trainer's policy before the update; what the samples are of is another one.
     Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298.
-
-    Elsewhere: AReaL's loss; in verl the decoupled mode of rollout correction with a token weight.
     """
     loss, diagnostics = ppo_clip(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
@@ -74,8 +69,6 @@ def topr(
 
     The ratio is that of the whole trajectory (the paper), or with level="token" of each token (ROLL).   -> [B, R]
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.
-
-    Elsewhere: ROLL takes the ratio of each token, here level="token".
     """
     ratio = _ratio(log_probs, old_log_probs).detach()
     if level == "trajectory":
@@ -100,8 +93,6 @@ def dppo_tv(
     A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. A ratio says little of a rare token: from 1e-5 to 1e-4
     is a factor of ten and no distance. Give o as the sampler's log-probs (`algorithm.old_log_probs=rollout`) for the
     paper's form. https://arxiv.org/abs/2602.04879.
-
-    Elsewhere: verl `dppo_tv`, the same numbers; there clip_ratio_c is the cap.
     """
     moved = (log_probs.exp() - old_log_probs.exp()).detach()
     allowed = torch.where(advantages > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)
@@ -115,9 +106,6 @@ def dppo_kl(
     """As `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.   -> [B, R]
 
     https://arxiv.org/abs/2602.04879.
-
-    Elsewhere: verl `dppo_kl`, whose two thresholds are clip_ratio_low and clip_ratio_high; it adds 1e-8 to 1 - p where
-    this has a floor of 1e-6.
     """
     p, p_old = log_probs.detach().exp(), old_log_probs.exp()
     rest, rest_old = (1 - p).clamp(min=1e-6), (1 - p_old).clamp(min=1e-6)
@@ -140,8 +128,6 @@ def dro(
 
     With level="sequence" the tie is beta/2 (sum_t(l - o))^2, spread evenly over the row's tokens.
     Richemond et al. 2024, https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599.
-
-    Elsewhere: verl `dro`, beta without a default, tied by token.
     """
     log_ratio = log_probs - old_log_probs
     tie = log_ratio.square()
@@ -167,8 +153,6 @@ def vespo(
 
     A weight without a clip: 1 on-policy, falling smoothly to 0 on both sides.   -> [B, R]
     https://arxiv.org/abs/2602.10693.
-
-    Elsewhere: TRL loss_type="vespo", the same numbers.
     """
     lowest, highest = -18.420680743952367, 20.0  # log(1e-8): where the authors' code clamps
     token = (log_probs - old_log_probs).detach().clamp(-20.0, 20.0)

@@ -36,9 +36,6 @@ def ppo_clip(
     With a dual clip c > 1 the loss is at most -A c where A < 0: a token whose ratio has run away cannot rule the step.
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2019, https://arxiv.org/abs/1912.09729;
     low and high apart: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
-
-    Elsewhere: verl `vanilla` has the dual clip on, as the alias has; TRL's loss_types grpo, bnpo, dr_grpo and dapo are
-    this with four aggregations and without the limit of 20.
     """
     ratio = _log_ratio(log_probs, old_log_probs).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
@@ -63,9 +60,6 @@ def gspo(
     ratio_t = sg(s) exp(l - sg(l)): s in value, while each token's gradient is its own, so that advantages may differ by
     token (GSPO-token); with one advantage a row the mean over tokens has the gradient of -A s.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
-
-    Elsewhere: verl `gspo`, the same numbers; TRL importance_sampling_level="sequence" with loss_type="grpo" lets the
-    ratio of the sequence carry the gradient: the same where a row has one advantage.
     """
     log_ratio = (log_probs - old_log_probs).detach()
     sequence_ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()
@@ -87,8 +81,6 @@ def delta(
     """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): wrong tokens' ratios are bounded too.   -> [B, R]
 
     INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), which TRL has under this name.
-
-    Elsewhere: TRL's option `delta` of every clipped loss; verl's dual clip bounds the loss and not the ratio.
     """
     ratio = _log_ratio(log_probs, old_log_probs).exp()
     near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -110,8 +102,6 @@ def luspo(
 
     s = exp(mean_t(l - o)) with its own gradient, as TRL has it; advantages are those of a row.   -> [B, R]
     https://arxiv.org/abs/2602.05261.
-
-    Elsewhere: TRL loss_type="luspo" with importance_sampling_level="sequence", without the limit of 10.
     """
     ratio = row_means(log_probs - old_log_probs, response_mask).clamp(max=10.0).exp()[:, None]
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
@@ -133,8 +123,6 @@ def cispo(
     `bounds` says what the two numbers are: "relative" 1 - low and 1 + high (verl, slime, SkyRL, NeMo), "cap" no lower
     bound and `clip_ratio_high` itself above (TRL), "absolute" low and high themselves (Tinker).
     MiniMax 2025, https://arxiv.org/abs/2506.13585.
-
-    Elsewhere: see `bounds`; verl `cispo` and TRL loss_type="cispo" are the first two.
     """
     lower, upper = {
         "relative": (1.0 - clip_ratio_low, 1.0 + clip_ratio_high),
@@ -153,8 +141,6 @@ def sapo(
     """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a gate that closes smoothly, no clip.   -> [B, R]
 
     At rho = 1 the gradient is that of -A rho. https://arxiv.org/abs/2511.20347.
-
-    Elsewhere: verl `sapo` and TRL loss_type="sapo", the same numbers.
     """
     ratio = _log_ratio(log_probs, old_log_probs).exp()
     tau = pick(advantages > 0, tau_pos, tau_neg, ratio)
@@ -176,8 +162,6 @@ def geo_mean(
 
     The geometric mean of clipped ratios in the place of the arithmetic one; one number a row, on each of its tokens.
     Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
-
-    Elsewhere: verl `geo_mean`, clip 0.2 by default, averages over rows without tokens too.
     """
     log_ratio = _log_ratio(log_probs, old_log_probs)
     kept = torch.where(advantages < 0, log_ratio.clamp(min=-clip_ratio_low), log_ratio.clamp(max=clip_ratio_high))
@@ -195,9 +179,6 @@ def sppo(
 
     Regression of the sequence's log-ratio to how often it wins; one number a row, on each of its tokens.
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
-
-    Elsewhere: verl's recipe `sppo`, with another advantage (`whet algorithms show win_rate`); TRL's `sppo_hard` is a
-    DPO loss on pairs; ROLL's sppo_config is no SPPO.
     """
     moved = row_sums(log_probs - old_log_probs, response_mask)
     wanted = eta * row_means(advantages, response_mask)
@@ -209,8 +190,6 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
     """-A l: the plain policy gradient, right only for samples of the policy that is being updated.   -> [B, R]
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
-
-    Elsewhere: verl `gpg`; whet's alias `gpg` is for those who bring that name.
     """
     return -advantages * log_probs, {}
 

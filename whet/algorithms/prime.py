@@ -29,8 +29,6 @@ def prime(
     q = beta (log pi_prm - log pi_ref) of each token, `process_rewards` times beta. The process reward model is the
     critic: critic.value_loss=implicit_reward trains it online. A group of one has neither baseline: 0.
     Cui et al. 2025, https://arxiv.org/abs/2502.01456.
-
-    Elsewhere: verl's recipe `prime`.
     """
     groups = Groups(uid, response_mask)
     process_rewards = beta * process_rewards
@@ -50,8 +48,6 @@ def implicit_reward(
 
     l is of the reward model, b of its reference. One number a row, on each of its tokens.   -> [B, R]
     Yuan et al. 2024, https://arxiv.org/abs/2412.01981.
-
-    Elsewhere: the reward model's loss in verl's recipe `prime`.
     """
     logit = beta * row_sums(log_probs - ref_log_probs, response_mask)
     right = (accuracy >= 1.0).to(logit.dtype)

@@ -19,8 +19,6 @@ def clipped(
     v is `values` under the critic being updated, v_old `old_values` before it, R `returns`, c `cliprange_value`.
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438; the clip is that of the PPO implementations
     (Engstrom et al. 2020, https://arxiv.org/abs/2005.12729).
-
-    Elsewhere: verl's value loss, cliprange_value 0.5 there too.
     """
     losses = (values - returns).square()
     diagnostics = {"vpred_mean": values.detach()}

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Literal, get_origin
+from importlib import resources
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
@@ -17,11 +18,24 @@ from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, load_target
 
 if TYPE_CHECKING:
-    from whet.algorithms.certify import Certificate, Row
+    from rich.console import Console
+
+    from whet.trainers.certify import Certificate, Row
 
 # By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
 Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
-TITLES = ("exact", "error", "cosine", "length", "variance", "stale error", "stale cosine")
+LEGEND = {  # the columns of a certificate
+    "exact": "yes: on its own samples the error has to be below 1e-8, and a test holds it to that",
+    "error": "|g - t| / |t|, g the expected gradient and t that of the objective, E[R] - beta KL(pi || ref)",
+    "cosine": "of the angle between g and t: 1 where g has t's direction and any length",
+    "length": "|g| / |t|",
+    "variance": "of the gradient of one group of two, in units of |t|^2",
+    "stale error": "the error on samples of a policy whose logits are 0.3 (standard deviation) away",
+    "stale cosine": "the cosine on such samples",
+    "stale KL": "of a KL as a loss: the error of its own gradient on such samples, against that of each token's KL "
+    "with the states of the samples held fixed",
+}
+TITLES = tuple(LEGEND)
 UNLIMITED = 10_000  # columns where there is no terminal to ask: a line is a line
 
 
@@ -77,12 +91,16 @@ def show(
 
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
-        said = [*facts(entry), *certificate(entry)]
-        width = max(len(title) for title, _ in said) + 2
+        certified = certificate(entry)
+        said = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-        output.print(Text(f"{definition(entry)}\n"))
-        for title, text in said:
-            output.print(Text.assemble((title.ljust(width), "bold"), text))
+        output.print(Text(f"{entry.doc}\n"))
+        if notation(entry.kind):
+            output.print(Text(f"In formulas: {notation(entry.kind)}.\n", style="dim"))
+        _print_pairs(output, said)
+        if certified:
+            output.print("\nIn certificates:", style="dim")
+            _print_pairs(output, list(LEGEND.items()))
         output.print()
 
 
@@ -113,12 +131,21 @@ def certify() -> None:
     output.width = output.width if output.is_terminal else UNLIMITED
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     table = Table(box=None, padding=(0, 1))
-    for title in ("", "", *TITLES):
+    for title in ("", "", *LEGEND):
         table.add_column(title, justify="left" if title in ("", "exact") else "right", no_wrap=True)
     for row in cells_of(found):
         table.add_row(*row)
     output.print(table)
-    output.print("What is exact, and how it is computed: docs/algorithms.md", style="dim")
+    _print_pairs(output, list(LEGEND.items()))
+    output.print("How it is computed: docs/algorithms.md", style="dim")
+
+
+def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
+    from rich.text import Text
+
+    width = max(len(title) for title, _ in pairs) + 2
+    for title, text in pairs:
+        output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
 def cells_of(certified: Certified) -> list[list[str]]:
@@ -136,6 +163,7 @@ def cells(is_exact: bool, own: Certificate, stale: Certificate) -> list[str]:
         f"{own.variance:.1f}",
         number(stale.relative_error),
         f"{stale.cosine:.3f}",
+        "" if stale.kl_error is None else number(stale.kl_error),
     ]
 
 
@@ -146,14 +174,14 @@ def number(error: float) -> str:
 
 def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> Certified:
     """Every certificate; `show` may look at the rows as they come."""
-    from whet.algorithms.certify import certificates, rows
+    from whet.trainers.certify import certificates, rows
 
     return {(row.kind, row.name): (row.is_exact, *certificates(row)) for row in show(rows())}
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
     """What `whet algorithms show` says of a function's expected gradient."""
-    from whet.algorithms.certify import certificates, rows_of
+    from whet.trainers.certify import certificates, rows_of
 
     found = []
     for row in [] if entry.alias_of else rows_of(entry):
@@ -161,11 +189,6 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
         title = "certificate" if row.kind == entry.kind else f"certificate, {row.kind}"
         found.append((title, ", ".join(f"{name} {cell}" for name, cell in shown if cell)))
     return found
-
-
-def definition(entry: Entry) -> str:
-    """What the docstring says of the function itself."""
-    return entry.doc.partition(ELSEWHERE)[0].rstrip()
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
@@ -186,13 +209,28 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """What other frameworks mean by the name, or call what it is."""
+    """What other frameworks mean by the name, or call what it is; nothing of what is not the mathematics'."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
-    return " ".join(entry.doc.partition(ELSEWHERE)[2].split())
+    known = _texts()["elsewhere"].get(entry.kind, {})
+    return known.get(entry.name) or known.get(entry.alias_of or "", "")
 
 
-ELSEWHERE = "Elsewhere: "  # begins the last paragraph of a docstring
+def notation(kind: str) -> str:
+    """The symbols in which formulas of a kind are written; nothing of a kind without formulas."""
+    return _texts()["notation"].get(kind, "")
+
+
+@cache
+def _texts() -> dict[str, dict[str, Any]]:
+    import yaml
+
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        resources.files("whet.algorithms").joinpath("names.yaml").read_text(encoding="utf-8")
+    )
+    return found
+
+
 MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 

@@ -9,6 +9,7 @@ processes forked from one that has loaded their class: a process an episode, or,
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import pickle
@@ -126,6 +127,9 @@ class PureHost:
         environment = self._open[uid]
         try:
             observation = environment.step(answer if self._is_long[type(environment)] else answer.text)
+            if inspect.iscoroutine(observation):
+                observation.close()
+                raise TypeError("its step is async, but it is registered with pure=True; register it without")
             self._results.append((uid, read_observation(observation)))
         except Exception as error:  # the user's code
             self._results.append((uid, Failure("environment", describe(error))))

@@ -18,9 +18,7 @@ from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
 from whet.models.value_head import ValueModel
-
-POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
-VALUE_OUTPUTS = frozenset({"values"})
+from whet.types import POLICY_OUTPUTS, VALUE_OUTPUTS
 
 
 @dataclass(frozen=True)

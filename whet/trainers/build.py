@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.algorithms.adapters import settling
 from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
 from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
-from whet.config.algorithm_checks import aggregation, uses_critic
+from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import check_context
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.launch import launch_roles
@@ -36,7 +36,6 @@ from whet.registry import (
     REWARDS,
     VALUE_LOSSES,
     WEIGHTS,
-    Registry,
     load_target,
 )
 from whet.rewards.pool import RewardPool
@@ -57,7 +56,7 @@ from whet.trainers.restart import with_restarts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
-from whet.trainers.settle import Chosen, Settlement
+from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import AdapterOffWorker, TrainWorker
 from whet.types import Prompt
@@ -158,9 +157,9 @@ def build(
             columns=columns,
             estimator=ADV_ESTIMATORS[config.algorithm.adv_estimator],
             estimator_options=_estimator_options(config),
-            settlement=_settlement(config),
-            policy_objective=_policy_objective(config),
-            value_objective=_value_objective(config) if "critic" in roles else None,
+            settlement=Settlement.from_config(config),
+            policy_objective=PolicyObjective.from_config(config),
+            value_objective=ValueObjective.from_config(config) if "critic" in roles else None,
             shaper=Shaper(config, _kl_controller(config)),
             entropy_controller=_entropy_controller(config),
             val_prompts=val_prompts,
@@ -237,7 +236,10 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
     return Setup(
         config,
         roles,
-        {"actor": _policy_objective(config), **({"critic": _value_objective(config)} if "critic" in roles else {})},
+        {
+            "actor": PolicyObjective.from_config(config),
+            **({"critic": ValueObjective.from_config(config)} if "critic" in roles else {}),
+        },
         Lengths(tuple(prompt_lengths) or (config.data.max_prompt_length,), config.data.max_response_length),
         tuple(role for provider in columns.providers for role in provider.marks.get("roles", ())),
     )
@@ -408,44 +410,6 @@ def _rollouts(
 def _estimator_options(config: TrainConfig) -> dict[str, Any]:
     entry = ADV_ESTIMATORS[config.algorithm.adv_estimator]
     return entry.resolve_options(config.algorithm.adv_options, "algorithm.adv_options")
-
-
-def _policy_objective(config: TrainConfig) -> PolicyObjective:
-    algorithm = config.algorithm
-    entry = POLICY_LOSSES[algorithm.policy_loss]
-    return PolicyObjective(
-        loss_name=algorithm.policy_loss,
-        options=entry.resolve_options(algorithm.loss_options, "algorithm.loss_options"),
-        aggregation=aggregation(algorithm),
-        fixed_length=algorithm.loss_fixed_length or config.data.max_response_length,
-        temperature=config.rollout.temperature or 1.0,
-        entropy_coef=algorithm.entropy_coef,
-        kl_form=algorithm.kl.form if algorithm.kl.where == "loss" else None,
-        supplied=config,
-    )
-
-
-def _settlement(config: TrainConfig) -> Settlement:
-    algorithm, correction = config.algorithm, config.algorithm.correction
-
-    def chosen(registry: Registry, name: str | None, options: Mapping[str, Any], where: str) -> Chosen | None:
-        return None if name is None else Chosen(registry[name], registry[name].resolve_options(options, where))
-
-    loss = chosen(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
-    assert loss is not None
-    return Settlement(
-        loss,
-        chosen(WEIGHTS, correction.weight, correction.weight_options, "algorithm.correction.weight_options"),
-        chosen(
-            REJECTIONS, correction.rejection, correction.rejection_options, "algorithm.correction.rejection_options"
-        ),
-    )
-
-
-def _value_objective(config: TrainConfig) -> ValueObjective:
-    entry = VALUE_LOSSES[config.critic.value_loss]
-    options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
-    return ValueObjective(loss_name=config.critic.value_loss, options=options)
 
 
 def _kl_controller(config: TrainConfig) -> FixedKL | AdaptiveKL:

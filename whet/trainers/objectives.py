@@ -14,12 +14,14 @@ from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.statistics import masked_mean
+from whet.config.algorithm_checks import aggregation
+from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
-from whet.models.outputs import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
+from whet.types import POLICY_OUTPUTS, VALUE_OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,23 @@ class PolicyObjective(Objective):
     kl_coef: float = 0.0
     supplied: Any = None  # what a foreign loss is given as `config`
 
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> PolicyObjective:
+        """What a config minimises; the weights of entropy and KL are set step by step.  Raises: ConfigError."""
+        algorithm = config.algorithm
+        return cls(
+            loss_name=algorithm.policy_loss,
+            options=POLICY_LOSSES[algorithm.policy_loss].resolve_options(
+                algorithm.loss_options, "algorithm.loss_options"
+            ),
+            aggregation=aggregation(algorithm),
+            fixed_length=algorithm.loss_fixed_length or config.data.max_response_length,
+            temperature=config.rollout.temperature or 1.0,
+            entropy_coef=algorithm.entropy_coef,
+            kl_form=algorithm.kl.form if algorithm.kl.where == "loss" else None,
+            supplied=config,
+        )
+
     @property
     def needs(self) -> frozenset[str]:
         """Log-probs, entropy (to be shown even where it is not trained on), and what else the loss reads."""
@@ -168,6 +187,13 @@ class ValueObjective(Objective):
     loss_name: str = "clipped"
     name = "critic"
     kind = VALUE_LOSSES
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> ValueObjective:
+        """What a config's critic minimises.  Raises: ConfigError."""
+        entry = VALUE_LOSSES[config.critic.value_loss]
+        options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
+        return cls(loss_name=config.critic.value_loss, options=options)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -16,9 +16,10 @@ import torch
 from whet.algorithms.adapters import settle
 from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.correction import gap
+from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import Entry, call
+from whet.registry import POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Chosen:
 
     entry: Entry
     options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, registry: Registry, name: str, options: Mapping[str, Any], where: str) -> Chosen:
+        """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
+        return cls(registry[name], registry[name].resolve_options(options, where))
 
     def __call__(self, batch: DataProto) -> torch.Tensor:
         """What it says of a batch."""
@@ -41,6 +47,20 @@ class Settlement:
     loss: Chosen
     weight: Chosen | None = None
     rejection: Chosen | None = None
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> Settlement:
+        """The functions that a config names, with their options.  Raises: ConfigError, RegistryError."""
+        algorithm, correction = config.algorithm, config.algorithm.correction
+
+        def chosen(registry: Registry, name: str | None, options: Mapping[str, Any], key: str) -> Chosen | None:
+            return None if name is None else Chosen.of(registry, name, options, f"algorithm.correction.{key}")
+
+        return cls(
+            Chosen.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options"),
+            chosen(WEIGHTS, correction.weight, correction.weight_options, "weight_options"),
+            chosen(REJECTIONS, correction.rejection, correction.rejection_options, "rejection_options"),
+        )
 
     def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Adds `loss_mask`, the sampled tokens without those that are not to be trained on, after advantages were

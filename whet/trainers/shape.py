@@ -54,7 +54,8 @@ class Shaper:
             advantages = whiten(advantages, batch["response_mask"])
         if shaping.advantage_clip is not None:
             advantages = advantages.clamp(-shaping.advantage_clip, shaping.advantage_clip)
-        batch = batch.with_columns(advantages=advantages)
+        if advantages is not batch["advantages"]:
+            batch = batch.with_columns(advantages=advantages)
         return without_truncated(batch, metrics) if self.config.algorithm.truncated == "zero" else batch
 
     def state(self) -> dict[str, dict[str, float]]:

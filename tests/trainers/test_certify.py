@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The enumeration is right, and what claims to be exact is."""
+"""The enumeration is right, what claims to be exact is, and the step that is looked at is the loop's own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from whet.algorithms.certify import (
+from whet.config.algorithm import CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
+from whet.protocol import DataProto
+from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
+from whet.trainers.certify import (
     GAP,
+    STALENESS,
     SUMS,
     Row,
     World,
     certify,
+    kl_error,
     multiplicity,
     multisets,
     objective_gradient,
@@ -19,10 +24,10 @@ from whet.algorithms.certify import (
     rows,
     rows_of,
 )
-from whet.config.algorithm import CorrectionConfig, FilterConfig, KLConfig
-from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES
+from whet.trainers.shape import Shaper
 
-FUNCTIONS = [entry for kind in KINDS for entry in kind if entry.alias_of is None]
+SMALL = World(length=2)  # the whole table, of answers of up to three tokens, is docs/algorithms.md's
+FUNCTIONS = [entry for kind in KINDS for entry in kind]
 CLAIMS = [
     pytest.param(row, id=f"{row.kind} {row.name}") for entry in FUNCTIONS for row in rows_of(entry) if row.is_exact
 ]
@@ -60,7 +65,36 @@ def test_the_objectives_gradient_is_that_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("row", CLAIMS)
 def test_what_claims_to_be_exact_is(row: Row) -> None:
-    assert certify(row.algorithm, mode=row.mode, gap=row.gap).relative_error < 1e-8
+    assert certify(row.algorithm, SMALL, mode=row.mode, gap=row.gap).relative_error < 1e-8
+
+
+def test_the_step_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a config says of rewards, tokens and losses is in its certificate, and so is a change of the loop."""
+    for changed in (
+        {"shaping": ShapingConfig(reward_clip=0.5)},
+        {"shaping": ShapingConfig(advantage_clip=0.1)},
+        {"truncated": "drop"},
+        {"correction": CorrectionConfig(rejection="divergence", rejection_options={"form": "k1", "high": 0.05})},
+    ):
+        assert certify(plain(**changed), SMALL, mode=SUMS, gap=GAP) != certify(plain(), SMALL, mode=SUMS, gap=GAP)
+    rewards = Shaper.rewards
+    monkeypatch.setattr(Shaper, "rewards", lambda *given: _doubled(rewards(*given)))
+    assert certify(plain(), SMALL, mode=SUMS).norm_ratio == pytest.approx(2.0)
+
+
+def _doubled(batch: DataProto) -> DataProto:
+    return batch.with_columns(token_level_rewards=2 * batch["token_level_rewards"])
+
+
+@pytest.mark.parametrize("form", [entry.name for entry in KL_FORMS])
+def test_a_kl_as_a_loss_on_samples_of_an_older_policy(form: str) -> None:
+    fresh, stale = (kl_error(form, SMALL, staleness=each) for each in (0.0, STALENESS))
+    if form == "full" or form.endswith("_ratio"):
+        assert fresh < 1e-12 and stale < 1e-12
+    elif form.endswith("+") or form == "k2":
+        assert fresh < 1e-12 and stale > 0.1
+    else:
+        assert fresh > 0.05 and stale > 0.05
 
 
 @pytest.mark.parametrize("n", [3, 4])
@@ -73,7 +107,7 @@ def test_known_biases() -> None:
     world = World(vocabulary=2, length=3)
     shrunk = certify(plain(adv_estimator="dr_grpo"), world, mode=SUMS, n=3)
     assert (shrunk.cosine, shrunk.norm_ratio) == (pytest.approx(1.0), pytest.approx(2 / 3))
-    assert certify(plain(adv_estimator="grpo"), mode=SUMS).cosine < 0.99
+    assert certify(plain(adv_estimator="grpo"), SMALL, mode=SUMS).cosine < 0.99
     # as a loss k1 has no expected gradient: the error is all of the KL's part
     without = certify(plain(kl=KLConfig(where="loss", form="k1", coef=0.0)), world, mode=SUMS)
     assert without.relative_error < 1e-8
@@ -86,7 +120,7 @@ def test_known_biases() -> None:
 def test_the_full_kl_is_what_k2_estimates() -> None:
     """Both follow each token's KL with the states held fixed; what is estimated varies more."""
     estimated, full = (
-        certify(plain(kl=KLConfig(where="loss", form=form, coef=0.5)), mode=SUMS) for form in ("k2", "full")
+        certify(plain(kl=KLConfig(where="loss", form=form, coef=0.5)), SMALL, mode=SUMS) for form in ("k2", "full")
     )
     assert full.relative_error == pytest.approx(estimated.relative_error, abs=1e-12)
     assert full.variance < estimated.variance
@@ -94,13 +128,13 @@ def test_the_full_kl_is_what_k2_estimates() -> None:
 
 def test_samples_of_another_policy_need_their_weight() -> None:
     exact = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": float("inf")})
-    assert certify(plain(), gap=GAP, mode=SUMS).relative_error > 0.01
-    assert certify(plain(correction=exact), gap=GAP, mode=SUMS).relative_error < 1e-8
+    assert certify(plain(), SMALL, gap=GAP, mode=SUMS).relative_error > 0.01
+    assert certify(plain(correction=exact), SMALL, gap=GAP, mode=SUMS).relative_error < 1e-8
 
 
 def test_dynamic_sampling_keeps_the_direction_of_what_differs() -> None:
     """A group whose answers are alike has no advantage: leaving it out scales RLOO's gradient, and no more."""
-    kept = certify(plain(filter=FilterConfig(name="dapo")), mode=SUMS)
+    kept = certify(plain(filter=FilterConfig(name="dapo")), SMALL, mode=SUMS)
     assert kept.norm_ratio > 1.2
     assert kept.cosine > 0.99  # style is a little of the score, and groups that are equally right differ in it
 
@@ -109,5 +143,6 @@ def test_the_table_has_everything() -> None:
     names = {(row.kind, row.name) for row in rows()}
     assert len(names) == len(rows()) >= 80
     assert {("recipe", "gsm8k"), ("recipe", "dapo_gsm8k"), ("recipe", "cpo_quickstart")} <= names
+    assert {("KL in the loss", "k3_ratio"), ("KL in the loss", "k3+"), ("KL in the reward", "k1")} <= names
     for kind in (ADV_ESTIMATORS, POLICY_LOSSES):
         assert {(kind.kind, entry.name) for entry in kind if entry.alias_of is None} <= names

@@ -12,33 +12,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate, policy_loss, settle
-from whet.algorithms.aggregation import aggregate, counts
-from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
+from whet.algorithms.adapters import estimate
+from whet.algorithms.kl import FixedKL
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
-from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, OverlongConfig
-from whet.config.algorithm_checks import aggregation
+from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
-from whet.config.schema import TrainConfig
+from whet.config.schema import DataConfig, TrainConfig
 from whet.masks import zero_outside
-from whet.registry import (
-    ADV_ESTIMATORS,
-    AGGREGATIONS,
-    FILTERS,
-    KL_FORMS,
-    POLICY_LOSSES,
-    WEIGHTS,
-    Entry,
-    call,
-)
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
+from whet.trainers.objectives import PolicyObjective
+from whet.trainers.settle import Chosen, Settlement
+from whet.trainers.shape import Shaper
 
 Batch = dict[str, Tensor]
 
@@ -119,12 +113,13 @@ def entropy_of(log_pi: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Certificate:
     """The expected gradient g against the objective's, t: |g - t| / |t|, their cosine, |g| / |t|, and the variance of
-    one group's gradient in units of |t|^2."""
+    one group's gradient in units of |t|^2. For a KL as a loss its `kl_error` too."""
 
     relative_error: float
     cosine: float
     norm_ratio: float
     variance: float
+    kl_error: float | None = None
 
 
 def certify(
@@ -141,25 +136,10 @@ def certify(
     `mode` is an aggregation in the place of the config's. Samples are of a policy that is `staleness` away from the one
     that is updated, in the standard deviation of logits; with `gap` the sampler was further away still.
     """
-    now = world.table(1)
-    old = now + staleness * world.table(2)
-    sampler = old + gap * world.table(3)
+    step = Step.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
-    scores = scores_of(world, algorithm.overlong)
-    target = objective_gradient(world, scores, now.clone().requires_grad_(), penalised)
-    probabilities = world.log_probs(sampler).sum(-1).exp()
-
-    groups = list(multisets(len(world.answers), n))
-    weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
-    weights = weights * probabilities[torch.tensor(groups)].prod(-1)
-    if algorithm.filter.name is not None:  # what is left out is sampled again
-        weights = weights * torch.tensor([is_kept(algorithm.filter, world, group) for group in groups])
-        weights = weights / weights.sum()
-    columns, outputs = columns_of(world, scores, old, sampler), outputs_of(world, now)
-    slopes = torch.stack([slope_of_group(algorithm, mode, world, group, columns, outputs) for group in groups])
-    gradients = -slopes @ jacobian(world, now)
-    mean = weights @ gradients
-    variance = weights @ (gradients - mean).square().sum(-1)
+    target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
+    mean, variance = step.expected_gradient(n, staleness, gap)
     size = target.norm()
     return Certificate(
         relative_error=float((mean - target).norm() / size),
@@ -169,16 +149,101 @@ def certify(
     )
 
 
-def scores_of(world: World, overlong: OverlongConfig) -> Tensor:
-    """What the answers earn, less what a config takes from long ones: that is part of what it maximises.   [K]"""
-    if not overlong.penalty:
-        return world.scores
-    return world.scores + soft_overlong(
-        world.mask.sum(-1).double(),
-        max_response_length=world.length,
-        buffer_length=min(overlong.buffer_length, world.length - 1),
-        penalty=overlong.penalty,
-    )
+def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
+    """How far a form of the KL as a loss is from the gradient of each token's KL, with the states of the samples held
+    fixed, which are of a policy that is `staleness` away: |g - t| / |t|, all else giving no gradient."""
+    algorithm = plain(kl=KLConfig(where="loss", form=form, coef=1.0))
+    mean, _ = Step.of(algorithm, world, SUMS).expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
+    now = world.table(1).requires_grad_()
+    log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
+    by_state = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+    visits = world.log_probs(world.table(1) + staleness * world.table(2)).sum(-1).exp()[:, None] * world.mask
+    target = -torch.autograd.grad((visits * by_state[world.states]).sum(), now)[0].flatten()
+    return float((mean - target).norm() / target.norm())
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loop's own parts for a config, and what they make of a batch of one group of answers."""
+
+    world: World
+    config: TrainConfig
+    estimator: Chosen
+    settlement: Settlement
+    objective: PolicyObjective
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> Step:
+        """The parts; where `mode` is no aggregation of the config's own, in the place of it."""
+        overlong = algorithm.overlong
+        overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})
+        algorithm = algorithm.model_copy(update={"overlong": overlong})
+        config = TrainConfig(algorithm=algorithm, data=DataConfig(max_response_length=world.length))
+        objective = replace(PolicyObjective.from_config(config), kl_coef=algorithm.kl.coef)
+        return cls(
+            world,
+            config,
+            Chosen.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options"),
+            Settlement.from_config(config),
+            objective if mode is None else replace(objective, aggregation=mode),
+        )
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """What the answers earn, less what a config takes from long ones: that is part of what it maximises.   [K]"""
+        overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
+        if not overlong.penalty:
+            return self.world.scores
+        return self.world.scores + soft_overlong(
+            lengths,
+            max_response_length=self.world.length,
+            buffer_length=overlong.buffer_length,
+            penalty=overlong.penalty,
+        )
+
+    def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
+        """The expected step [S V] over all groups of n answers, and its variance."""
+        now = self.world.table(1)
+        old = now + staleness * self.world.table(2)
+        sampler = old + gap * self.world.table(3)
+        groups = list(multisets(len(self.world.answers), n))
+        weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
+        weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
+        if self.config.algorithm.filter.name is not None:  # what is left out is sampled again
+            weights = weights * torch.tensor([self.is_kept(group) for group in groups])
+            weights = weights / weights.sum()
+        columns, outputs = columns_of(self.world, old, sampler), outputs_of(self.world, now)
+        slopes = torch.stack([self.slope(group, columns, outputs) for group in groups])
+        gradients = -slopes @ jacobian(self.world, now)
+        mean = weights @ gradients
+        return mean, weights @ (gradients - mean).square().sum(-1)
+
+    def slope(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
+        """The gradient of a group's loss with respect to all that the model says of all answers, end to end."""
+        leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
+        found = torch.autograd.grad(self.loss(group, columns, leaves), list(leaves.values()), materialize_grads=True)
+        return torch.cat([each.flatten() for each in found])
+
+    def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
+        """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
+        rows, metrics = torch.tensor(group), Metrics()
+        shaper = Shaper(self.config, FixedKL(self.config.algorithm.kl.coef))  # afresh: no group knows of another
+        uid = torch.zeros(len(group), dtype=torch.int64)
+        batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
+        batch = shaper.rewards(batch, metrics)
+        advantages = estimate(self.estimator.entry, batch.tensors(), self.estimator.options).advantages
+        batch = shaper.advantages(batch.with_columns(advantages=advantages), metrics)
+        shown = self.settlement.weigh(self.settlement.reject(batch, metrics), metrics).tensors()
+        of_rows = {name: output[rows] for name, output in outputs.items()}
+        loss, _ = self.objective.loss(of_rows, shown, self.objective.counts(shown))
+        return loss
+
+    def is_kept(self, group: Sequence[int]) -> bool:
+        """Whether the config's filter trains on a group, by which of its answers are right."""
+        settings = self.config.algorithm.filter
+        right = [float(self.world.scores[answer] >= 1) for answer in group]
+        kept: bool = FILTERS[settings.name or ""].load()(right, **settings.options)
+        return kept
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
@@ -187,16 +252,6 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
     log_ref = world.log_probs(world.table(4)).sum(-1)
     value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
     return torch.autograd.grad(value, logits)[0].flatten()
-
-
-def slope_of_group(
-    algorithm: AlgorithmConfig, mode: str | None, world: World, group: Sequence[int], columns: Batch, outputs: Batch
-) -> Tensor:
-    """The gradient of `loss_of_group` with respect to all that the model says of all answers, end to end."""
-    leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
-    loss = loss_of_group(algorithm, mode, world, group, columns, leaves)
-    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return torch.cat([each.flatten() for each in found])
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
@@ -209,47 +264,6 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
     return found.flatten(1)
 
 
-def loss_of_group(
-    algorithm: AlgorithmConfig, mode: str | None, world: World, group: Sequence[int], columns: Batch, outputs: Batch
-) -> Tensor:
-    """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
-    rows = torch.tensor(group)
-    batch = {name: column[rows] for name, column in columns.items()}
-    outputs = {name: column[rows] for name, column in outputs.items()}
-    batch["uid"] = torch.zeros(len(rows), dtype=torch.int64)
-    mask, kl, correction = batch["response_mask"], algorithm.kl, algorithm.correction
-    rewards = batch["token_level_scores"]
-    if kl.where == "reward":
-        rewards, _ = apply_kl_to_reward(rewards, batch, form=kl.form, coef=kl.coef)
-    batch["token_level_rewards"] = rewards
-    estimated = estimate(ADV_ESTIMATORS[algorithm.adv_estimator], batch, algorithm.adv_options)
-    batch |= {"advantages": estimated.advantages}
-    entry = POLICY_LOSSES[algorithm.policy_loss]
-    batch = settle(entry, batch, algorithm.loss_options)
-    weights = mask
-    if correction.weight is not None:
-        weights = call(WEIGHTS[correction.weight], batch, correction.weight_options)
-    loss = policy_loss(entry, {**batch, **outputs}, algorithm.loss_options)
-    assert loss.per_token is not None
-
-    def total_of(values: Tensor) -> Tensor:
-        return aggregate(mode or aggregation(algorithm), values, mask, **counts(mask), fixed_length=world.length)
-
-    total = total_of(loss.per_token * weights)
-    if algorithm.entropy_coef:
-        total = total - algorithm.entropy_coef * total_of(outputs["entropy"])
-    if kl.where == "loss":
-        total = total + kl.coef * total_of(kl_penalty(kl.form, {**batch, **outputs}))
-    return total
-
-
-def is_kept(settings: FilterConfig, world: World, group: Sequence[int]) -> bool:
-    """Whether a filter trains on a group, by which of its answers are right."""
-    right = [float(world.scores[answer] >= 1) for answer in group]
-    kept: bool = FILTERS[settings.name or ""].load()(right, **settings.options)
-    return kept
-
-
 def outputs_of(world: World, now: Tensor) -> Batch:
     """What the policy that is updated says of all answers, differentiable."""
     vocabulary = world.statistic(now, lambda log_pi: log_pi)
@@ -260,8 +274,9 @@ def outputs_of(world: World, now: Tensor) -> Batch:
     }
 
 
-def columns_of(world: World, scores: Tensor, old: Tensor, sampler: Tensor) -> Batch:
+def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
     """Every column that an algorithm may read, of all answers."""
+    scores = world.scores
     mask, right = world.mask, (world.scores >= 1).double()
     greedy = old.argmax(-1)
     follows = ((world.tokens == greedy[world.states]) | (mask == 0)).all(-1)
@@ -282,6 +297,9 @@ def columns_of(world: World, scores: Tensor, old: Tensor, sampler: Tensor) -> Ba
     return {
         **per_token,
         "response_mask": mask,
+        "prompts": mask[:, :0],
+        "attention_mask": mask,
+        "truncated": world.tokens[:, -1] > 0,
         "token_level_scores": pay_on_last_token(scores, mask),
         "turn_ids": torch.arange(mask.shape[1]).expand(mask.shape).masked_fill(mask == 0, -1),
         "state_hash": world.states,
@@ -305,6 +323,7 @@ def multiplicity(group: Sequence[int]) -> int:
 # ---- the table
 
 STALENESS, GAP = 0.3, 0.3
+KL_LOSS = "KL in the loss"
 SUMS = "seq-mean-token-sum"
 
 
@@ -329,7 +348,7 @@ def rows() -> list[Row]:
     """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is; then the
     shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
-    found = [row for kind in kinds for entry in kind if entry.alias_of is None for row in rows_of(entry)]
+    found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
     found.append(Row(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
     found.append(Row(WEIGHTS.kind, "none", plain(), gap=GAP))
@@ -344,8 +363,10 @@ def rows() -> list[Row]:
 
 
 def rows_of(entry: Entry) -> list[Row]:
-    """Those of one function; none of a kind that has no part in a gradient."""
+    """The rows of one function; none of a kind that has no part in a gradient, or of another name for a function."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
+    if entry.alias_of is not None and kind != KL_FORMS.kind:
+        return []
     if kind == ADV_ESTIMATORS.kind:
         return [Row(kind, name, plain(adv_estimator=name), exact)]
     if kind == POLICY_LOSSES.kind:
@@ -354,7 +375,7 @@ def rows_of(entry: Entry) -> list[Row]:
         return [Row(kind, name, plain(), exact, mode=name)]
     if kind == KL_FORMS.kind:
         settings = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
-        exact = name in ("k1", "k1+")  # in the reward
+        exact = name.startswith("k1")  # in the reward
         return [Row(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in settings]
     if kind == WEIGHTS.kind:
         return [Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP)]
@@ -363,5 +384,7 @@ def rows_of(entry: Entry) -> list[Row]:
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:
     """On the policy's own samples, and on those of one that is `STALENESS` away."""
-    own = certify(row.algorithm, mode=row.mode, gap=row.gap)
-    return own, certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=STALENESS)
+    own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
+    if row.kind == KL_LOSS:
+        stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))
+    return own, stale
