@@ -113,6 +113,20 @@ def test_what_is_missing_leaves_no_gap_and_validation_has_its_own_line() -> None
     assert lines[2] == "step 1 validation  gsm8k/accuracy 0.75"
 
 
+def test_a_validation_says_nothing_twice() -> None:
+    output, written = console(terminal=False)
+    tracker = ConsoleTracker(10, console=output)
+    one = {"val/accuracy": 0.5, "val/reward": 0.5, "val/a/accuracy": 0.5, "val/a/reward": 0.5, "val/failures": 0.0}
+    tracker.log(1, {**one, "val/response_length": 3.0})
+    tracker.log(2, {**one, "val/reward": 0.7, "val/failures": 2.0})
+    tracker.log(3, {**one, "val/b/accuracy": 0.5, "val/b/reward": 0.6})
+    assert written.getvalue().splitlines() == [
+        "step 1 validation  accuracy 0.5  response_length 3",
+        "step 2 validation  accuracy 0.5  reward 0.7  failures 2",
+        "step 3 validation  accuracy 0.5  a/accuracy 0.5  b/accuracy 0.5  b/reward 0.6",
+    ]
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01"), (90000, "25:00:00")],

@@ -71,8 +71,8 @@ class ConsoleTracker:
         numbers = {column.title: column.number(metrics) for column in self._columns}
         if any(number is not None for number in numbers.values()):
             self._print_step(step, numbers)
-        if validated := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
-            listed = "  ".join(f"{name.removeprefix(VALIDATION)} {value:.4g}" for name, value in validated.items())
+        if validated := _validated(metrics):
+            listed = "  ".join(f"{name} {value:.4g}" for name, value in validated.items())
             self._console.print(Text(f"step {step} validation  {listed}", style="green"), soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
@@ -106,6 +106,23 @@ class ConsoleTracker:
         if done <= 0:
             return ""
         return clock_time((self._clock() - self._started) / done * (self._total_steps - step))
+
+
+def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a validation that say something: no zero failures, no reward that is the accuracy, none of
+    a data source that is the only one."""
+    found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
+    if found.get("failures") == 0:
+        del found["failures"]
+    sources = {name.rpartition("/")[0] for name in found} - {""}
+    shown = {}
+    for name, value in found.items():
+        source, _, metric = name.rpartition("/")
+        accuracy = found.get(f"{source}/accuracy".lstrip("/"))
+        is_again = len(sources) == 1 and bool(source) and metric in found
+        if not is_again and not (metric == "reward" and accuracy is not None and math.isclose(value, accuracy)):
+            shown[name] = value
+    return shown
 
 
 def clock_time(seconds: float) -> str:

@@ -226,8 +226,9 @@ def show(
         "What to try next\n"
         f"  {f'{program} config train quickstart':{width}}what this run was, and where each value came from\n"
         f"  {f'{program} algorithms':{width}}what else there is\n"
-        f"  {program} train quickstart model.path={run_dir}/sft_model data.train_files={run_dir}/train.jsonl \\\n"
-        f"      data.val_files={run_dir}/held_out.jsonl algorithm.adv_estimator=rloo trainer.experiment_name=rloo\n"
+        f"  {program} train quickstart model.path={run_dir}/sft_model algorithm.adv_estimator=rloo \\\n"
+        f"      data.train_files={run_dir}/train.jsonl data.val_files={run_dir}/held_out.jsonl \\\n"
+        f"      trainer.experiment_name=rloo\n"
         f"  {program} init-model --arch qwen2.5 --size tiny my_model",
         soft_wrap=True,
         markup=False,
