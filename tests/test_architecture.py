@@ -44,7 +44,7 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for par
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_ALGORITHM_LINES = 25
-MAX_PACKAGE_LINES = 32_000  # for as long as contracts are being widened; the cuts come after them
+MAX_PACKAGE_LINES = 33_000  # for as long as contracts are being widened; the cuts come after them
 MAX_LEAF_KEYS = 200
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}

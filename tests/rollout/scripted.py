@@ -14,15 +14,18 @@ VERSION = 3
 
 
 class Scripted:
-    """Gives its answers in the order of the requests, again from the first one after the last, and remembers these."""
+    """Gives its answers in the order of the requests, again from the first one after the last, and remembers these.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str) -> None:
-        self.tokenizer, self.answers = tokenizer, answers
+    With `by_sample` a request gets the answer of its sample's number: environments in processes begin in any order."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str, by_sample: bool = False) -> None:
+        self.tokenizer, self.answers, self.by_sample = tokenizer, answers, by_sample
         self.requests: list[Request] = []
         self._events: list[Event] = []
 
     def submit(self, request: Request) -> bool:
-        answer = self.answers[len(self.requests) % len(self.answers)]
+        number = int(request.uid.split(":")[-2]) if self.by_sample else len(self.requests)
+        answer = self.answers[number % len(self.answers)]
         self.requests.append(request)
         self._events.append(Finished(request.uid, request.attempt, self.say(answer, request)))
         return True

@@ -178,7 +178,7 @@ def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) 
 
 
 def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
-    engine = Scripted(tokenizer, "5", "9", "77")
+    engine = Scripted(tokenizer, "5", "9", "77", by_sample=True)
     collector = Collector(engine, tokenizer, environment=f"{environments}:Broken", apply_chat_template=False)
     [[fine, failed, also_fine]] = collector.collect([text_prompt(tokenizer)], 3, PARAMS, step=1)
     assert fine.failure is None and also_fine.failure is None

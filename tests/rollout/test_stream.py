@@ -54,7 +54,11 @@ def rollouts(
     """Two answers a prompt, as told, to endlessly many prompts in order."""
     pool = RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
     collector = Collector(
-        Scripted(tokenizer, *answers), tokenizer, environment=environment, apply_chat_template=False, seed=1
+        Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
+        tokenizer,
+        environment=environment,
+        apply_chat_template=False,
+        seed=1,
     )
     prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
     loader = PromptLoader(prompts, seed=0, shuffle=False)

@@ -103,8 +103,8 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
     assert set(deeds) == {"generate", "True", "actor update"}
     taking_turns, deeds = trained(**{"rollout.free_cache_engine": True, "trainer.run_dir": str(tmp_path / "turns")})
     assert taking_turns == plain
-    step = ["ref offload", "generate", "sleep", "ref onload", "False", "actor update"]
-    assert deeds == step * 2  # the actor's module is the rollout's too: it stays
+    away, back = ["actor offload", "ref offload"], ["actor onload", "ref onload"]
+    assert deeds == [*away, "generate", "sleep", *back, "False", "actor update"] * 2
 
 
 def watched(on: Any, name: str, before: Callable[[str], object]) -> None:

@@ -45,6 +45,6 @@ def init_model(
     typer.echo(
         f"wrote {written}. Its weights are random: show it examples first, then reward it, for instance with GSM8K "
         f"from the hub:\n  {program()} sft model.path={written} {rows} data.prompt_key=question "
-        f"data.response_key=answer\n  {program()} export runs/whet/default {written}_sft\n  {program()} train gsm8k "
+        f"data.response_key=answer\n  {program()} export runs/whet/sft {written}_sft\n  {program()} train gsm8k "
         f"model.path={written}_sft {rows} data.val_files={GSM8K}@test"
     )
