@@ -45,3 +45,9 @@ def test_what_was_compared_is_said():
 def test_no_ground_truth_is_an_error(truth):
     with pytest.raises(ValueError, match="the ground truth is"):
         compute_score("", truth)
+
+
+def test_a_lone_surrogate_is_a_letter_like_any_other():
+    options = {"ignore_case": True, "ignore_punctuation": True, "ignore_articles": True}
+    assert compute_score("a \ud800.", "\ud800", **options)["reward"] == 1.0
+    assert compute_score("\ud800", "\udfff")["reward"] == 0.0

@@ -39,6 +39,10 @@ def strict(answer, truth):
         ("between 1,2,3", "3"),
         ("50%", 50),
         ("so 7.", 7.0),
+        ("In step 1 **72** eggs", "72"),
+        ("It is _72_", "72"),
+        ("at $5/hour", "5"),
+        ("48/2 = 24", "24"),
         ("<<16-3-4=9>>9 eggs", "9"),
     ],
 )
@@ -52,6 +56,60 @@ def test_the_last_number_is_the_answer(answer, truth):
 )
 def test_another_last_number_is_wrong(answer, truth):
     assert numbers(answer, truth) == {"reward": 0.0, "accuracy": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        ("the probability is 2/3", "3"),
+        ("10^6", "6"),
+        ("10^-6", "-6"),
+        ("10**6", "6"),
+        ("x^2", "2"),
+        ("10^x", "10"),
+        ("x_2", "2"),
+        ("1e6", "6"),
+        (r"\frac{1}{2}", "2"),
+        (r"\boxed{\frac{1}{ 2 }}", "2"),
+        (r"2\sqrt{5}", "5"),
+        ("(1 + 2) / 3", "3"),
+    ],
+)
+def test_a_part_of_a_fraction_a_power_or_a_root_is_no_answer(answer, part):
+    assert compute_score(answer, part, format_score=0.1) == {"reward": 0.0, "accuracy": 0.0, "pred": None}
+    assert flexible(f"{answer} = 7", "7") == 1.0
+    with pytest.raises(ValueError, match="has no number"):
+        compute_score("7", answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "#### 5 or 6",
+        "#### 5, 6",
+        "#### 5,6",
+        "#### 5-6",
+        "#### 5 to 6",
+        "#### 5/6",
+        "#### 5^2",
+        "#### 5^n",
+        "#### 5e3",
+        "#### 5 + 1",
+    ],
+)
+def test_strict_reads_a_number_that_stands_alone(answer):
+    assert strict(answer, "5") == strict(answer, "6") == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["#### 5 eggs", "#### 5, or so", "#### 5\n- 6 is wrong", "#### 5 (3 + 2)", "#### $5/egg"]
+)
+def test_strict_reads_a_number_with_words_behind_it(answer):
+    assert strict(answer, "5") == 1.0
+
+
+def test_a_lone_surrogate_is_a_letter_like_any_other():
+    assert flexible("\ud800 so 5", "5") == strict("\udfff #### 5\ud800", "5") == flexible("5", "\ud800#### 5") == 1.0
 
 
 @pytest.mark.parametrize(

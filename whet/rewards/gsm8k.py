@@ -16,6 +16,10 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-\u2212])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _MARK = "####"
+# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is a part. Behind the mark a number stands
+# alone, not as in "5 or 6", "3-5" and "5, 6".
+_PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\sqrt|\d[eE]\+?)\s*[({]*\s*$")
+_GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
 
 @register_reward("gsm8k")
@@ -29,8 +33,9 @@ def compute_score(
     """1 where the number given is the number asked for, `format_score` where another number is given, else 0.
 
     `strict` reads the number after the last `####`, `flexible` the last number of the text. Commas, `$` and a trailing
-    dot do not matter, and 72.0 is 72. `ground_truth` is the number, or an answer as published, which ends in `#### n`.
-    `pred` is the number given.
+    dot do not matter, and 72.0 is 72. Part of a fraction, a power or a root is no number, and behind `####` neither is
+    the first of several. `ground_truth` is the number, or an answer as published, which ends in `#### n`. `pred` is the
+    number given.
     Raises: ValueError for a ground truth without a number, and for an unknown method.
     """
     if method not in ("flexible", "strict"):
@@ -47,12 +52,16 @@ def compute_score(
 def _number_after_mark(text: str) -> Decimal | None:
     _, mark, rest = text.rpartition(_MARK)
     match = _NUMBER.match(rest.lstrip()) if mark else None
-    return _value(match) if match else None
+    return _value(match) if match and not _GOES_ON.match(match.string, match.end()) else None
 
 
 def _last_number(text: str) -> Decimal | None:
     matches = list(_NUMBER.finditer(text))
-    return _value(matches[-1]) if matches else None
+    if not matches:
+        return None
+    start, end = matches[-1].span()
+    is_part = text.startswith("^", end) or _PART_OF.search(text[max(0, start - 80) : start])
+    return None if is_part else _value(matches[-1])
 
 
 def _value(match: re.Match[str]) -> Decimal:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import lru_cache
+from typing import Any
 
 import math_verify.grader
 import math_verify.parser
-from math_verify import parse, verify
+import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig, extract_boxed_content
+from math_verify import LatexExtractionConfig, parse, verify
 
 from whet.registry import register_reward
+from whet.rewards.expressions import MAX_CHARS, find_expressions, last_expression, open_brackets
 from whet.rewards.result import number_text
 
 # math-verify's own deadline is SIGALRM, which works in the main thread only; the reward pool has a better one. Without
@@ -18,76 +23,163 @@ from whet.rewards.result import number_text
 math_verify.parser.TIMEOUT_WARNING_SHOWN = True
 math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 
-_BOXED = re.compile(r"\\f?boxed\s*\{")
-_ANSWER_IS = re.compile(r"answer\s+is\s*:?\s*(.+?)\s*(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
-_WRAPPED = re.compile(r"(?:\$\$?|\*\*|\\\(|\\\[)\s*(.*?)\s*(?<!\\)(?:\$\$?|\*\*|\\\)|\\\])")
-_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[,;:! ]|\s")
+MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # an expression with deeper brackets or longer numbers could take for ever
+
 _THOUGHT_END = "</think>"
+_BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
+_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
+_ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
+_SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
+
+# Normalisations of the answer and the truth beyond math-verify's own: docs/rewards.md has an example of each.
+NORMALISATIONS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in {
+        r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
+        r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
+        r"(?<![\w.,^{\\])(\d{1,3})(?:\\[,;:! ]|[ ~])(\d{3})(?:(?:\\[,;:! ]|[ ~])(\d{3}))?(?![\w,])": r"\1\2\3",
+        r"(?<!\\)\\[,;: ]|~": " ",
+        r"(?<![\w.,)}^_/])(\d+)\s(\d+)\s?/\s?(\d+)(?![\w.,/^!])": r"\1\\frac{\2}{\3}",
+        r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])": r"\1 \\times 10^{\2}",
+        r"(?<=\d)\s?x\s?(?=10\s?\^)": r" \\times ",
+        r"\*\*": "^",
+        r"\^\s?(-\d+)": r"^{\1}",
+        r"√\s?(\d+|\w|\([^()]*\))": r"\\sqrt{\1}",
+        r"²": "^2",
+        r"³": "^3",
+        r"\s?°": r"^\\circ",
+        r"∞": r"\\infty ",
+        r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|pi)(?![a-zA-Z])": r"\\\1",
+        r"\\(?:text|mathrm|mathbf|textbf|boldsymbol)\s?\{\s?(-?[\d.,/]+)\s?\}": r"\1",
+    }.items()
+)
+_READING = {
+    units: NormalizationConfig(units=units, malformed_operators=True, nits=True, boxed="all") for units in (False, True)
+}
+# math-verify takes the c of "x + c" for a unit.
+_VARIABLE_LAST = re.compile(r"[\d}\s]\s?(?!(?:[ckm]m|kg|ft)$)[a-zA-Z]{1,2}$")
+_PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
+_SIDE_BY_SIDE = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
 @register_reward("math", aliases=("math_verify",))
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """1 where the answer equals the ground truth (as text, else to math-verify: as numbers, then as symbols), else 0.
+    """Returns 1 where the answer equals the ground truth, else 0: as text, else to math-verify, as numbers or symbols.
 
-    The answer is the last closed `\\boxed{}`, else what follows the last "answer is", else the last number, in the text
-    behind the last `</think>`. What math-verify cannot parse is compared as text. A `ground_truth` may be boxed too.
-    `pred` is the answer's `vote`.
+    The answer is in the text behind the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else what stands in
+    the last `<answer>` tag or behind the last "answer is" or "answer:", else the last expression. An expression is read
+    whole: "2/3" is not 3, and "5 or 6" is the set of both. Neighbouring boxes are joined where the truth has several
+    values. What math-verify rejects is wrong, after the normalisations that docs/rewards.md lists. A `ground_truth` may
+    be boxed too. `pred` is the answer's `vote`.
     """
-    answer = extract_answer(solution_str)
-    truth = str(ground_truth)
-    boxed_truth = _last_boxed(truth)
+    truth = extract_boxes(str(ground_truth), joined=True)
+    truth = str(ground_truth) if truth is None else truth
+    answer = extract_answer(solution_str, truth)
     if answer is None:
         return {"reward": 0.0, "pred": None}
-    correct = is_equal(answer, truth if boxed_truth is None else boxed_truth)
-    return {"reward": float(correct), "pred": vote(answer)}
+    return {"reward": float(is_equal(answer, truth)), "pred": vote(answer)}
 
 
-def extract_answer(text: str) -> str | None:
-    """The answer as written, without its box; None where the text gives none."""
+def extract_answer(text: str, truth: str = "") -> str | None:
+    """Returns the answer as written, without its box; None where the text has none.
+
+    Neighbouring boxes are one answer where the truth has several values and the last box has one."""
     text = text.rpartition(_THOUGHT_END)[2]
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    for pattern in (_ANSWER_IS, _NUMBER):
-        if matches := pattern.findall(text):
-            return str(matches[-1])
-    return None
+    box = extract_boxes(text)
+    if box is not None:
+        joined = text.count("box") > 1 and _is_several(truth) and not _is_several(box)
+        return extract_boxes(text, joined=True) if joined else box
+    if tagged := _TAG.findall(text):
+        return last_expression(tagged[-1]) or tagged[-1].strip() or None
+    if anchors := list(_ANSWER_IS.finditer(text)):
+        behind = text[anchors[-1].end() :][: 4 * MAX_CHARS]
+        sentence = _SENTENCE.match(behind)
+        if sentence and sentence[0]:
+            start, first = next(find_expressions(behind), (sentence.end() + 1, ""))
+            return first if start <= sentence.end() else sentence[0]
+    return last_expression(text)
+
+
+def extract_boxes(text: str, *, joined: bool = False) -> str | None:
+    """Returns the content of the last closed box; with `joined` also that of the boxes that math-verify joins to it."""
+    boxes, opened = [], []
+    for brace in _BRACES.finditer(text):
+        if brace[0][-1] == "{" and brace[0] != "\\{":
+            opened.append(brace)
+        elif brace[0] == "}" and opened and (opening := opened.pop())["box"]:
+            boxes.append((opening.end(), brace.start()))
+    if not boxes:
+        return None
+    start, end = max(boxes)
+    return extract_boxed_content(text[: end + 1], "last") if joined else text[start:end].strip()
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Whether two expressions, as LaTeX or plain text, are one. Without a deadline: hostile input may take for ever."""
-    answer, truth = _bare(answer), _bare(truth)
-    if answer == truth:
-        return answer != ""
-    parsed_truth, parsed_answer = (parse(f"${each}$", parsing_timeout=None) for each in (truth, answer))
+    """Returns whether two expressions, as LaTeX or plain text, are one: the same text, or equal to math-verify.
+
+    Without a deadline: long, deep and huge ones are not parsed, but simplifying others may still take for ever."""
+    if vote(answer) == vote(truth):
+        return vote(answer) != ""
+    units = not _VARIABLE_LAST.search(normalise(truth))
+    parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
+    if parsed_truth is None or parsed_answer is None:
+        return False
     return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
 
 
 def vote(answer: str) -> str:
-    """What a majority counts as one answer: a number by its value, all else by its text without spaces and sizes.
+    """Returns what a majority counts as one answer: a number by its value, all else by its text without sizes.
 
     Parsing could unite more of them, but a vote must not hang on how a parser fails."""
-    text = _bare(answer)
+    text = normalise(answer)
     if _NUMBER.fullmatch(text):
         return number_text(Decimal(text.replace(",", "")))
     return _LAYOUT.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
-def _bare(text: str) -> str:
-    """On one line, without the marks around it: what math-verify takes between two `$`."""
+def normalise(text: str) -> str:
+    """Returns `text` on one line, after `NORMALISATIONS`."""
     text = " ".join(text.split())
-    while match := _WRAPPED.fullmatch(text):
-        text = match[1]
-    return text
+    for pattern, replacement in NORMALISATIONS if len(text) <= MAX_CHARS else ():
+        text = pattern.sub(replacement, text)
+    return text.strip()
 
 
-def _last_boxed(text: str) -> str | None:
-    """What the last box that is closed holds."""
-    for opening in reversed(list(_BOXED.finditer(text))):
-        depth = 1
-        for position in range(opening.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[opening.end() : position].strip()
-    return None
+@lru_cache(maxsize=256)
+def _parse(text: str, units: bool = True) -> Any:
+    """The expression as math-verify reads it; None for one that it cannot read, misreads, or would not finish."""
+    text = normalise(text)
+    depths = open_brackets(text)
+    if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _SIDE_BY_SIDE.search(text):  # of "2 3" it makes 5
+        return None
+    percent = _PERCENT.fullmatch(text)
+    latex = f"${percent[1]}$%" if percent else f"${text}$"
+    parsed = parse(latex, [LatexExtractionConfig(normalization_config=_READING[units])], parsing_timeout=None)
+    found = next((each for each in parsed if not isinstance(each, str)), None)
+    left, _, right = text.rpartition("=")
+    if found is None and left and not depths[len(left)] and not ("=" in left and "," in left):
+        return _parse(right, units)  # of "P(A|B) = 1/2"
+    return found if found is None or _is_feasible(found) else None
+
+
+def _is_feasible(expression: Any) -> bool:
+    """Whether its numbers have at most `MAX_DIGITS` digits, and it asks for no sum or integral."""
+    for node in sympy.postorder_traversal(expression):
+        if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
+            return False
+        if isinstance(node, (sympy.Pow, sympy.exp, sympy.factorial, sympy.binomial)):
+            # Inner nodes come first, so that those of this one are small enough to evaluate.
+            try:
+                digits = (abs(node.args[-1]) * sympy.log(abs(node.args[0]) + 2, 10)).evalf(5)
+            except TypeError:  # of a matrix
+                return False
+            if digits.is_comparable and digits > MAX_DIGITS:
+                return False
+    return True
+
+
+def _is_several(text: str) -> bool:
+    parsed = _parse(text)
+    return isinstance(parsed, sympy.FiniteSet) and len(parsed) > 1

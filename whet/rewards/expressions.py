@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mathematical expressions that stand in a sentence, each read whole: of "is 2/3", 2/3 and not 3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+
+MAX_CHARS = 500  # of an expression; a longer one is no answer
+
+_WHOLE = (  # parts of an expression that may hold words, line ends and full stops
+    r"\$\$.{1,1000}?\$\$",
+    r"\\\[.{1,1000}?\\\]",
+    r"\\\(.{1,500}?\\\)",
+    r"(?<![\\$])\$(?!\s)(?:\\\$|[^$\n]){1,500}?(?<!\s)\$(?!\d)",
+    r"\\[a-zA-Z]+\s*\{[^{}\n]{0,200}\}",
+    r"(?<!\w)(?:and|or|sqrt|sin|cos|tan|cot|log|ln|exp|pi|infinity|percent)(?!\w)",
+    r"(?<!\w)(?:minus|not|twice|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
+    r"(?:(?<=[\d)}$]\s)|(?<=\s\w\s))(?:plus|times|over|out of|mod|choose|base|remainder|(?:divided|multiplied) by"
+    r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
+    r"(?<=[\d)}$]\s)(?:thousand|million|billion|squared|cubed|factorial)(?!\w)",
+)
+# Two letters that are in neither list are a product. A word beside an operator belongs to the expression.
+_SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
+_LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
+_ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
+_GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
+    r"\n\s*(?:[-*+•>]\s)?|(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
+    r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
+    r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
+    r"(?<![\w\\{+×÷·^])(?<![+×÷·^]\s)(?<!\s\*\s)(?<![\w)}]\*)"
+    rf"(?:{_SHORT}|{_LONG}|{_ARTICLE})(?:['\u2019]\w+)*(?!\w|\^|\s?[+×÷·]|\s\*\s|\((?!e?s\)))",
+    r"[\u2e80-\u9fff\uac00-\ud7af\uff01-\uff1f]",
+    r",\s(?=[^,=\n)]{0,60}?(?<![\w{])\d[^,=\n)]{0,60}=)",
+)
+_TOKEN = re.compile(f"(?P<run>(?:{'|'.join(_WHOLE)}|(?!{'|'.join(_GAPS)}).)+)|{'|'.join(_GAPS)}", re.DOTALL)
+_MATHS = re.compile(
+    r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
+)
+_AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
+_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # of "2 + 2 = 4"
+_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify too takes the mark for the sentence's
+
+
+def find_expressions(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the expressions of a text, each with the place where its words before it end."""
+    for token in _TOKEN.finditer(text):
+        found = _trim(token["run"].strip()) if token["run"] and _MATHS.search(token["run"]) else ""
+        if _EXCLAIMED.fullmatch(found) and not text.startswith(".", token.end()):
+            found = found.rstrip("!")
+        if found:
+            yield token.start(), found
+
+
+def last_expression(text: str) -> str | None:
+    """Returns the last expression of a text, None where it has none."""
+    for size in (MAX_CHARS, 8 * MAX_CHARS):  # nearly always it stands in the last lines
+        if len(text) > size and (found := list(find_expressions(text[-size:].partition("\n")[2]))):
+            return found[-1][1]
+    return next((found for _, found in reversed(list(find_expressions(text)))), None)
+
+
+def open_brackets(text: str) -> list[int]:
+    """Returns how many brackets are open after each character."""
+    return list(accumulate((each in "([{") - (each in ")]}") for each in text))
+
+
+def _trim(text: str) -> str:
+    """`text` without the marks of a sentence around it, without brackets there that have no partner."""
+    before = None
+    while text != before and len(text) <= MAX_CHARS:
+        before = text
+        text = _CALCULATED.sub("", _AROUND.sub("", text))
+        unclosed = [0, *open_brackets(text)][-1]
+        if unclosed < 0 and text[-1] in ")]":
+            text = text[:-1]
+        elif unclosed > 0 and text[0] in "([":
+            text = text[1:]
+    return text
