@@ -84,6 +84,10 @@ class TrainEngine(Protocol):
         """Whole weights under their Hugging Face names, one at a time, tied ones once; all ranks take part."""
         ...
 
+    def has_finite_weights(self) -> bool:
+        """Whether all numbers are finite that this rank has of the trained weights."""
+        ...
+
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
         """Writes everything that a resume needs (weights, optimizer, schedule), and `start`; all ranks take part."""
         ...

@@ -114,7 +114,8 @@ class PureHost:
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
         """As EnvironmentHost.start."""
         try:
-            environment = self._open[uid] = self._make(prompt)
+            environment: Any = self._make(prompt)
+            self._open[uid] = environment
             if type(environment) not in self._is_long:
                 self._is_long[type(environment)] = isinstance(environment, Resets)
             is_long = self._is_long[type(environment)]

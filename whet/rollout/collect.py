@@ -153,8 +153,10 @@ class _Running:
         for uid, result in self.environments.poll(timeout_seconds):
             self._stepping -= 1
             episode, outcome = self.episodes[uid], _checked(result)
-            failed = isinstance(outcome, Failure)
-            self._carry_out(episode.on_failure(outcome) if failed else episode.on_observation(outcome))
+            if isinstance(outcome, Failure):
+                self._carry_out(episode.on_failure(outcome))
+            else:
+                self._carry_out(episode.on_observation(outcome))
 
     def _take_completions(self, timeout_seconds: float) -> None:
         if not self._sampling:

@@ -52,8 +52,9 @@ class LiveRequest:
     def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
         """Its completion if it ended now, with its newest tokens sampled by `version`."""
         self.stamp(version)
-        tokens, log_probs = (values[len(self.request.sampled_ids) :] for values in (self.tokens, self.log_probs))
-        return Completion(tuple(tokens), tuple(log_probs), reason, self.versions, stop, self.preemptions)
+        new = slice(len(self.request.sampled_ids), None)
+        tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
+        return Completion(tokens, log_probs, reason, self.versions, stop, self.preemptions)
 
 
 L = TypeVar("L", bound=LiveRequest)

@@ -133,7 +133,8 @@ class Rollouts:
             return self.start_sample(taken, self.n, params, step=step, metrics=metrics)
 
         def scored(groups: Sequence[Group]) -> Start | HandOut:
-            [after] = filter(None, [stream.on_scored(each) for group in groups for each in group.trajectories])
+            *_, after = [stream.on_scored(each) for group in groups for each in group.trajectories]
+            assert after is not None  # with the last one the round is whole
             return after
 
         if self.group_filter is None:
