@@ -245,7 +245,7 @@ def _unwritten(target: Path, error: Exception) -> CheckpointError:
     kept = "there is none before it" if last is None else f"{last} is whole"
     return CheckpointError(
         f"{target} could not be written: {error} ({free / 2**20:,.0f} MiB are free there); {kept}; make room (fewer "
-        "checkpoints: trainer.save_limit), then start the same command again: it goes on from there"
+        "checkpoints: trainer.save_limit), then start the same command again (with trainer.resume=auto): it goes on"
     )
 
 
