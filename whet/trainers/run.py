@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
+from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, EngineError
@@ -61,7 +61,7 @@ class Run:
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None
     shaper: Shaper
-    entropy_controller: FixedEntropy | AdaptiveEntropy
+    entropy_controller: Fixed | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     total_steps: int
