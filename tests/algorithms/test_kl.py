@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward, kl_penalty
+from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
 from whet.errors import RegistryError
 from whet.registry import KL_FORMS
 
@@ -172,32 +171,3 @@ def test_kl_in_the_reward_by_hand() -> None:
     torch.testing.assert_close(rewards, torch.tensor([[0.9, 0.0, 0.2]]))
     torch.testing.assert_close(penalty, torch.tensor([[0.5, 0.0, -1.0]]))
     assert not rewards.requires_grad
-
-
-def test_the_adaptive_controller_by_hand() -> None:
-    # kl / target - 1 = 2, cut to .2: .1 * (1 + .2 * 100 / 1000); then -.1: * (1 - .1 * 50 / 1000); then cut to -.2
-    controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
-    controller.update(0.15, 100)
-    assert controller.coef == pytest.approx(0.102)
-    controller.update(0.045, 50)
-    assert controller.coef == pytest.approx(0.102 * 0.995)
-    controller.update(0.0, 1000)
-    assert controller.coef == pytest.approx(0.102 * 0.995 * 0.8)
-
-
-def test_the_adaptive_controller_goes_on_from_its_state() -> None:
-    first = AdaptiveKL(0.1, target=0.05, horizon=1000)
-    first.update(0.15, 100)
-    resumed = AdaptiveKL(0.1, target=0.05, horizon=1000)
-    resumed.load_state(json.loads(json.dumps(first.state())))
-    for controller in (first, resumed):
-        controller.update(0.01, 64)
-    assert resumed.coef == first.coef
-
-
-def test_the_fixed_controller_follows_its_config() -> None:
-    controller = FixedKL(0.3)
-    controller.update(99.0, 64)
-    resumed = FixedKL(0.2)
-    resumed.load_state(controller.state())
-    assert (controller.coef, resumed.coef) == (0.3, 0.2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distance to the reference policy: its estimators per token, its place in the reward, and control of its weight.
+"""The distance to the reference policy: its estimators per token, and its place in the reward.
 
 d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). Where each fits:
 as a loss, on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form follow the
@@ -11,11 +11,12 @@ where it is neither discounted nor divided by a group's deviation; `k3` is far f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from whet.algorithms.statistics import log_ratio
 from whet.registry import KL_FORMS, call, register_kl
 
 Gradient = Literal["own", "k2"]
@@ -94,7 +95,7 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 
     As a loss exact where k1 has no gradient, because the ratio has one; of more variance than `k3_ratio`.
     """
-    return _ratio(log_probs, old_log_probs) * k1(log_probs, ref_log_probs)
+    return log_ratio(log_probs, old_log_probs).exp() * k1(log_probs, ref_log_probs)
 
 
 @register_kl("k3_ratio")
@@ -104,7 +105,7 @@ def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
     With several updates a step the samples are of the policy before the first. The gradient is that of the ratio and of
     k3 together. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
     """
-    return _ratio(log_probs, old_log_probs) * k3(log_probs, ref_log_probs)
+    return log_ratio(log_probs, old_log_probs).exp() * k3(log_probs, ref_log_probs)
 
 
 @register_kl("full")
@@ -123,62 +124,3 @@ def _with_gradient(gradient: Gradient, value: Tensor, log_probs: Tensor, ref_log
         return value
     other = k2(log_probs, ref_log_probs)
     return value.detach() + (other - other.detach())
-
-
-def _ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    return (log_probs - old_log_probs).clamp(-20.0, 20.0).exp()
-
-
-class KLController(Protocol):
-    """What sets the weight of the KL from step to step. Its state belongs in the checkpoint."""
-
-    @property
-    def coef(self) -> float:
-        """The weight for the next step."""
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Take note of a step's mean KL and of how many sequences it had."""
-
-    def state(self) -> dict[str, float]:
-        """What a resumed run needs."""
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
-
-
-class FixedKL:
-    """The same weight in every step. It has no state: a resumed run follows its config."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Nothing to adapt."""
-
-    def state(self) -> dict[str, float]:
-        """Empty."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Nothing to load."""
-
-
-class AdaptiveKL:
-    """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after a step of n sequences: the weight grows while the
-    KL is above its target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
-
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
-        self.coef, self.target, self.horizon = coef, target, horizon
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Adapt the weight to a step's mean KL."""
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * num_sequences / self.horizon
-
-    def state(self) -> dict[str, float]:
-        """The current weight."""
-        return {"coef": self.coef}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on with a saved weight."""
-        self.coef = state["coef"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.policy_losses import ppo_clip
-from whet.algorithms.statistics import pick, row_sums
+from whet.algorithms.statistics import log_ratio, pick, row_sums
 from whet.options import Cap, NonNegative, Share
 from whet.registry import register_policy_loss
 
@@ -26,7 +26,7 @@ def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
 
     ROLL's truncated importance sampling.
     """
-    weight = _ratio(log_probs, old_log_probs).detach().clamp(max=1.0)
+    weight = log_ratio(log_probs, old_log_probs).exp().detach().clamp(max=1.0)
     return -weight * advantages * log_probs, {"pg_clipfrac": weight == 1.0}
 
 
@@ -49,7 +49,7 @@ def decoupled_ppo(
     loss, diagnostics = ppo_clip(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
     )
-    weight = _ratio(old_log_probs, rollout_log_probs).clamp(max=cap)
+    weight = log_ratio(old_log_probs, rollout_log_probs).exp().clamp(max=cap)
     return weight * loss, {**diagnostics, "behaviour_weight": weight}
 
 
@@ -70,7 +70,7 @@ def topr(
     The ratio is that of the whole trajectory (the paper), or with level="token" of each token (ROLL).   -> [B, R]
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.
     """
-    ratio = _ratio(log_probs, old_log_probs).detach()
+    ratio = log_ratio(log_probs, old_log_probs).exp().detach()
     if level == "trajectory":
         ratio = (log_probs - old_log_probs).sum(-1).detach().clamp(-20.0, 20.0).exp()[:, None]
     right = (accuracy >= 1.0)[:, None]
@@ -129,11 +129,11 @@ def dro(
     With level="sequence" the tie is beta/2 (sum_t(l - o))^2, spread evenly over the row's tokens.
     Richemond et al. 2024, https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599.
     """
-    log_ratio = log_probs - old_log_probs
-    tie = log_ratio.square()
+    moved = log_probs - old_log_probs
+    tie = moved.square()
     if level == "sequence":
         lengths = response_mask.sum(-1).clamp(min=1)
-        tie = (row_sums(log_ratio, response_mask).square() / lengths)[:, None].expand_as(log_ratio)
+        tie = (row_sums(moved, response_mask).square() / lengths)[:, None].expand_as(moved)
     return 0.5 * beta * tie - advantages * log_probs, {}
 
 
@@ -162,11 +162,7 @@ def vespo(
     return -phi * advantages * log_probs, {"vespo_phi": phi}
 
 
-def _ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    return (log_probs - old_log_probs).clamp(-20.0, 20.0).exp()
-
-
 def _allowed(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, allowed: Tensor, cap: float) -> Loss:
     """-A sg(min(rho, cap)) l where `allowed`, else 0."""
-    weight = _ratio(log_probs, old_log_probs).detach().clamp(max=cap) * allowed
+    weight = log_ratio(log_probs, old_log_probs).exp().detach().clamp(max=cap) * allowed
     return -advantages * weight * log_probs, {"pg_clipfrac": ~allowed}

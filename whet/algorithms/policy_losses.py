@@ -14,7 +14,7 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from whet.algorithms.statistics import pick, row_means, row_sums
+from whet.algorithms.statistics import log_ratio, pick, row_means, row_sums
 from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_policy_loss
 
@@ -37,7 +37,7 @@ def ppo_clip(
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2019, https://arxiv.org/abs/1912.09729;
     low and high apart: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
-    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    ratio = log_ratio(log_probs, old_log_probs).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     diagnostics = {"pg_clipfrac": clipped}
     if clip_ratio_c is not None:
@@ -61,8 +61,8 @@ def gspo(
     token (GSPO-token); with one advantage a row the mean over tokens has the gradient of -A s.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
-    log_ratio = (log_probs - old_log_probs).detach()
-    sequence_ratio = row_means(log_ratio, response_mask).clamp(max=10.0).exp()
+    moved = (log_probs - old_log_probs).detach()
+    sequence_ratio = row_means(moved, response_mask).clamp(max=10.0).exp()
     ratio = sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return loss, {"pg_clipfrac": clipped}
@@ -82,7 +82,7 @@ def delta(
 
     INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), which TRL has under this name.
     """
-    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    ratio = log_ratio(log_probs, old_log_probs).exp()
     near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = torch.maximum(-advantages * ratio.clamp(max=delta), -advantages * near)
     return loss, {"pg_clipfrac": loss.detach() != -advantages * ratio.detach()}
@@ -129,7 +129,7 @@ def cispo(
         "cap": (0.0, clip_ratio_high),
         "absolute": (clip_ratio_low, clip_ratio_high),
     }[bounds]
-    ratio = _log_ratio(log_probs, old_log_probs).detach().exp()
+    ratio = log_ratio(log_probs, old_log_probs).detach().exp()
     clipped = (ratio < lower) | (ratio > upper)
     return -ratio.clamp_(lower, upper) * advantages * log_probs, {"pg_clipfrac": clipped}
 
@@ -142,7 +142,7 @@ def sapo(
 
     At rho = 1 the gradient is that of -A rho. https://arxiv.org/abs/2511.20347.
     """
-    ratio = _log_ratio(log_probs, old_log_probs).exp()
+    ratio = log_ratio(log_probs, old_log_probs).exp()
     tau = pick(advantages > 0, tau_pos, tau_neg, ratio)
     gate = torch.sigmoid(tau * (ratio - 1.0))
     return -4.0 * advantages / tau * gate, {}
@@ -163,11 +163,11 @@ def geo_mean(
     The geometric mean of clipped ratios in the place of the arithmetic one; one number a row, on each of its tokens.
     Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    kept = torch.where(advantages < 0, log_ratio.clamp(min=-clip_ratio_low), log_ratio.clamp(max=clip_ratio_high))
+    moved = log_ratio(log_probs, old_log_probs)
+    kept = torch.where(advantages < 0, moved.clamp(min=-clip_ratio_low), moved.clamp(max=clip_ratio_high))
     kept = kept.masked_fill(advantages == 0, 0.0)  # sgn(0) is 0
     loss = -row_means(advantages, response_mask) * row_means(kept, response_mask).exp()
-    clipped = kept.detach() != log_ratio
+    clipped = kept.detach() != moved
     return loss[:, None].expand(response_mask.shape), {"pg_clipfrac": clipped}
 
 
@@ -192,11 +192,6 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
     return -advantages * log_probs, {}
-
-
-def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """l - o, within 20: beyond, exp of it is of no use and may overflow."""
-    return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
 def _clipped_surrogate(

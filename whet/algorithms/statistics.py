@@ -26,6 +26,11 @@ def row_means(x: Tensor, mask: Tensor) -> Tensor:
     return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
 
 
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """l - o, within 20: beyond, exp of it is of no use and may overflow."""
+    return (log_probs - old_log_probs).clamp(-20.0, 20.0)
+
+
 def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     """`one` where the condition holds, else `other`, in the dtype of `like`: torch.where would make them float32."""
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.adapters import settling
-from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
-from whet.algorithms.kl import AdaptiveKL, FixedKL, kl_columns
+from whet.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, Fixed
+from whet.algorithms.kl import kl_columns
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import check_context
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
@@ -412,15 +412,15 @@ def _estimator_options(config: TrainConfig) -> dict[str, Any]:
     return entry.resolve_options(config.algorithm.adv_options, "algorithm.adv_options")
 
 
-def _kl_controller(config: TrainConfig) -> FixedKL | AdaptiveKL:
+def _kl_controller(config: TrainConfig) -> Fixed | AdaptiveKL:
     kl = config.algorithm.kl
-    return FixedKL(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+    return Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
 
-def _entropy_controller(config: TrainConfig) -> FixedEntropy | AdaptiveEntropy:
+def _entropy_controller(config: TrainConfig) -> Fixed | AdaptiveEntropy:
     entropy, coef = config.algorithm.entropy, config.algorithm.entropy_coef
     if entropy.target is None:
-        return FixedEntropy(coef)
+        return Fixed(coef)
     return AdaptiveEntropy(coef, entropy.target, entropy.delta, entropy.highest)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.adapters import estimate
-from whet.algorithms.kl import FixedKL
+from whet.algorithms.controllers import Fixed
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
@@ -227,7 +227,7 @@ class Step:
     def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
         """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
         rows, metrics = torch.tensor(group), Metrics()
-        shaper = Shaper(self.config, FixedKL(self.config.algorithm.kl.coef))  # afresh: no group knows of another
+        shaper = Shaper(self.config, Fixed(self.config.algorithm.kl.coef))  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)

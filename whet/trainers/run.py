@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from whet import files
-from whet.algorithms.entropy import AdaptiveEntropy, FixedEntropy
+from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -49,7 +49,7 @@ class Run(Frame):
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None
     shaper: Shaper
-    entropy_controller: FixedEntropy | AdaptiveEntropy
+    entropy_controller: Fixed | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     modes: Modes = field(default_factory=Modes)

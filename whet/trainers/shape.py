@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from whet.algorithms.kl import AdaptiveKL, FixedKL, apply_kl_to_reward
+from whet.algorithms.controllers import AdaptiveKL, Fixed
+from whet.algorithms.kl import apply_kl_to_reward
 from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import whiten
 from whet.config.schema import TrainConfig
@@ -18,7 +19,7 @@ from whet.protocol import DataProto
 class Shaper:
     """Scores to rewards: penalty for length, normalisation, clip, KL term. Its state is in the checkpoint."""
 
-    def __init__(self, config: TrainConfig, kl_controller: FixedKL | AdaptiveKL) -> None:
+    def __init__(self, config: TrainConfig, kl_controller: Fixed | AdaptiveKL) -> None:
         self.config, self.kl_controller = config, kl_controller
         self.running = RunningScores()
 

@@ -1,26 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight of the entropy bonus from step to step. Its state belongs in the checkpoint."""
+"""Weights of the KL and of the entropy bonus from step to step. Their state belongs in the checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 
-class FixedEntropy:
-    """The same weight in every step."""
+class Fixed:
+    """The same weight in every step. It has no state: a resumed run follows its config."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
-    def update(self, entropy: float | None) -> None:
-        """Nothing to adapt."""
+    def update(self, *measured: float | None) -> None:
+        """Adapts nothing."""
 
     def state(self) -> dict[str, float]:
-        """Empty: a resumed run follows its config."""
+        """Empty."""
         return {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Nothing to load."""
+        """Loads nothing."""
+
+
+class AdaptiveKL:
+    """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after a step of n sequences: the weight grows while the
+    KL is above its target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Adapts the weight to a step's mean KL."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_sequences / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """The current weight."""
+        return {"coef": self.coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on with a saved weight."""
+        self.coef = state["coef"]
 
 
 class AdaptiveEntropy:
@@ -39,7 +60,7 @@ class AdaptiveEntropy:
         return self._coef if self._is_low else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """Take note of a step's mean entropy; None where the step trained nothing."""
+        """Takes note of a step's mean entropy; None where the step trained nothing."""
         if entropy is None:
             return
         self._is_low = entropy < self.target
@@ -51,5 +72,5 @@ class AdaptiveEntropy:
         return {"coef": self._coef, "is_low": float(self._is_low)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Goes on from what `state` gave."""
         self._coef, self._is_low = state["coef"], bool(state["is_low"])
