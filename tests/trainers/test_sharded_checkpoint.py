@@ -83,7 +83,8 @@ def test_a_damaged_shard_sends_the_run_back_to_the_checkpoint_before(sft_config:
     with pytest.raises(CheckpointError, match=r"global_step_2: actor\.state/shard-00001.* is damaged"):
         checkpoint.verify(tmp_path / "run" / "checkpoints" / "global_step_2")
     resumed = trained(sft_config())
-    assert resumed.history == straight.history[1:]
+    assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_1"
+    assert resumed.history == straight.history
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it_whole(sft_config: MakeConfig, tmp_path: Path) -> None:
