@@ -112,3 +112,13 @@ def test_stops_of_unequal_number() -> None:
     of = SamplingState.of(made, 16, torch.device("cpu"))
     assert is_stop(torch.tensor([3, 3, 4]), of).tolist() == [False, True, True]
     assert is_stop(torch.tensor([0, 4, 0]), of).tolist() == [False, False, False]
+
+
+def test_logits_that_are_no_numbers_give_a_token_and_no_error() -> None:
+    made = [Request("", (1,), SamplingParams(5), key(0, "t", i)) for i in range(3)]
+    logits = torch.zeros(3, 8)
+    logits[1] = float("nan")
+    tokens, log_probs = sample(
+        logits, SamplingState.of(made, 8, torch.device("cpu")), torch.zeros(3, dtype=torch.int64)
+    )
+    assert tokens[1] == 0 and bool(log_probs[1].isnan()) and bool(log_probs[[0, 2]].isfinite().all())

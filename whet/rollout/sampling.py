@@ -137,7 +137,7 @@ def sample(
     beyond = tokens >= logits.shape[1]
     if logits.device != HOST or bool(beyond.any()):  # to ask an accelerator costs more than to compute it
         at = torch.arange(logits.shape[1], device=logits.device)
-        tokens = torch.where(beyond, torch.where(choices.exp() > 0, at, -1).amax(-1), tokens)
+        tokens = torch.where(beyond, torch.where(choices.exp() > 0, at, 0).amax(-1), tokens)
     if not state.plain:
         tokens = torch.where(state.greedy, likeliest, tokens)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
