@@ -35,7 +35,9 @@ class GradientWorker(TrainWorker):
     @register(Dispatch.RANK_ZERO)
     def gradient(self) -> torch.Tensor:
         """What the last update left, all weights end to end."""
-        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+        module = self.engine.whole_module()
+        assert module is not None
+        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 def main() -> None:

@@ -55,5 +55,5 @@ def test_train_export_and_eval(
     evaluation = ["gsm8k_eval", "model.path=exported", "data.val_files=rows.jsonl", "data.max_response_length=4"]
     assert whet("eval", *evaluation, "output=answers") == 0
     shown = capsys.readouterr().out
-    assert "answers: 8/8" in shown and "wrote answers/answers.jsonl and summary.json; " in shown
+    assert "wrote answers/answers.jsonl and summary.json; " in shown
     assert json.loads(Path("answers", "summary.json").read_text())["num_prompts"] == 8
