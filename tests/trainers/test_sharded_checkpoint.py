@@ -204,6 +204,6 @@ def test_an_export_holds_a_part_of_the_model_at_a_time(
     arguments = [sys.executable, "-c", MEASURED, str(tmp_path / "checkpoint"), str(out), str(file_bytes)]
     printed = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=240).stdout
     before, after = (int(number) for number in printed.split())
-    assert after - before < 0.6 * size, f"{before} bytes before, {after} at most, {size} of the model"
+    assert after - before < 0.6 * size + 2**24, f"{before} bytes before, {after} at most, {size} of the model"
     assert after < 3 * 2**30
     check_exported(out, size, hidden)

@@ -91,9 +91,10 @@ class _Unloadable:
 
 
 async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_shared: bool) -> None:
-    """Answers each call, as (verb, number of the episode, arguments), under its number, until the caller is gone."""
+    """Answers each call, as (verb, number of the episode, arguments), under its number, until the caller is gone.
+    Calls of one episode run one after the other, those of several side by side."""
     loop = asyncio.get_running_loop()
-    episodes: dict[int, Running] = {}
+    episodes: dict[int, tuple[Running, asyncio.Lock]] = {}
     tasks: set[asyncio.Task[None]] = set()
     ended = loop.create_future()
 
@@ -106,8 +107,10 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
             return
         if verb == "reset" and not is_shared:
             _seed_generators(arguments[1])
+        running, turn = episodes.setdefault(episode, (Running(make), asyncio.Lock()))
         try:
-            outcome = await episodes.setdefault(episode, Running(make)).call(verb, *arguments)
+            async with turn:
+                outcome = await running.call(verb, *arguments)
         except KeyboardInterrupt as error:  # of the user's code: no signal of the run comes here
             outcome = Failure("environment", describe(error))
         if verb == "close":
