@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from whet.controller import wire
+from whet.processes.frames import send
 from whet.protocol import DataProto
 
 
@@ -36,10 +37,12 @@ def test_tensors_wherever_they_stand_travel_out_of_band_and_are_the_same() -> No
     assert sum(len(frame) for frame in frames) < 400_000 + 10_000  # `again` travels once, `view` without its base
     left, right = socket.socketpair()
     with left, right:
-        sender = threading.Thread(target=wire.send, args=(left, frames))
+        sender = threading.Thread(target=send, args=(left, 3, frames))
         sender.start()
-        got = wire.decode(wire.receive(right))
+        number, received = wire.receive(right)
+        got = wire.decode(received)
         sender.join()
+    assert number == 3
     assert torch.equal(got["holder"].tensor, big)
     assert got["again"] is got["holder"].tensor
     for name in ("view", "bfloat16", "bool", "scalar", "empty"):

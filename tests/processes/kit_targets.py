@@ -28,7 +28,7 @@ def prepare(argument: bytes) -> Serve:
             said = {"argument": argument.decode(), "pid": str(os.getpid()), "parent": str(os.getppid())}
             said |= {
                 "template": str(loaded_in),
-                "session": str(os.getsid(0)),
+                "group": str(os.getpgid(0)),
                 "big": "x" * 10**6,
                 "length": str(len(rest)),
             }

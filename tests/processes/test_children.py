@@ -62,7 +62,7 @@ def test_children_have_what_the_template_loaded(children: Children) -> None:
     first, second = children.start(), children.start()
     assert ask(children, first, "argument") == "given"
     assert ask(children, first, "template") == ask(children, second, "template")
-    assert ask(children, first, "pid") == ask(children, first, "session") != ask(children, second, "pid")
+    assert ask(children, first, "pid") == ask(children, first, "group") != ask(children, second, "pid")
     assert ask(children, first, "big") == "x" * 10**6
     assert ask(children, first, f"length {'x' * 10**6}") == str(10**6)
 

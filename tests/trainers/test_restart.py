@@ -23,8 +23,14 @@ def at_step_three(run, step, numbers):
     mark = Path({mark!r})
     if step == 3 and not mark.exists():
         mark.touch()
-        peer = run.roles["actor"]._transport.peers[1]
-        os.kill(peer.site.pid if run.config.cluster.backend == "ray" else peer.process.pid, signal.SIGKILL)
+        transport = run.roles["actor"]._transport
+        if run.config.cluster.backend == "ray":
+            os.kill(transport.peers[1].site.pid, signal.SIGKILL)
+        else:
+            os.kill(child_of(child_of(transport._server._template.pid, 1), 0), signal.SIGKILL)
+
+def child_of(pid, number):
+    return int(Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text().split()[number])
 """
 
 

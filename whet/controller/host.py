@@ -1,51 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process on this machine does: it serves calls in order, until told or left alone.
+"""A worker process on this machine: it serves calls in order, until its caller has no more or is gone.
 
-Three threads: one reads, so that the caller can hand over the next call at any time; one watches whether the caller
-lives; the main one runs the workers and answers.
+Two threads: one reads, so that the caller can hand over the next call at any time; the main one runs the workers and
+answers. torch is loaded in each worker, not in the template that it is forked from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import pickle
 import queue
-import signal
 import socket
 import threading
-import time
+from functools import partial
+from multiprocessing import process, spawn
+from typing import Any
 
-from whet.controller import wire
-from whet.controller.hosted import Hosted, Seat
+from whet.processes.frames import BrokenMessageError, Frame, send
+from whet.processes.template import Caller, Serve
 
-WATCH_SECONDS = 0.2
+SOCKET_BYTES = 1 << 20  # buffered by the kernel: 1.6 times the throughput of Linux's default
+Inbox = queue.SimpleQueue[tuple[int, list[Frame]] | None]
 
-Inbox = queue.SimpleQueue[list[wire.Frame] | None]
+
+def main_module() -> dict[str, Any]:
+    """The program that launches workers, as they load it.  Raises: RuntimeError in a worker that loads it."""
+    given = spawn.get_preparation_data("")
+    return {name: value for name, value in given.items() if name in ("dir", "sys_argv") or name.startswith("init_main")}
 
 
-def host(caller: socket.socket, seat: Seat, caller_pid: int) -> None:
-    """The main function of a worker process. A caller that closes its side of the connection has no more calls."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the caller decides
+def prepare(main: bytes) -> Serve:
+    """Returns the main function of a worker process."""
+    return partial(_host, pickle.loads(main))
+
+
+def _host(main: dict[str, Any], caller: Caller) -> None:
+    caller.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    vars(process.current_process())["_inheriting"] = True  # so that a launch in the main module is an error
+    spawn.prepare(main)
+    del vars(process.current_process())["_inheriting"]
+
+    from whet.controller.hosted import Hosted
+
+    workers = Hosted(pickle.loads(caller.receive()[1]))
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(caller_pid,), daemon=True).start()
-    threading.Thread(target=_read, args=(caller, inbox), daemon=True).start()
-    workers = Hosted(seat)
+    threading.Thread(target=_read, args=(caller.connection, inbox), daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for the answer any more
-        while (frames := inbox.get()) is not None:
-            wire.send(caller, workers.answer(frames))
+        while (call := inbox.get()) is not None:
+            answer = workers.answer(call[1])
+            caller.end_copy()
+            send(caller.connection, call[0], answer)
     workers.close()
 
 
-def _watch(caller_pid: int) -> None:
-    """Ends the process with its caller. The connection does not say enough: a process that the caller forked may hold
-    it open, and the main thread may be in a collective that never ends."""
-    while os.getppid() == caller_pid:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)
-
-
 def _read(caller: socket.socket, inbox: Inbox) -> None:
-    with contextlib.suppress(EOFError, OSError):
+    from whet.controller import wire
+
+    with contextlib.suppress(EOFError, OSError, BrokenMessageError):
         while True:
             inbox.put(wire.receive(caller))
     inbox.put(None)

@@ -25,10 +25,10 @@ def launch(
     order given.
 
     One pool of one process is this one: calls are direct, arguments are handed over as they are, and no deadline can
-    end them. All others are started anew ("spawn"): each imports the caller's main module, so a script needs
+    end them. All others are started anew: each imports the caller's main module, so a script needs
     `if __name__ == "__main__":`. There `deadline_seconds` bounds the start, every collective and every wait for a call.
     Nothing listens beyond the loopback address. The processes end with `close`, with the first failure, and with this
-    process, however it ends; they are daemons, so workers in them can start subprocesses but no multiprocessing ones.
+    process, however it ends, and so does whatever they started.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
     """

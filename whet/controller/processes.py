@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import os
+import pickle
 import signal
 import socket
 import threading
@@ -14,26 +13,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
 
 from whet import devices
 from whet.controller import wire
-from whet.controller.host import host
+from whet.controller.host import SOCKET_BYTES, main_module
 from whet.controller.hosted import BUILD, LOOPBACK, Seat, open_store
 from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
-from whet.errors import DeadlineError, LostWorkerError
+from whet.errors import DeadlineError, LostWorkerError, WorkerError
+from whet.processes import frames
+from whet.processes.fork_server import Child, ForkServer
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
-KILL_SECONDS = 5.0  # for the kernel to end a killed process in
-SOCKET_BYTES = 1 << 20  # buffered by the kernel: 1.6 times the throughput of Linux's default
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Process(Peer):
-    process: SpawnProcess
-    socket: socket.socket
+    child: Child
+
+    @property
+    def socket(self) -> socket.socket:
+        return self.child.connection
 
 
 class ProcessTransport(RemoteTransport[_Process]):
@@ -41,6 +42,7 @@ class ProcessTransport(RemoteTransport[_Process]):
 
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
+        self._server = ForkServer("whet.controller.host:prepare", pickle.dumps(main_module()), stdout=None)
         self._store = open_store(LOOPBACK, deadline_seconds)
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
         found = devices.count()
@@ -49,6 +51,9 @@ class ProcessTransport(RemoteTransport[_Process]):
                 "%d processes and %d accelerators: none takes one, all compute on the host", len(everyone), found
             )
         for number, (pool, rank) in enumerate(everyone):
+            peer = _Process(pool=pool, rank=rank, child=self._server.spawn(Child))
+            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+            peer.socket.settimeout(deadline_seconds)
             seat = Seat(
                 pool=pool.name,
                 rank=rank,
@@ -59,9 +64,10 @@ class ProcessTransport(RemoteTransport[_Process]):
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,
             )
-            self.peers.append(_start(pool, seat))
+            frames.send(peer.socket, 0, [pickle.dumps(seat)])
+            self.peers.append(peer)
         for peer in self.peers:
-            threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.process.name).start()
+            threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()).start()
 
     def prepare(self, frames: list[wire.Frame]) -> list[wire.Frame]:
         """The frames themselves."""
@@ -70,7 +76,7 @@ class ProcessTransport(RemoteTransport[_Process]):
     def hand_over(self, peer: _Process, waiting: Waiting, header: bytes, payload: list[wire.Frame]) -> None:
         """Writes header and payload to the socket."""
         try:
-            wire.send(peer.socket, [header, *payload])
+            frames.send(peer.socket, waiting.number, [header, *payload])
         except TimeoutError:
             self.abort(
                 DeadlineError(
@@ -82,39 +88,39 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.abort(self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Says that no more calls come, or kills; then kills what is left."""
-        for peer in self.peers:
-            if is_orderly:
-                with contextlib.suppress(OSError):
-                    peer.socket.shutdown(socket.SHUT_WR)
-            else:
-                peer.process.kill()
-        until = time.monotonic() + (CLOSE_SECONDS if is_orderly else KILL_SECONDS)
-        for peer in self.peers:
-            peer.process.join(max(0.0, until - time.monotonic()))
-            if peer.process.is_alive():
-                peer.process.kill()
-                peer.process.join(KILL_SECONDS)
+        """Says that no more calls come, and waits; then kills what is left."""
+        until = time.monotonic() + CLOSE_SECONDS
+        for peer in self.peers if is_orderly else ():
+            with contextlib.suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_WR)
+        for peer in self.peers if is_orderly else ():
+            self._server.wait(peer.child, until - time.monotonic())
+        self._server.close()
 
     def _receive(self, peer: _Process) -> None:
         with peer.socket:
             while True:
-                ready = connection.wait([peer.socket, peer.process.sentinel])
                 try:
-                    if peer.socket not in ready:
-                        raise EOFError
-                    frames = wire.receive(peer.socket)
-                except (EOFError, OSError):
+                    if peer.socket not in connection.wait([peer.socket, self._server.fileno()]):
+                        self._server.read()
+                        if peer.child.exit_code is None:
+                            continue
+                        raise EOFError  # and something that it started holds the connection
+                    number, answer = wire.receive(peer.socket)
+                except (EOFError, OSError, ValueError):  # the last where the launch has ended
                     if not self.ended.is_set():
                         self.abort(self._death(peer))
                     return
-                self.settle(peer, frames)
+                except frames.BrokenMessageError:
+                    self.abort(WorkerError(f"{peer.name()} wrote what is no answer into its connection"))
+                    return
+                self.settle(peer, answer, number)
 
     def _death(self, peer: _Process) -> LostWorkerError:
         """The error that says how the process ended and what it was doing."""
-        peer.process.join(self.ECHO_SECONDS)
+        self._server.wait(peer.child, self.ECHO_SECONDS)
         oldest = self.oldest(peer)
-        code = peer.process.exitcode
+        code = peer.child.exit_code
         end = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
         if oldest is None:
             return LostWorkerError(f"{peer.name()} died {end} between two calls")
@@ -124,16 +130,3 @@ class ProcessTransport(RemoteTransport[_Process]):
         elif oldest.method == BUILD:
             hint += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
         return LostWorkerError(f"{peer.name(oldest.role)} died {end} in {oldest.method}{hint}")
-
-
-def _start(pool: ResourcePool, seat: Seat) -> _Process:
-    ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-    process = multiprocessing.get_context("spawn").Process(
-        target=host, args=(theirs, seat, os.getpid()), daemon=True, name=f"whet-{pool.name}-rank-{seat.rank}"
-    )
-    with theirs:
-        process.start()
-    ours.settimeout(seat.deadline_seconds)
-    return _Process(pool=pool, rank=seat.rank, process=process, socket=ours)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 from whet.controller import wire
@@ -34,6 +35,7 @@ class Waiting:
     role: str
     method: str
     reply: Reply = field(default_factory=Future)
+    number: int = field(default_factory=count(1).__next__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +114,8 @@ class RemoteTransport(ABC, Generic[P]):
         """As `Transport.close`."""
         self._end(WorkerError("close() was called"), is_orderly=True)
 
-    def settle(self, peer: P, frames: Sequence[wire.Frame]) -> None:
-        """Gives the oldest call of a process its answer."""
+    def settle(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:
+        """Gives the oldest call of a process its answer, which is that of the call with this number."""
         try:
             succeeded, result = wire.decode(frames)
         except Exception as error:
@@ -125,8 +127,11 @@ class RemoteTransport(ABC, Generic[P]):
         with self._state:
             if self._ended_by is not None:
                 return
-            waiting = peer.waiting.popleft()
-        waiting.reply.set_result(result)
+            waiting = peer.waiting.popleft() if peer.waiting and peer.waiting[0].number == number else None
+        if waiting is None:
+            self.abort(WorkerError(f"{peer.name()} answered a call that it was not given"))
+        else:
+            waiting.reply.set_result(result)
 
     def oldest(self, peer: P) -> Waiting | None:
         """The call that a process is serving."""

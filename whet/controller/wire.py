@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects over a stream socket: pickle protocol 5, the bytes of tensors and arrays beside it and copied by nobody."""
+"""Objects as frames of a message: pickle protocol 5, the bytes of tensors and arrays beside it and copied by nobody."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from whet.processes import frames
+from whet.processes.frames import Frame
 from whet.serialization import out_of_band
-
-Frame = bytes | memoryview
-_SIZE = struct.Struct("<Q")
 
 
 def encode(value: Any) -> list[Frame]:
@@ -28,35 +26,14 @@ def encode(value: Any) -> list[Frame]:
     return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
-def decode(frames: Sequence[Frame]) -> Any:
+def decode(content: Sequence[Frame]) -> Any:
     """What was encoded; its tensors live in the frames and may be written to."""
-    return pickle.loads(frames[0], buffers=frames[1:])
+    return pickle.loads(content[0], buffers=content[1:])
 
 
-def send(connection: socket.socket, frames: Sequence[Frame]) -> None:
-    """Writes one message.  Raises: OSError; TimeoutError at the socket's own timeout."""
-    sizes = [_SIZE.pack(number) for number in (len(frames), *(len(frame) for frame in frames))]
-    connection.sendall(b"".join(sizes))
-    for frame in frames:
-        connection.sendall(frame)
-
-
-def receive(connection: socket.socket) -> list[Frame]:
-    """Reads one message.  Raises: EOFError where the other side is gone; OSError."""
-    (count,) = _SIZE.unpack(_read(connection, _SIZE.size))
-    sizes = struct.unpack(f"<{count}Q", _read(connection, _SIZE.size * count))
-    return [_read(connection, size) for size in sizes]
-
-
-def _read(connection: socket.socket, size: int) -> memoryview:
-    buffer = np.empty(size, dtype=np.uint8).data  # a bytearray would be filled with zeros first
-    filled = 0
-    while filled < size:
-        count = connection.recv_into(buffer[filled:])
-        if count == 0:
-            raise EOFError("the other side closed the connection")
-        filled += count
-    return buffer
+def receive(connection: socket.socket) -> tuple[int, list[Frame]]:
+    """Reads one message, into memory that is not filled with zeros first.  Raises: as `frames.receive`."""
+    return frames.receive(connection, lambda size: np.empty(size, dtype=np.uint8).data)
 
 
 class _Pickler(pickle.Pickler):

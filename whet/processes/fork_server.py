@@ -47,12 +47,13 @@ class ForkServer:
     """Starts children, each of which runs what `target`, as "package.module:function", returns.
 
     The function is called once, in a new interpreter, with `argument`: what it loads, all children have. Each child is
-    in a session of its own. It ends with all that it started, at the latest with this process, however that ends.
-    Any thread may call; a copy of this process, made by a fork, ends nothing.
+    in a process group of its own, and writes to `stdout`, which is that of errors unless said otherwise. It ends with
+    all that it started, at the latest with this process, however that ends. Any thread may call; a copy of this
+    process, made by a fork, ends nothing.
     """
 
-    def __init__(self, target: str, argument: bytes = b"") -> None:
-        self._target, self._argument = target, argument
+    def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2) -> None:
+        self._target, self._argument, self._stdout = target, argument, stdout
         self._folder, self._path, self._owner = Path.cwd(), list(sys.path), os.getpid()
         self._lock = threading.RLock()
         self._next = 1
@@ -74,6 +75,7 @@ class ForkServer:
                 self._control.close()
                 self._start()
             self._running[child.number] = child
+            self._control.settimeout(CONTROL_SECONDS)
             with contextlib.suppress(OSError):  # it has just died: the connection ends
                 socket.send_fds(self._control, [REQUEST.pack(child.number)], [theirs.fileno()])
         return child
@@ -83,25 +85,21 @@ class ForkServer:
         child.connection.close()
         with self._lock, contextlib.suppress(OSError):
             self._running.pop(child.number, None)
+            self._control.settimeout(CONTROL_SECONDS)
             self._control.send(REQUEST.pack(child.number))
 
     def read(self, seconds: float = 0.0) -> list[Child]:
         """Those that have ended by themselves since the last call, which waits for the first that long."""
         ended = []
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError, struct.error):  # a timeout is an OSError
             self._control.settimeout(seconds)
-            try:
-                while packet := self._control.recv(REPORT.size):
-                    number, code = REPORT.unpack(packet)
-                    if (child := self._running.pop(number, None)) is not None:
-                        child.exit_code = code
-                        ended.append(child)
-                    self._control.settimeout(0.0)
-                ended += self._lose()
-            except (TimeoutError, BlockingIOError, ConnectionError, struct.error):
-                pass
-            finally:
-                self._control.settimeout(CONTROL_SECONDS)
+            while packet := self._control.recv(REPORT.size):
+                number, code = REPORT.unpack(packet)
+                if (child := self._running.pop(number, None)) is not None:
+                    child.exit_code = code
+                    ended.append(child)
+                self._control.settimeout(0.0)
+            ended += self._lose()
         return ended
 
     def wait(self, child: Child, seconds: float) -> bool:
@@ -122,7 +120,6 @@ class ForkServer:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(CONTROL_SECONDS)
         with theirs, os.fdopen(os.memfd_create("whet"), "wb") as given:
             given.write(self._argument)
             given.seek(0)
@@ -138,10 +135,10 @@ class ForkServer:
                     *(p or str(self._folder) for p in self._path),
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=self._stdout,
                 pass_fds=[theirs.fileno(), given.fileno()],
                 cwd=self._folder,
-                start_new_session=True,  # Ctrl-C is the owner's affair
+                process_group=0,  # Ctrl-C is the owner's affair
             )
 
     def _lose(self) -> list[Child]:

@@ -199,7 +199,7 @@ class RayTransport(RemoteTransport[_Actor]):
                 self.abort(self._failure(peer, waiting, error))
                 return
             if waiting is not None and message is not None:
-                self.settle(peer, message.frames)
+                self.settle(peer, message.frames, waiting.number)
 
     def _get(self, answer: Any) -> Any:
         """What the reference holds; None once the launch has ended."""
