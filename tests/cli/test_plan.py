@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from whet.cli.app import main
+from whet.planning import fit
+from whet.planning.machine import FreeMemory
 
 # The shape of Qwen2.5-7B, of two layers; without weights.
 SEVEN_BILLION = {
@@ -38,15 +40,19 @@ def write_config(folder: Path, layers: int) -> Path:
     return folder
 
 
-def test_a_model_that_is_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_a_config_alone_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "free_memory", lambda: FreeMemory(2**40, "the machine's memory"))
     folder = write_config(tmp_path / "model", layers=2)
     run = f"trainer.run_dir={tmp_path / 'run'}"
     assert whet("plan", "quickstart", f"model.path={folder}", run, *SMALL, "actor.optim.name=adamw", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     weights = 2 * LAYER + 2 * 152064 * 3584 + 3584
     assert made["parameters"] == {"actor": weights}
-    assert made["memory"]["actor: weights"]["rollout"] == 4 * weights
-    assert made["memory"]["rollout: weights"]["rollout"] == 2 * weights  # the recipe samples in bfloat16
+    memory = made["pools"]["main"]["memory"]
+    assert memory["actor: weights"]["rollout"] == 4 * weights
+    assert memory["rollout: weights"]["rollout"] == 2 * weights  # the recipe samples in bfloat16
     assert made["checkpoint_bytes"] == pytest.approx(12 * weights, rel=1e-6)
     assert made["tokens_per_step"] == {"prompt": 64, "response": 128}
     assert set(made["seconds_per_step"]) == {"rollout", "actor update"}
@@ -85,7 +91,7 @@ def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.
     given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}"]
     assert whet("plan", "quickstart_sft", *given, "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert list(made["phases"]) == ["actor update"] and made["tokens_per_step"] == {"all": 128 * 16}
+    assert list(made["pools"]["main"]["phases"]) == ["actor update"] and made["tokens_per_step"] == {"all": 128 * 16}
 
 
 def test_doctor_ends_with_1_where_a_run_has_a_problem(
@@ -105,15 +111,31 @@ def test_doctor_ends_with_1_where_a_run_has_a_problem(
     assert [line.split()[:2] for line in this_run] == [["ok", "memory"], ["ok", "disk"], ["ok", "time"]]
 
 
+def test_an_accelerator_is_planned_for_that_is_not_here(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}", *SMALL]
+    assert whet("plan", "quickstart", *given, "--device-memory", "8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "the accelerator of one process" in lines and "memory of one process" in lines
+    assert any("and an accelerator of 8 GiB has 8.0 GiB free: it fits" in line for line in lines)
+    assert whet("plan", "quickstart", *given, "--device-memory", "1.0", "--json") == 1
+    made = json.loads(capsys.readouterr().out)
+    host, device = made["rooms"]
+    assert host["fits"] and not device["fits"] and device["needed_bytes"] > device["free_bytes"] == 2**30
+
+
 @pytest.mark.slow
 def test_seven_billion_parameters_do_not_fit_and_what_to_do_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_config(tmp_path / "model", layers=28)
-    assert whet("plan", "gsm8k", f"model.path={folder}", f"trainer.run_dir={tmp_path / 'run'}", "--json") == 0
+    status = whet("plan", "gsm8k", f"model.path={folder}", f"trainer.run_dir={tmp_path / 'run'}", "--json")
     made = json.loads(capsys.readouterr().out)
     assert made["parameters"]["actor"] == 7_615_616_512  # as published
-    assert made["fits"] is (made["resident_bytes"] <= made["free_memory"]["bytes"])
+    [room] = made["rooms"]
+    assert made["fits"] is room["fits"] is (room["needed_bytes"] <= room["free_bytes"])
+    assert status == int(not made["fits"])
     if not made["fits"]:
         saved = [change["saved_bytes"] for change in made["changes"]]
         assert saved[:-1] == sorted(saved[:-1], reverse=True) and saved[-1] == max(saved)

@@ -3,16 +3,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.config import TrainConfig
+from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
-from whet.planning import fit
-from whet.planning.fit import ANYWAY, changed, changes, check_fits, size, upper_bound
-from whet.planning.machine import FreeMemory
+from whet.planning import fit, machine
+from whet.planning.fit import ANYWAY, changed, changes, check_fits, rooms, size, upper_bound
+from whet.planning.machine import FreeMemory, free_accelerator
 from whet.planning.memory import plan_memory
 from whet.trainers import build
 from whet.trainers.build import train
@@ -99,11 +101,44 @@ def test_the_quick_bound_is_above_the_plan(train_config: MakeConfig, overrides: 
 def test_changes_are_ordered_by_what_they_save_and_hold(train_config: MakeConfig) -> None:
     config = train_config({"data.train_batch_size": 16, "data.max_response_length": 100})
     setup = build.setup(config, [16])
-    memory = plan_memory(setup)
-    *single, together = changes(setup, memory, lambda other: build.setup(other, [16]))
+    [room] = rooms(setup)
+    *single, together = changes(setup, room, lambda other: build.setup(other, [16]))
     assert [each.saved_bytes for each in single] == sorted((each.saved_bytes for each in single), reverse=True)
     assert together.override == " ".join(each.override for each in single)
     assert together.saved_bytes > single[0].saved_bytes
     best = single[0].override.split("=")
     after = plan_memory(build.setup(changed(config, {best[0]: {"true": True}.get(best[1], best[1])}), [16]))
-    assert after.resident_bytes == single[0].resident_bytes == memory.resident_bytes - single[0].saved_bytes
+    assert after.resident_bytes == single[0].needed_bytes == room.needed - single[0].saved_bytes
+
+
+def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
+    train_config: MakeConfig, additions: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = train_config({"cluster.processes": 4, "algorithm.kl.where": "loss"})
+    setup = replace(build.setup(config, [16]), device=FreeMemory(2**30, "each accelerator"))
+    _, device = rooms(setup)
+    monkeypatch.setattr(fit, "free_accelerator", lambda cluster: FreeMemory(device.tensors - 1, "each accelerator"))
+    with pytest.raises(ConfigError) as error:
+        check_fits(setup, tmp_path, lambda other: build.setup(other, [16]))
+    first, *advice, _ = str(error.value).splitlines()
+    assert first.startswith(f"this run needs about {size(device.needed)} of memory in its ")
+    assert "and each accelerator has" in first
+    assert [each for each in advice if "cluster" in each] == []
+    named = [override for override, _ in fit._candidates(setup, device)]
+    assert {"actor.engine.name=fsdp", "ref.engine.name=fsdp", "rollout.free_cache_engine=true"} <= set(named)
+    alone = replace(build.setup(train_config(), [16]), device=setup.device)
+    assert not [override for override, _ in fit._candidates(alone, rooms(alone)[1]) if "engine.name" in override]
+
+
+def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each process, or none; on a Ray cluster those that it asks for, here to be seen or not."""
+    monkeypatch.setattr(machine.devices, "count", lambda: 2)
+    monkeypatch.setattr(machine.torch.accelerator, "get_memory_info", lambda index: ((5, 3)[index], 9))
+    found = free_accelerator(ClusterConfig(processes=2))
+    assert found is not None and (found.bytes, found.bound) == (3, "each accelerator")
+    assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator")
+    assert free_accelerator(ClusterConfig(processes=3)) is None
+    assert free_accelerator(ClusterConfig(backend="ray")) is None
+    monkeypatch.setattr(machine.devices, "count", lambda: 0)
+    found = free_accelerator(ClusterConfig(backend="ray", n_gpus_per_node=8))
+    assert found is not None and found.bytes > 2**60

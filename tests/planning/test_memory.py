@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
 from whet.models.load import load_config as load_model_config
+from whet.planning.fit import rooms
+from whet.planning.machine import FreeMemory
 from whet.planning.memory import (
     Lengths,
     Memory,
@@ -154,3 +157,68 @@ def test_shards_divide_what_lies_still_and_layers_are_gathered(train_config: Mak
         assert item(half, f"actor: {kind}", during) == item(whole, f"actor: {kind}", during) // 2
     assert item(half, "actor: gathered weights", "actor update") == item(whole, "actor: weights", "rollout")
     assert item(whole, "actor: gathered weights", "actor update") == 0
+
+
+# ---- an accelerator, and several pools
+
+DEVICE = FreeMemory(2**33, "each accelerator")
+
+
+def on_device(config: TrainConfig, pool: str | None = None) -> Memory:
+    return plan_memory(replace(build.setup(config, (16,)), device=DEVICE), pool)
+
+
+def there(memory: Memory, phase: str) -> dict[str, int]:
+    return {each.name: each.by_phase[phase] for each in memory.items if each.on_device and phase in each.by_phase}
+
+
+def test_what_an_accelerator_holds(train_config: MakeConfig) -> None:
+    """All but the batch, and the weights that the host reads first are not counted twice."""
+    memory = on_device(train_config({"algorithm.kl.where": "loss"}))
+    weights = memory.weights["actor"] * 4
+    assert {each.name for each in memory.items if not each.on_device} == {"batch columns"}
+    found = there(memory, "rollout")
+    assert found["actor: weights"] == found["ref: weights"] == found["actor: gradients"] == weights
+    assert found["rollout: KV cache"] > 0 and memory.untouched_bytes == 0  # it is taken when it is made
+    assert memory.device_tensor_bytes == max(sum(there(memory, phase).values()) for phase in memory.phases)
+    assert memory.device_bytes == 2**30 + round(1.1 * memory.device_tensor_bytes)
+    assert planned(train_config()).device_bytes == 0
+
+
+def test_taking_turns_empties_the_accelerator_of_what_is_not_in_use(train_config: MakeConfig) -> None:
+    changes = {"algorithm.kl.where": "loss", "rollout.free_cache_engine": True}
+    memory = on_device(train_config(changes))
+    assert set(there(memory, "rollout")) == {"actor: weights", "rollout: KV cache", "rollout: logits"}
+    assert "rollout: KV cache" not in there(memory, "actor update")
+    host = {each.name: each.by_phase for each in memory.items if not each.on_device}
+    assert host["ref: weights"] == {"rollout": memory.weights["ref"] * 4} and "rollout" in host["actor: optimizer"]
+    narrow = on_device(train_config({**changes, "rollout.dtype": "bfloat16"}))
+    assert "actor: weights" not in there(narrow, "rollout")  # the rollout has its own
+    assert there(narrow, "rollout")["rollout: weights"] == memory.weights["actor"] * 2
+    host = {each.name: each.by_phase for each in narrow.items if not each.on_device}
+    assert host["rollout: weights"] == {"actor update": memory.weights["actor"] * 2}
+
+
+def test_offloaded_shards_lie_on_the_host(train_config: MakeConfig) -> None:
+    engine = {"name": "fsdp", "options": {"cpu_offload": True}}
+    memory = on_device(train_config({"cluster.processes": 2, "actor.engine": engine}))
+    host = {each.name for each in memory.items if not each.on_device}
+    assert host == {"actor: weights", "actor: optimizer", "actor: gradients", "batch columns"}
+    assert {"actor: gathered weights", "actor: activations"} <= set(there(memory, "actor update"))
+
+
+def test_each_pool_is_planned_for_the_roles_in_it(train_config: MakeConfig) -> None:
+    pools = {"train": {"processes": 2, "roles": ["actor"]}, "sample": {"processes": 1, "roles": ["rollout", "ref"]}}
+    setup = build.setup(train_config({"cluster.placement": pools, "algorithm.kl.where": "loss"}), (16,))
+    train, sample = (plan_memory(setup, name) for name in pools)
+    assert train.phases == ("actor update",) and set(train.weights) == {"actor"}
+    assert sample.phases == ("rollout",) and set(sample.weights) == {"ref"}
+    assert {each.name for each in sample.items} == {
+        *("ref: weights", "rollout: weights", "rollout: KV cache", "rollout: logits"),
+    }  # the actor's module is in other processes
+    assert train.checkpoint_bytes == sample.checkpoint_bytes > 0
+    [host] = rooms(setup)
+    assert host.needed == 2 * train.resident_bytes + sample.resident_bytes and host.processes == 3
+    host, first, second = rooms(replace(setup, device=DEVICE))
+    assert (first.name, second.name) == ("each accelerator of the pool train", "each accelerator of the pool sample")
+    assert first.needed > 2**30 and first.memory.phases == ("actor update",)

@@ -59,11 +59,12 @@ def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
     except WhetError as error:
         yield Finding("problem", "config", str(error))
         return
-    needed, disk = size(made.needed_bytes), size(made.disk_bytes)
-    if made.free is not None:
-        found = f"about {needed} needed, {size(made.free.bytes)} free"
-        advice = "`whet plan` says what to change" if not made.fits else ""
-        yield Finding("ok" if made.fits else "problem", "memory", found, advice)
+    for room in made.rooms:
+        if room.free is not None:
+            found = f"about {size(room.needed)} needed, {size(room.free)} free"
+            advice = "" if room.fits else "`whet plan` says what to change"
+            yield Finding("ok" if room.fits else "problem", "device" if room.on_device else "memory", found, advice)
+    disk = size(made.disk_bytes)
     fits = made.disk_bytes <= made.free_disk_bytes
     found = f"about {disk} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
     yield Finding("ok" if fits else "problem", "disk", found, "" if fits else "lower trainer.save_limit, or make room")

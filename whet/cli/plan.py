@@ -15,6 +15,9 @@ def plan(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     command: For = None,
+    device_memory: Annotated[
+        float | None, typer.Option(help="GiB of an accelerator for each process, in place of what this machine has")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print numbers for a program")] = False,
 ) -> None:
     """Say what a run will need before it starts: memory, disk, time."""
@@ -25,8 +28,10 @@ def plan(
     from whet.cli.plan_page import numbers, show
     from whet.trainers.forecast import forecast
 
-    made = forecast(config)
+    made = forecast(config, device_memory)
     if as_json:
         typer.echo(numbers(made))
-        return
-    show(made, problems(config))
+    else:
+        show(made, problems(config))
+    if not made.fits:
+        raise typer.Exit(1)

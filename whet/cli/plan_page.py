@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,19 +28,17 @@ NOTE = (
 
 def numbers(made: Forecast) -> str:
     """Everything as one JSON object, in bytes and seconds."""
-    memory = made.memory
     return json.dumps(
         {
-            "parameters": memory.weights,
-            "memory": {item.name: item.by_phase for item in memory.items},
-            "phases": {phase: memory.total(phase) for phase in memory.phases},
-            "tensor_bytes": memory.tensor_bytes,
-            "resident_bytes": memory.resident_bytes,
-            "processes": made.setup.config.cluster.processes_here,
-            "free_memory": None if made.free is None else asdict(made.free),
+            "parameters": {role: count for plan in made.plans.values() for role, count in plan.weights.items()},
+            "pools": {name: _plan(plan) for name, plan in made.plans.items()},
+            "rooms": [
+                {"name": room.name, "needed_bytes": room.needed, "free_bytes": room.free, "fits": room.fits}
+                for room in made.rooms
+            ],
             "fits": made.fits,
             "changes": [asdict(change) for change in made.changes],
-            "checkpoint_bytes": memory.checkpoint_bytes,
+            "checkpoint_bytes": made.checkpoint_bytes,
             "checkpoints_bytes": made.disk_bytes,
             "free_disk_bytes": made.free_disk_bytes,
             "tokens_per_step": made.speed.tokens,
@@ -51,14 +50,33 @@ def numbers(made: Forecast) -> str:
     )
 
 
+def _plan(plan: Memory) -> dict[str, Any]:
+    return {
+        "memory": {item.name: item.by_phase for item in plan.items if not item.on_device},
+        "device_memory": {item.name: item.by_phase for item in plan.items if item.on_device},
+        "phases": {phase: plan.total(phase) + plan.total(phase, on_device=True) for phase in plan.phases},
+        "tensor_bytes": plan.tensor_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "device_bytes": plan.device_bytes,
+    }
+
+
 def show(made: Forecast, refused: Sequence[str]) -> None:
     """Tables on the console; plain lines in a file."""
     console = Console(highlight=False, soft_wrap=True)
-    for role, count in made.memory.weights.items():
-        tokens = made.memory.micro_batch_tokens.get(role)
-        extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
-        console.print(f"{role}: {_count(count)} parameters ({made.setup.roles[role].model_path}{extra})")
-    console.print(_memory_table(made.memory))
+    pools = made.setup.config.cluster.pools
+    for name, plan in made.plans.items():
+        for role, count in plan.weights.items():
+            tokens = plan.micro_batch_tokens.get(role)
+            extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
+            console.print(f"{role}: {_count(count)} parameters ({made.setup.roles[role].model_path}{extra})")
+        whose = f" of the {pools[name].processes} of pool {name}" if len(pools) > 1 else ""
+        for on_device, title in (
+            (True, f"the accelerator of one process{whose}"),
+            (False, f"memory of one process{whose}"),
+        ):
+            if any(item.on_device == on_device for item in plan.items):
+                console.print(_memory_table(plan, title, on_device))
     _show_fit(console, made)
     _show_speed(console, made)
     for note in (*made.notes, NOTE):
@@ -69,40 +87,41 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
             console.print(Text(f"- {each}"))
 
 
-def _memory_table(memory: Memory) -> Table:
-    table = Table(title="memory of one process", title_justify="left", box=None, pad_edge=False)
+def _memory_table(memory: Memory, title: str, on_device: bool) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for phase in memory.phases:
         table.add_column(phase, justify="right")
-    for item in memory.items:
+    for item in (each for each in memory.items if each.on_device == on_device):
         table.add_row(item.name, *(size(item.by_phase[p]) if p in item.by_phase else "" for p in memory.phases))
-    table.add_row("all tensors", *(size(memory.total(phase)) for phase in memory.phases), style="bold")
-    if memory.untouched_bytes:
+    totals = (size(memory.total(phase, on_device=on_device)) for phase in memory.phases)
+    table.add_row("all tensors", *totals, style="bold")
+    if memory.untouched_bytes and not on_device:
         untouched = size(memory.untouched_bytes)
         table.add_row("of them never written to", *(untouched for _ in memory.phases), style="dim")
     return table
 
 
 def _show_fit(console: Console, made: Forecast) -> None:
-    processes = made.setup.config.cluster.processes_here
-    each = "" if processes == 1 else f" in {processes} processes"
-    needed = f"memory: about {size(made.needed_bytes)}{each} beside the imports"
-    if made.free is None:
-        console.print(f"{needed}; how much is free this system does not say")
-    else:
-        fits = "it fits" if made.fits else "it does not fit"
-        text = f"{needed}, and {made.free.bound} has {size(made.free.bytes)} free: {fits}"
-        console.print(Text(text, style="green" if made.fits else "red"))
-    if not made.fits and made.free is not None:
+    for room in made.rooms:
+        each = f" in {room.processes} processes" if room.processes > 1 else ""
+        needed = f"memory: about {size(room.needed)}{each}{'' if room.on_device else ' beside the imports'}"
+        if room.free in (None, sys.maxsize):
+            console.print(f"{needed}; how much is free this system does not say")
+        else:
+            fits = "it fits" if room.fits else "it does not fit"
+            text = f"{needed}, and {room.name} has {size(room.free or 0)} free: {fits}"
+            console.print(Text(text, style="green" if room.fits else "red"))
+    if not made.fits:
         console.print("what to change, in the order of what it saves:")
-        for line in advice(list(made.changes), made.free.bytes // processes):
+        for line in advice(list(made.changes), made.tightest.free or 0):
             console.print(line)
     limit = made.setup.config.trainer.save_limit
     fits = "" if made.disk_bytes <= made.free_disk_bytes else ": lower trainer.save_limit or choose another place"
     kept = "each is kept" if limit is None else f"{limit} and the next one {size(made.disk_bytes)}"
     console.print(
         Text(
-            f"disk: a checkpoint {size(made.memory.checkpoint_bytes)}, {kept}; {made.run_dir} has "
+            f"disk: a checkpoint {size(made.checkpoint_bytes)}, {kept}; {made.run_dir} has "
             f"{size(made.free_disk_bytes)} free{fits}",
             style="red" if fits else "green",
         )

@@ -20,7 +20,7 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimizers_of
-from whet.engines.protocol import Columns, Objective
+from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
@@ -57,9 +57,9 @@ class Engine(ABC):
             model.requires_grad_(False)
 
     @classmethod
-    def shards(cls, processes: int, options: Mapping[str, Any]) -> int:
-        """How many parts weights, gradients and optimizer state lie in, on so many processes."""
-        return 1
+    def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
+        """How a model is spread over so many processes: here a whole one in each."""
+        return Spread()
 
     def whole_module(self) -> PreTrainedModel | None:
         """The language model itself where it is whole on this rank: a rollout may sample from it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +16,13 @@ from whet.protocol import DataProto
 
 # Tensors [B, ...], and arrays of B objects (media, digests, names), which pass through every split as they are.
 Columns = Mapping[str, Any]
+
+
+class Spread(NamedTuple):
+    """Where weights, gradients and optimizer state lie."""
+
+    shards: int = 1  # equal parts, one in a process; beyond them are copies
+    on_host: bool = False  # always, and not on the accelerator that computes
 
 
 class Objective(Protocol):

@@ -6,27 +6,83 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from whet.config.schema import ActorConfig, SFTConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
-from whet.planning.machine import FreeMemory, free_disk, free_memory
-from whet.planning.memory import Memory, Setup, inner_size, mini_batch, plan_memory, rollout_bytes, sampling_bytes
+from whet.planning.machine import free_accelerator, free_disk, free_memory
+from whet.planning.memory import (
+    Memory,
+    Setup,
+    inner_size,
+    mini_batch,
+    plan_memory,
+    rollout_bytes,
+    sampling_bytes,
+    spread_of,
+)
 from whet.planning.outline import FLOAT32
+from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
 ANYWAY = "WHET_START_ANYWAY"  # set in the environment: a run that does not fit by the estimate starts all the same
 
 
 @dataclass(frozen=True)
+class Room:
+    """Memory in one place: what a run needs of it, and what is free; None where nothing says."""
+
+    name: str
+    needed: int
+    tensors: int  # without what is estimated on top
+    free: int | None
+    memory: Memory  # of the process that needs most there
+    on_device: bool = False
+    processes: int = 1  # that share it
+
+    @property
+    def fits(self) -> bool:
+        """As far as it is known."""
+        return self.free is None or self.needed <= self.free
+
+    @property
+    def share(self) -> float:
+        """Of what is free."""
+        return 0.0 if self.free is None else self.needed / max(1, self.free)
+
+
+@dataclass(frozen=True)
 class Change:
-    """A setting that makes a run smaller, and what it needs then."""
+    """A setting that makes a run smaller, and what it needs then in the place that is short."""
 
     override: str  # as on the command line
-    resident_bytes: int
+    needed_bytes: int
     saved_bytes: int
+
+
+def rooms(setup: Setup) -> list[Room]:
+    """The host, for all processes on it, and an accelerator for each pool.  Raises: ModelError."""
+    cluster, free = setup.config.cluster, free_memory()
+    plans = {name: plan_memory(setup, name) for name in cluster.pools}
+    counts = {name: -(-pool.processes // cluster.nnodes) for name, pool in cluster.pools.items()}
+    host = Room(
+        "memory" if free is None else free.bound,
+        sum(plan.resident_bytes * counts[name] for name, plan in plans.items()),
+        sum(plan.touched_bytes * counts[name] for name, plan in plans.items()),
+        None if free is None else free.bytes,
+        max(plans.values(), key=lambda plan: plan.resident_bytes),
+        processes=sum(counts.values()),
+    )
+    device = setup.device
+    if device is None:
+        return [host]
+    of = {name: f" of the pool {name}" if cluster.placement else "" for name in plans}
+    return [host] + [
+        Room(f"{device.bound}{of[name]}", plan.device_bytes, plan.device_tensor_bytes, device.bytes, plan, True)
+        for name, plan in plans.items()
+    ]
 
 
 def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> None:
@@ -39,20 +95,20 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     """
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return
-    free = free_memory()
+    free, cluster = free_memory(), setup.config.cluster
+    setup = replace(setup, device=free_accelerator(cluster))
     try:
-        cluster = setup.config.cluster
-        processes = 0 if cluster.placement else cluster.processes_here  # roles of several pools are not added up
-        if free is not None and upper_bound(setup) * processes > free.bytes / 2:
-            memory = plan_memory(setup)
-            needed = memory.resident_bytes * processes
-            if memory.touched_bytes * processes > free.bytes:  # without what is estimated on top
-                raise ConfigError(_too_much_memory(setup, memory, needed, free, replan))
-            if needed > 0.8 * free.bytes:
+        bound = upper_bound(setup)
+        is_large = free is not None and bound * cluster.processes_here > free.bytes / 2
+        if is_large or (setup.device is not None and bound > setup.device.bytes / 2):
+            found = rooms(setup)
+            room = max(found, key=lambda each: each.share)
+            if room.free is not None and room.tensors > room.free:
+                raise ConfigError(_too_much_memory(setup, room, replan))
+            if room.free is not None and room.needed > 0.8 * room.free:
                 log.warning(
-                    "this run needs about %s of memory, and %s are free; `whet plan` shows what takes it",
-                    size(needed),
-                    size(free.bytes),
+                    "this run needs about %s of memory, and %s has %s free; `whet plan` shows what takes it",
+                    *(size(room.needed), room.name, size(room.free)),
                 )
     except ModelError as error:  # loading the model will say so
         log.debug("no estimate: %s", error)
@@ -68,7 +124,9 @@ def upper_bound(setup: Setup) -> int:
         shape = model.config
         rows = mini_batch(config, name, setup.lengths) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
-        tokens = min(max(setup.roles[name].micro_batch_tokens("cpu"), longest), sum(row.tokens for row in rows))
+        tokens = min(
+            max(setup.roles[name].micro_batch_tokens(model.device_type), longest), sum(row.tokens for row in rows)
+        )
         states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
@@ -76,22 +134,24 @@ def upper_bound(setup: Setup) -> int:
     if isinstance(config, TrainConfig):
         model = setup.outlines["actor"]
         planned = rollout_bytes(config, model.config, setup.lengths)
-        total += model.weight_bytes + planned.written + sampling_bytes(config, model.config, planned)
+        cache = planned.written if setup.device is None else planned.cache
+        total += model.weight_bytes + cache + sampling_bytes(config, model.config, planned)
     return total
 
 
-def changes(setup: Setup, memory: Memory, replan: Callable[[Any], Setup]) -> list[Change]:
-    """What makes the run smaller by a fiftieth or more, what saves most first, and last all of it together; each is
-    planned anew."""
-    candidates, found = dict(_candidates(setup, memory)), []
+def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
+    """What makes the run smaller in a room by a fiftieth or more, what saves most first, and last all of it together;
+    each is planned anew."""
+    candidates = dict(_candidates(setup, room))
 
     def planned(*overrides: str) -> Change:
         values = {key: value for each in overrides for key, value in candidates[each].items()}
-        after = plan_memory(replan(changed(setup.config, values)))
-        return Change(" ".join(overrides), after.resident_bytes, memory.resident_bytes - after.resident_bytes)
+        other = replace(replan(changed(setup.config, values)), device=setup.device)
+        needed = next(each for each in rooms(other) if each.name == room.name).needed
+        return Change(" ".join(overrides), needed, room.needed - needed)
 
     found = [planned(each) for each in candidates]
-    worth = [each for each in found if each.saved_bytes > memory.resident_bytes / 50]
+    worth = [each for each in found if each.saved_bytes > room.needed / 50]
     worth.sort(key=lambda each: -each.saved_bytes)
     return worth if len(worth) < 2 else [*worth, planned(*(each.override for each in worth))]
 
@@ -108,8 +168,8 @@ def changed(config: TrainConfig | SFTConfig, values: Mapping[str, Any]) -> Train
     return type(config).model_validate(tree)
 
 
-def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, Any]]]:
-    config = setup.config
+def _candidates(setup: Setup, room: Room) -> Iterator[tuple[str, dict[str, Any]]]:
+    config, sizes = setup.config, {**room.memory.micro_batch_tokens}
 
     def one(key: str, value: Any) -> tuple[str, dict[str, Any]]:
         shown = str(value).lower() if isinstance(value, bool) else value
@@ -121,6 +181,14 @@ def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, A
         yield one("model.dtype", "bfloat16")
     if config.model.lora.rank is None and not config.model.freeze:
         yield one("model.lora.rank", 16)
+    for name in setup.roles:
+        section = name.partition(":")[0]
+        section = "ref" if section == "teacher" else section  # which engine reads a teacher
+        whole = spread_of(setup, name).shards == 1
+        for engine in ENGINES.names() if whole and config.cluster.processes_of(name) > 1 else ():
+            if spread_of(setup, name, engine).shards > 1:
+                prefix = f"{section}." if isinstance(config, TrainConfig) else ""
+                yield one(f"{prefix}engine.name", engine)
     for name in setup.objectives:
         prefix = f"{name}." if isinstance(config, TrainConfig) else ""
         role: SFTConfig | ActorConfig = config if isinstance(config, SFTConfig) else config[name]
@@ -128,31 +196,32 @@ def _candidates(setup: Setup, memory: Memory) -> Iterator[tuple[str, dict[str, A
         allowed = longest
         if isinstance(config, TrainConfig):
             allowed = max(longest, config.data.max_prompt_length + config.data.max_response_length)
-        if memory.micro_batch_tokens[name] > allowed:
-            yield one(f"{prefix}max_tokens_per_micro_batch", max(allowed, memory.micro_batch_tokens[name] // 2))
+        if sizes.get(name, 0) > allowed:
+            yield one(f"{prefix}max_tokens_per_micro_batch", max(allowed, sizes[name] // 2))
         if role.engine.logits_chunk_tokens > 128:
             yield one(f"{prefix}engine.logits_chunk_tokens", 128)
         if role.optim.name == "adamw" and role.optim.state_dtype == "float32":
             yield one(f"{prefix}optim.state_dtype", "bfloat16")
     if isinstance(config, TrainConfig):
+        if room.on_device and not config.rollout.free_cache_engine:
+            yield one("rollout.free_cache_engine", True)
         if config.rollout.max_batch_size > 16:
             yield one("rollout.max_batch_size", max(16, config.rollout.max_batch_size // 4))
         for name, value in rollout_bytes(config, setup.outlines["actor"].config, setup.lengths).smaller.items():
             yield one(f"rollout.engine.options.{name}", value)
 
 
-def _too_much_memory(
-    setup: Setup, memory: Memory, needed: int, free: FreeMemory, replan: Callable[[Any], Setup]
-) -> str:
-    phase = memory.largest_phase
-    parts = sorted(memory.items, key=lambda item: -item.by_phase.get(phase, 0))
-    largest = ", ".join(f"{part.name} {size(part.by_phase[phase])}" for part in parts[:4])
+def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> str:
+    memory, phase = room.memory, room.memory.largest_phase(on_device=room.on_device)
+    items = [item for item in memory.items if item.on_device == room.on_device]
+    parts = sorted(items, key=lambda item: -item.by_phase.get(phase, 0))
+    largest = ", ".join(f"{part.name} {size(part.by_phase[phase])}" for part in parts[:4] if phase in part.by_phase)
     if memory.untouched_bytes:
         largest += f"; not counted {size(memory.untouched_bytes)} of the KV cache, reserved and never written to"
     lines = [
-        f"this run needs about {size(needed)} of memory in its {phase} ({largest}), "
-        f"and {free.bound} has {size(free.bytes)} free",
-        *advice(changes(setup, memory, replan), free.bytes // setup.config.cluster.processes_here),
+        f"this run needs about {size(room.needed)} of memory in its {phase} ({largest}), "
+        f"and {room.name} has {size(room.free or 0)} free",
+        *advice(changes(setup, room, replan), room.free or 0),
         f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts all the same",
     ]
     return "\n".join(lines)
@@ -161,11 +230,11 @@ def _too_much_memory(
 def advice(found: list[Change], free: int) -> list[str]:
     """A line for each change, and what to do where none of them is enough."""
     lines = [
-        f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.resident_bytes <= free else "")
+        f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.needed_bytes <= free else "")
         for each in found
     ]
-    if not any(each.resident_bytes <= free for each in found):
-        least = min((each.resident_bytes for each in found), default=None)
+    if not any(each.needed_bytes <= free for each in found):
+        least = min((each.needed_bytes for each in found), default=None)
         still = "nothing here saves much" if least is None else f"even then it needs {size(least)}"
         lines.append(f"- {still}: take a smaller model, or a machine with more memory")
     return lines

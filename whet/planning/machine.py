@@ -6,10 +6,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from whet import devices
+from whet.config.cluster import ClusterConfig
 from whet.tracking.resident import status_bytes
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -27,6 +32,17 @@ def free_memory() -> FreeMemory | None:
     """The machine's, or less where a control group or `ulimit -v` allows less; None where nothing says."""
     found = [*_machine(), *_control_groups(), *_address_space()]
     return min(found, key=lambda free: free.bytes, default=None)
+
+
+def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
+    """The least that one of the accelerators has left; None where the run's processes compute on the host."""
+    found, ray = devices.count(), cluster.backend == "ray"
+    if (ray and not cluster.n_gpus_per_node) or (not ray and found < cluster.world_size):
+        return None
+    if not found:
+        return FreeMemory(sys.maxsize, "an accelerator that this machine does not see")
+    used = range(found if ray else cluster.world_size)
+    return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
 
 
 def total_memory() -> int | None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from whet.config.schema import RolloutConfig, SFTConfig, TrainConfig
 from whet.engines.micro_batches import micro_batches
-from whet.engines.protocol import Objective
+from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, Row
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.rollout.planned import Decoding, Lengths, PlansMemory, RolloutBytes
@@ -21,6 +22,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Fitted to measured runs: tokenizer, rows, libraries' own memory; and what the heap takes for each byte of tensors,
 # more where sampling between updates leaves holes in it.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
+# Not measured yet (`make gpu` does it): an accelerator's libraries on the host and in its own memory, and what its
+# allocator takes for each byte of tensors.
+DEVICE_PROCESS_BYTES, DEVICE_BYTES, DEVICE_HEAP = 2 * 2**30, 2**30, 1.1
 
 
 @dataclass(frozen=True)
@@ -29,26 +33,27 @@ class Item:
 
     name: str
     by_phase: Mapping[str, int]
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The plan: items by phase, and what of them is only reserved."""
+    """The plan of one process: items by phase, and what of them is only reserved."""
 
     items: tuple[Item, ...]
     phases: tuple[str, ...]
-    untouched_bytes: int  # reserved in every phase, but no memory before it is written to
+    untouched_bytes: int  # reserved on the host in every phase, but no memory before it is written to
     weights: Mapping[str, int]  # parameters by role
     micro_batch_tokens: Mapping[str, int]  # by trained role
     checkpoint_bytes: int  # on disk
 
-    def total(self, phase: str) -> int:
-        """All tensors of a phase."""
-        return sum(item.by_phase.get(phase, 0) for item in self.items)
+    def total(self, phase: str, *, on_device: bool = False) -> int:
+        """All tensors of a phase, on the host or on the accelerator."""
+        return sum(item.by_phase.get(phase, 0) for item in self.items if item.on_device == on_device)
 
     @property
     def tensor_bytes(self) -> int:
-        """The most that tensors take."""
+        """The most that tensors take on the host."""
         return max(self.total(phase) for phase in self.phases)
 
     @property
@@ -59,12 +64,24 @@ class Memory:
     @property
     def resident_bytes(self) -> int:
         """What the operating system counts beyond the imports."""
-        return PROCESS_BYTES + round((HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP) * self.touched_bytes)
+        heap = HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP
+        own = PROCESS_BYTES + (DEVICE_PROCESS_BYTES if self.device_tensor_bytes else 0)
+        return own + round(heap * self.touched_bytes)
 
     @property
-    def largest_phase(self) -> str:
-        """Where that is."""
-        return max(self.phases, key=self.total)
+    def device_tensor_bytes(self) -> int:
+        """The most that tensors take on the accelerator; 0 without one."""
+        return max(self.total(phase, on_device=True) for phase in self.phases)
+
+    @property
+    def device_bytes(self) -> int:
+        """The same with what the allocator and the libraries take."""
+        tensors = self.device_tensor_bytes
+        return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
+
+    def largest_phase(self, *, on_device: bool = False) -> str:
+        """Where tensors take most."""
+        return max(self.phases, key=lambda phase: self.total(phase, on_device=on_device))
 
 
 @dataclass(frozen=True)
@@ -76,56 +93,111 @@ class Setup:
     objectives: Mapping[str, Objective]  # the losses of those that are trained
     lengths: Lengths
     passes: tuple[str, ...] = ()  # roles that read a step's rows before the update, once for each time
+    device: FreeMemory | None = None  # of the accelerator that each process has; None where there is none
 
     @cached_property
     def outlines(self) -> dict[str, Outline]:
         """The roles' models in shapes only.  Raises: ModelError."""
-        return {name: Outline(role) for name, role in self.roles.items()}
+        return {name: Outline(role, self.device is not None) for name, role in self.roles.items()}
 
 
-def plan_memory(setup: Setup) -> Memory:
-    """What one training process takes. Every answer is taken to be as long as it may be.  Raises: ModelError."""
-    config, roles, outlines, lengths = setup.config, setup.roles, setup.outlines, setup.lengths
-    objectives = setup.objectives
-    updates = tuple(f"{name} update" for name in objectives)
-    phases = (*(("rollout",) if isinstance(config, TrainConfig) else ()), *updates)
-    kept: dict[str, Counter[str]] = {}
+class _Kept:
+    """Collects bytes by what they are, by phase and by place."""
 
-    def keep(name: str, size: int, during: Sequence[str] = phases) -> None:
-        if size:
-            kept.setdefault(name, Counter()).update(dict.fromkeys(during, size))
+    def __init__(self, phases: tuple[str, ...], has_device: bool) -> None:
+        self.phases, self._has_device = phases, has_device
+        self._found: dict[tuple[str, bool], Counter[str]] = {}
 
-    shards = {name: _shards(role, config.cluster.processes) for name, role in roles.items()}
+    def keep(self, name: str, size: int, during: Sequence[str] | None = None, *, on_host: bool = False) -> None:
+        """Counts `size` bytes in some phases, by default in all, on the accelerator where there is one."""
+        phases = self.phases if during is None else during
+        if size and phases:
+            place = name, self._has_device and not on_host
+            self._found.setdefault(place, Counter()).update(dict.fromkeys(phases, size))
+
+    def items(self) -> tuple[Item, ...]:
+        """All that was kept."""
+        return tuple(Item(name, dict(found), there) for (name, there), found in self._found.items())
+
+
+def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
+    """What one process of a pool takes, by default of the first. Every answer is taken to be as long as it may be.
+
+    Raises: ModelError."""
+    config, cluster = setup.config, setup.config.cluster
+    pool = next(iter(cluster.pools)) if pool is None else pool
+    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    trained = [name for name in setup.objectives if name in outlines]
+    samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
+    updates = tuple(f"{name} update" for name in trained)
+    phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
+    turns = isinstance(config, TrainConfig) and samples and config.rollout.free_cache_engine
+    has_device = setup.device is not None
+    kept = _Kept(phases, has_device)
     for name, model in outlines.items():
-        keep(f"{name}: weights", model.weight_bytes // shards[name])
-        if shards[name] > 1:
-            keep(f"{name}: gathered weights", model.gathered_bytes, updates)
-        keep(f"{name}: optimizer", model.moment_bytes // shards[name])
-        if name in objectives:  # they stay until the role's next update begins
-            others = [each for each in phases if each != f"{name} update"]
-            keep(f"{name}: gradients", model.gradient_bytes // shards[name], others)
-    sizes: dict[str, int] = {}
-    for name, objective in objectives.items():
-        split = _micro_batches(config, name, roles[name], lengths)
-        sizes[name] = max(_tokens(rows, roles[name]) for rows in split)
-        taken = _update_bytes(outlines[name], split, objective.needs)
-        for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
-            parts = shards[name] if kind == "gradients" else 1
-            keep(f"{name}: {kind}", taken[kind] // parts, (f"{name} update",))
+        _keep_role(kept, setup, name, model, away=("rollout",) if turns and has_device else ())
+    sizes = {name: _keep_update(kept, setup, name, outlines[name]) for name in trained}
     untouched = 0
-    if isinstance(config, TrainConfig):
-        actor, dtype = outlines["actor"], config.rollout.dtype or config.model.dtype
-        if actor.is_adapted or (dtype, config.model.dtype) != ("float32", "float32"):
-            keep("rollout: weights", actor.num_weights * ITEM_BYTES[dtype])
-        planned = rollout_bytes(config, actor.config, lengths)
-        untouched = planned.cache - planned.written
-        keep("rollout: KV cache", planned.cache, phases if planned.is_kept else ("rollout",))
-        keep("rollout: logits", sampling_bytes(config, actor.config, planned), ("rollout",))
-        keep("batch columns", column_bytes(config, lengths, outlines), updates)
-    items = tuple(Item(name, dict(by_phase)) for name, by_phase in kept.items())
-    checkpoint = sum(outlines[name].checkpoint_bytes for name in objectives)
+    if isinstance(config, TrainConfig) and samples:
+        planned = _keep_rollout(kept, setup, turns)
+        untouched = 0 if has_device else planned.cache - planned.written
+    if isinstance(config, TrainConfig) and "actor" in trained:
+        kept.keep("batch columns", column_bytes(config, setup.lengths, setup.outlines), updates, on_host=True)
+    checkpoint = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
     weights = {name: each.num_weights for name, each in outlines.items()}
-    return Memory(items, phases, untouched, weights, sizes, checkpoint)
+    return Memory(kept.items(), phases, untouched, weights, sizes, checkpoint)
+
+
+def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
+    """Weights, moments and gradients of a model between its passes; in the phases `away` they are off the device."""
+    spread = spread_of(setup, name)
+    here = [phase for phase in kept.phases if phase not in away]
+    shared = name == "actor" and _samples_from_the_actor(setup)
+    for what, size in (("weights", model.weight_bytes), ("optimizer", model.moment_bytes)):
+        there = kept.phases if what == "weights" and shared else here
+        part = size // spread.shards
+        kept.keep(f"{name}: {what}", part, there, on_host=spread.on_host)
+        kept.keep(f"{name}: {what}", part, [phase for phase in kept.phases if phase not in there], on_host=True)
+    if spread.shards > 1:
+        kept.keep(f"{name}: gathered weights", model.gathered_bytes, [p for p in here if p.endswith("update")])
+    if name in setup.objectives:  # they stay until the role's next update begins
+        others = [phase for phase in here if phase != f"{name} update"]
+        kept.keep(f"{name}: gradients", model.gradient_bytes // spread.shards, others, on_host=spread.on_host)
+
+
+def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
+    """What an update adds.  Returns the tokens of its largest micro-batch."""
+    split, spread = _micro_batches(setup, name), spread_of(setup, name)
+    taken = _update_bytes(model, split, setup.objectives[name].needs)
+    for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
+        is_gradient = kind == "gradients"
+        part = taken[kind] // (spread.shards if is_gradient else 1)
+        kept.keep(f"{name}: {kind}", part, (f"{name} update",), on_host=is_gradient and spread.on_host)
+    return max(_tokens(rows, model.role) for rows in split)
+
+
+def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
+    """What sampling adds: weights of its own, the cache, and a step's logits."""
+    config, model = setup.config, setup.outlines["actor"]
+    assert isinstance(config, TrainConfig)
+    others = [phase for phase in kept.phases if phase != "rollout"]
+    if not _samples_from_the_actor(setup):
+        size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+        kept.keep("rollout: weights", size, ("rollout",))
+        kept.keep("rollout: weights", size, others, on_host=turns)
+    planned = rollout_bytes(config, model.config, setup.lengths)
+    kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
+    kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
+    return planned
+
+
+def _samples_from_the_actor(setup: Setup) -> bool:
+    """Whether a rollout needs no weights of its own: it is beside a whole actor that computes as it does."""
+    config = setup.config
+    if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
+        return False
+    dtypes = config.rollout.dtype or config.model.dtype, config.model.dtype
+    return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
 def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[str]) -> Counter[str]:
@@ -140,13 +212,13 @@ def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[s
     return taken
 
 
-def _micro_batches(config: TrainConfig | SFTConfig, name: str, role: RoleSettings, lengths: Lengths) -> list[list[Row]]:
+def _micro_batches(setup: Setup, name: str) -> list[list[Row]]:
     """Of one mini-batch, as the engine splits it."""
-    rows = mini_batch(config, name, lengths)
+    rows, role = mini_batch(setup.config, name, setup.lengths), setup.roles[name]
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
-        role.micro_batch_tokens("cpu"),
+        role.micro_batch_tokens(setup.outlines[name].device_type),
         packing=role.forward.packing,
         prompts=[(row.prompt, row.prompt_tokens) for row in rows] if shares else None,
     )
@@ -174,11 +246,14 @@ def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
     return sum(row.response_tokens for row in rows) + sum({row.prompt: row.prompt_tokens for row in rows}.values())
 
 
-def _shards(role: RoleSettings, processes: int) -> int:
-    entry = ENGINES[role.engine.name]
-    engine: Any = entry.load()
-    shards: int = engine.shards(processes, entry.resolve_options(role.engine.options, "engine.options"))
-    return shards
+def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
+    """How a role's engine, or another one with its defaults, spreads a model over the role's processes."""
+    settings = setup.roles[name].engine
+    entry = ENGINES[settings.name if engine is None else engine]
+    options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
+    engine_class: Any = entry.load()
+    spread: Spread = engine_class.spread(setup.config.cluster.processes_of(name), options)
+    return spread
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from whet.engines.engine import narrow_weights
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
+from whet.models import attention
 from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
@@ -48,8 +50,9 @@ class Row:
 class Outline:
     """A role's model in shapes only."""
 
-    def __init__(self, role: RoleSettings) -> None:
+    def __init__(self, role: RoleSettings, on_device: bool = False) -> None:
         self.role, self._mode = role, FakeTensorMode()
+        self.device_type = "accelerator" if on_device else "cpu"
         with torch.device("meta"):
             self.model: nn.Module = outline(
                 role.model_path, is_value_model=role.is_value_model, trust_remote_code=role.trust_remote_code
@@ -135,7 +138,8 @@ class Outline:
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
         rounding = None if role.optim is None else role.optim.weight_rounding
-        key = (model, rounding, role.gradient_checkpointing, role.forward, tuple(rows), needs, accumulates)
+        how = rounding, role.gradient_checkpointing, role.forward, self.device_type
+        key = (model, how, tuple(rows), needs, accumulates)
         if key not in _PASSES:  # plans of one config and its changes ask again for what they share
             try:
                 _PASSES[key] = self._run(rows, needs, accumulates)
@@ -158,7 +162,7 @@ class Outline:
             self.model.zero_grad()
             if accumulates:
                 self._give_gradients()
-            with counted:
+            with counted, _attention_of(self.device_type):
                 outputs = outputs_of(self.model, shape_only, needs, self.role.forward)
                 total = torch.stack([value.sum() for value in outputs.values()]).sum()
                 total.backward()  # type: ignore[no-untyped-call]
@@ -185,6 +189,17 @@ class Outline:
             vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
         return laid_out
+
+
+@contextmanager
+def _attention_of(device_type: str) -> Iterator[None]:
+    """The fused kernel for rows of any length, as on an accelerator, where the plan is for one."""
+    before = attention.SHORT
+    attention.SHORT = before if device_type == "cpu" else 0
+    try:
+        yield
+    finally:
+        attention.SHORT = before
 
 
 def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -87,7 +87,7 @@ def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
         tokens = sampled + sum({row.prompt: row.prompt_tokens for row in rows}.values())
     numbers = tokens * shape.num_hidden_layers * STATES * (shape.hidden_size + inner_size(shape) // 3)
     numbers += sampled * LOGITS * (shape.vocab_size if model.head_weights else 0)
-    passes = -(-tokens // model.role.micro_batch_tokens("cpu"))
+    passes = -(-tokens // model.role.micro_batch_tokens(model.device_type))
     calls = passes * (shape.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE)
     products = _forward_flops(model, rows) / rates.train_flops / EFFICIENCY
     return products + FLOAT32 * numbers / rates.bytes + calls / rates.calls
@@ -130,7 +130,7 @@ def measure(setup: Setup) -> Rates:
     if isinstance(config, TrainConfig):
         decode, together = getattr(torch, config.rollout.dtype or config.model.dtype), decoded_together(config)
     size = min(model.hidden_size, LARGEST_MATRIX), min(inner_size(model), LARGEST_MATRIX)
-    tokens = min(setup.roles["actor"].micro_batch_tokens("cpu"), 2048)
+    tokens = min(setup.roles["actor"].micro_batch_tokens(setup.outlines["actor"].device_type), 2048)
     small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)
     return Rates(
         decode_flops=_product(together, *size, decode),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,8 +14,8 @@ from whet.config.schema import SFTConfig, TrainConfig
 from whet.data.load import load_examples, load_prompts
 from whet.errors import ConfigError, WhetError
 from whet.models.load import context_length, load_tokenizer
-from whet.planning.fit import Change, changes
-from whet.planning.machine import FreeMemory, free_disk, free_memory
+from whet.planning.fit import Change, Room, changes, rooms
+from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
 from whet.tracking.jsonl import read_records
@@ -30,8 +30,8 @@ class Forecast:
     """What a run will need, and where each number comes from."""
 
     setup: Setup
-    memory: Memory
-    free: FreeMemory | None
+    plans: Mapping[str, Memory]  # of a process of each pool
+    rooms: tuple[Room, ...]  # what is needed where
     changes: tuple[Change, ...]  # where it does not fit
     run_dir: Path
     free_disk_bytes: int
@@ -40,33 +40,42 @@ class Forecast:
     notes: tuple[str, ...]
 
     @property
-    def needed_bytes(self) -> int:
-        """Memory, of all processes."""
-        return self.memory.resident_bytes * self.setup.config.cluster.processes_here
+    def tightest(self) -> Room:
+        """The place that has least left."""
+        return max(self.rooms, key=lambda room: room.share)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint, on disk."""
+        return next(iter(self.plans.values())).checkpoint_bytes
 
     @property
     def disk_bytes(self) -> int:
         """Checkpoints at the most: one is written before the oldest is deleted."""
-        return self.memory.checkpoint_bytes * ((self.setup.config.trainer.save_limit or 1) + 1)
+        return self.checkpoint_bytes * ((self.setup.config.trainer.save_limit or 1) + 1)
 
     @property
     def fits(self) -> bool:
-        """In memory, as far as it is known."""
-        return self.free is None or self.needed_bytes <= self.free.bytes
+        """In memory everywhere, as far as it is known."""
+        return all(room.fits for room in self.rooms)
 
 
-def forecast(config: TrainConfig | SFTConfig) -> Forecast:
-    """The plan of a config.  Raises: ConfigError, ModelError."""
+def forecast(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
+    """The plan of a config, by default for this machine, else with an accelerator of that size for each process.
+
+    Raises: ConfigError, ModelError."""
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
     trusted = config.model.trust_remote_code
     check_context(config, context_length(config.model.path, trust_remote_code=trusted))
     setup, note = setup_of(config)
-    notes = [note]
-    memory, free, run_dir = plan_memory(setup), free_memory(), run_folder(config.trainer)
-    found: list[Change] = []
-    if free is not None and memory.resident_bytes * config.cluster.processes_here > free.bytes:
-        found = changes(setup, memory, lambda other: _with(other, setup.lengths.prompts))
+    device = free_accelerator(config.cluster)
+    if device_gib is not None:
+        device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
+    setup, notes, run_dir = replace(setup, device=device), [note], run_folder(config.trainer)
+    plans, found = {name: plan_memory(setup, name) for name in config.cluster.pools}, tuple(rooms(setup))
+    room = max(found, key=lambda each: each.share)
+    advised = [] if room.fits else changes(setup, room, lambda other: _with(other, setup.lengths.prompts))
     measured, response = _earlier_run(run_dir)
     if response is not None:
         notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
@@ -75,9 +84,9 @@ def forecast(config: TrainConfig | SFTConfig) -> Forecast:
         notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
     return Forecast(
         setup=setup,
-        memory=memory,
-        free=free,
-        changes=tuple(found),
+        plans=plans,
+        rooms=found,
+        changes=tuple(advised),
         run_dir=run_dir,
         free_disk_bytes=free_disk(run_dir),
         speed=plan_speed(setup, response),

@@ -25,7 +25,7 @@ from whet.engines.fsdp import checkpoint
 from whet.engines.fsdp.ranks import arrange
 from whet.engines.fsdp.sharding import shard
 from whet.engines.optim import optimizer_for, optimizers_of
-from whet.engines.protocol import Columns
+from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
 from whet.models.load import body_of
 from whet.models.packing import Layout
@@ -87,9 +87,10 @@ class FSDPEngine(Engine):
                 weight.grad_dtype = None  # gradients are summed up in float32, weights are bfloat16
 
     @classmethod
-    def shards(cls, processes: int, options: Mapping[str, Any]) -> int:
-        """How many parts weights, gradients and optimizer state lie in, on so many processes."""
-        return options["shard_size"] or processes
+    def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
+        """A part of everything in each process, on the host where it is offloaded."""
+        tensor = options["tensor_parallel_size"]
+        return Spread((options["shard_size"] or processes // tensor) * tensor, options["cpu_offload"])
 
     @property
     def dp_rank(self) -> int:
