@@ -13,7 +13,7 @@ TRACKIO := .venv-trackio/.ready
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers quality commit license style bench pages docs
+.PHONY: quickstart test test-all test-long peers quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -59,6 +59,9 @@ bench: $(READY) ## writes docs/benchmarks.md
 
 pages: $(READY) ## writes the pages that are made from code (algorithms, config, migrating)
 	$(BIN)/python -m docs.generate
+
+gpu: $(READY) ## shows whet on this machine's accelerator in ten minutes, and writes docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu
 
 docs: $(READY) ## builds the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

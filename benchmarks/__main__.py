@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     if chosen.quick:
         results: dict[str, Any] = {}
-        measure(results, list(BENCHMARKS), QUICK, trl_environment.find())
+        measure(results, chosen.names or list(BENCHMARKS), QUICK, trl_environment.find())
         print(page(results))
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import torch
+
     from whet.config import TrainConfig
 
 SMALL_RUN: dict[str, Any] = {  # takes a second
@@ -32,12 +34,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--engine", action="append", help="training engine to hold to the suite: a name, or path/file.py:MyEngine"
     )
     parser.addoption("--engine-options", default="{}", help="its options, as JSON")
+    parser.addoption("--on-device", action="store_true", help="runs the suite on this machine's accelerator")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `engine_name` run with each engine."""
     if "engine_name" in metafunc.fixturenames:
         metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where conformance suites run what they test; the host unless --on-device is given."""
+    from whet import devices
+
+    return devices.here() if request.config.getoption("--on-device") else devices.HOST
 
 
 @pytest.fixture(scope="session")

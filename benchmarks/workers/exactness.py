@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.workers.packing import ragged_batch
 from benchmarks.workers.turns import Turns
+from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.local import launch
@@ -66,7 +67,7 @@ def log_prob_gap(model_path: str, requests: Sequence[tuple[list[int], int]]) -> 
     """|log pi of the rollout - log pi of the trainer| over all sampled tokens."""
     made = make_requests(requests)
     engine = NativeEngine()
-    engine.adopt(load_policy(model_path))
+    engine.adopt(load_policy(model_path).to(devices.here()))  # type: ignore[arg-type]
     batch = as_batch(made, generate(engine, made))
     actor = launch([spec(model_path, packing=True, max_tokens=16_384)], ResourcePool(processes=1), 600.0)["actor"]
     trained = actor.forward(batch, ("log_probs",))["log_probs"]
@@ -130,7 +131,7 @@ def company(model_path: str, requests: Sequence[tuple[list[int], int]]) -> dict[
     """Whether a request gives the same tokens alone, among 7 and among all others."""
     made = make_requests(requests)
     engine = NativeEngine()
-    engine.adopt(load_policy(model_path))
+    engine.adopt(load_policy(model_path).to(devices.here()))  # type: ignore[arg-type]
     among_all = [each.token_ids for each in generate(engine, made)]
     some = list(range(0, len(made), max(1, len(made) // 8)))[:8]
     among_seven = [each.token_ids for each in generate(engine, [made[index] for index in some])]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.workers.turns import Turns
+from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
@@ -25,7 +26,8 @@ def main() -> None:
             settings["max_tokens_per_micro_batch"],
             OptimConfig(lr=1e-6),
             grad_clip=1.0,
-        )
+        ),
+        device=devices.here(),
     )
     batch = ragged_batch(settings["requests"])
     objective = PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None})

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.workers.turns import Turns
+from whet import devices
 from whet.keyed import key
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
@@ -37,11 +38,12 @@ def main() -> None:
 def transformers_generate(model_path: str, requests: Requests) -> Callable[[], int]:
     """One left-padded batch, everyone for as long as the longest answer: there is no limit by row."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
-    model.eval()
+    model.eval().to(devices.here())
     model.generation_config.eos_token_id = None  # lengths are given: no answer ends by itself
     width = max(len(prompt) for prompt, _ in requests)
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in requests])
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in requests], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    mask = mask.to(model.device)
     longest = max(length for _, length in requests)
 
     def sample() -> int:
@@ -59,7 +61,7 @@ def transformers_generate(model_path: str, requests: Requests) -> Callable[[], i
 def native(model_path: str, requests: Requests, *, compiled: bool) -> Callable[[], int]:
     """whet's engine: every answer for as long as its own length, log-probs included."""
     engine = NativeEngine(dtype=torch.bfloat16, compile=compiled)
-    engine.adopt(load_policy(model_path))
+    engine.adopt(load_policy(model_path).to(devices.here()))  # type: ignore[arg-type]
     made = [
         Request(str(index), tuple(prompt), SamplingParams(max_new_tokens=length), key(0, "benchmark", index))
         for index, (prompt, length) in enumerate(requests)

@@ -104,7 +104,7 @@ OBJECTIVES = [
 def weights_of(engine: TrainEngine) -> torch.Tensor:
     """All weights end to end, by name."""
     named: Iterator[tuple[str, torch.Tensor]] = engine.named_weights()
-    return torch.cat([weight.clone().flatten() for _, weight in sorted(named, key=lambda pair: pair[0])])
+    return torch.cat([weight.cpu().clone().flatten() for _, weight in sorted(named, key=lambda pair: pair[0])])
 
 
 def check_forward(reference: TrainEngine, engine: TrainEngine) -> None:
