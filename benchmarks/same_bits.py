@@ -30,7 +30,7 @@ from benchmarks.competitor import ROOT
 from benchmarks.revision import WORKING_TREE, CommandError, Revision, check_out, finish, write_additions
 
 # Old name -> the name in the commit after. The runs below are written as the commit before spells them.
-RENAMED_KEYS: dict[str, str] = {}  # config key or section
+RENAMED_KEYS: dict[str, str] = {"rollout.name": "rollout.engine.name"}  # config key or section
 RENAMED_NAMES: dict[str, str] = {}  # metric, field of a rollout, or weight
 # Differences on purpose: a pattern of RUN/KIND/NAME (kind: metrics, rollouts, tokens or weights), and the reason.
 EXPECTED: dict[str, str] = {}
