@@ -73,15 +73,18 @@ def train(*overrides: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (ESCAPE, "format_prompt cannot render row 0: access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "format_prompt cannot render row 0: it takes more than 10 s"),
-        (GROWING, "format_prompt cannot render row 0: it takes more than 1 GiB of memory"),
-        ("{{ 'a' * 10 ** 10 }}", "format_prompt cannot render row 0: it takes more than 1 GiB of memory"),
+        (ESCAPE, "row 0: format_prompt cannot be rendered: access to attribute '__class__' of 'str' object is unsafe"),
+        (ENDLESS, "row 0: format_prompt cannot be rendered: it takes more than 10 s"),
+        (GROWING, "row 0: format_prompt cannot be rendered: it takes more than 1 GiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt cannot be rendered: it takes more than 1 GiB of memory"),
         ("{{ content * 10 ** 6 }}", "row 0: the text has 11,000,050 characters, over the limit of 4,000,000"),
-        ("{{ 9 ** (9 ** 9) }}", "format_prompt cannot render row 0: it takes more than"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "format_prompt cannot render row 0: maximum recursion"),
-        ("{{ 1 / 0 }}", "format_prompt cannot render row 0: division by zero"),
-        ("{% include '/etc/passwd' %}", "format_prompt cannot render row 0: no loader"),
+        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt cannot be rendered: it takes more than"),
+        (
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+            "row 0: format_prompt cannot be rendered: maximum",
+        ),
+        ("{{ 1 / 0 }}", "row 0: format_prompt cannot be rendered: division by zero"),
+        ("{% include '/etc/passwd' %}", "row 0: format_prompt cannot be rendered: no loader"),
     ],
 )
 def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refused: Callable[..., str]) -> None:
@@ -168,9 +171,9 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
             "extra:\n" + "".join(f"  {line}\n" for line in BOMB.splitlines()),
             "mine.yaml:7: it unfolds to more than 100,000 values",
         ),
-        ("extra: &a [*a]\n", "mine.yaml:1: *a stands inside itself"),
-        ("extra: &a\n  b: *a\n", "mine.yaml:2: *a stands inside itself"),
-        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml:1: it is nested more than 50 deep"),
+        ("extra: &a [*a]\n", "mine.yaml:1: it unfolds to more than 100,000 values, or without end"),
+        ("extra: &a\n  b: *a\n", "mine.yaml:1: it unfolds to more than 100,000 values, or without end"),
+        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml is nested more than 50 deep"),
         (
             "extra: {n: " + "9" * 5000 + "}",
             "mine.yaml with its parts and overrides cannot be composed: Exceeds the limit (4300 digits)",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -8,7 +9,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from whet.data.chat import (
     as_text,
-    encode_chat,
     encode_continuation,
     encode_marked_chat,
     encode_rendered,
@@ -55,6 +55,12 @@ KNOWS_TWO_ROLES = """\
 {%- if m.role in ['user', 'assistant'] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> list[int]:
+    """The token ids of a conversation, by default up to where the next assistant turn begins."""
+    text = render_chat(tokenizer, messages, **({"add_generation_prompt": True} | options))
+    return encode_rendered(tokenizer, [text])[0]
 
 
 def sampled(tokenizer: PreTrainedTokenizerBase, text: str, finish_reason: FinishReason = "stop") -> Turn:

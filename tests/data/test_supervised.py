@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from whet.data.chat import encode_chat
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
@@ -53,7 +52,7 @@ def one(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any)
 
 def test_a_response_is_learned_with_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
     example = one(tokenizer, {"prompt": "12 + 34?", "response": "46"})
-    prompt_ids = encode_chat(tokenizer, [Message("user", "12 + 34?")])
+    [prompt_ids] = PromptFormat(tokenizer).encode([[Message("user", "12 + 34?")]])
     assert example.input_ids == (*prompt_ids, *tokenizer.encode("46"), tokenizer.eos_token_id)
     assert example.loss_mask == (0,) * len(prompt_ids) + (1, 1, 1)
 

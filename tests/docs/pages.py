@@ -103,6 +103,11 @@ class Reader:
         (bin_folder / "whet").write_text(f'#!/bin/sh\nexec {sys.executable} -m whet "$@"\n')
         (bin_folder / "whet").chmod(0o755)
         (bin_folder / "python").symlink_to(sys.executable)
+        # make quickstart, in an environment that is there
+        (bin_folder / "make").write_text('#!/bin/sh\nexec whet "$@"\n')
+        (bin_folder / "make").chmod(0o755)
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        (folder / ".venv" / "bin" / "activate").touch()
         paths = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self.environment = {**os.environ, **paths}
 

@@ -18,7 +18,7 @@ from whet.trainers.run_dir import BOUND, FREE
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TRANSLATED = [page for page in PAGES if page.parent.name == "zh"]
-FOLLOWED = [page for page in PAGES if page not in TRANSLATED]
+FOLLOWED = [ROOT / "README.md", *(page for page in PAGES if page not in TRANSLATED)]
 ONLY_SHOWN = {
     "train_on_aws.sh",
     "train_on_gcp.sh",
@@ -29,7 +29,7 @@ SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in block
 
 
 def shown(page: Path) -> str:
-    return str(page.relative_to(ROOT / "docs"))
+    return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_translation_has_the_blocks_of_its_original(page: Path) -> None:
     assert own == others
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
+@pytest.mark.parametrize("page", [*FOLLOWED, *TRANSLATED], ids=shown)
 def test_a_file_that_a_page_shows_is_used_on_it(page: Path) -> None:
     found = blocks(page)
     for number, block in enumerate(found):
@@ -90,7 +90,7 @@ def test_a_file_that_a_page_shows_is_used_on_it(page: Path) -> None:
             assert used or block.title in ONLY_SHOWN, f"{block.place}: {block.title} is not used below"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
+@pytest.mark.parametrize("page", [*FOLLOWED, *TRANSLATED], ids=shown)
 def test_what_is_not_run_says_why(page: Path) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, block.place

@@ -184,3 +184,10 @@ def test_a_tokenizer_without_a_chat_template(
     message = r"has no chat template that fits.* Set data\.apply_chat_template=false .* or data\.chat_template_kwargs"
     with pytest.raises(DataError, match=message):
         train(config, reward=length, data=additions)
+
+
+def test_a_config_of_an_adapter_that_is_something_else_is_named(tmp_path: Path) -> None:
+    for content in (b"[" * 9**5, b"[]", b"\xff", b'{"base_model_name_or_path": 5}'):
+        (tmp_path / "adapter_config.json").write_bytes(content)
+        with pytest.raises(ModelError, match=r"adapter_config\.json is damaged or names no base_model_name_or_path"):
+            split_adapters(tmp_path)

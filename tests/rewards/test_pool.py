@@ -119,12 +119,12 @@ def test_a_sympy_call_that_stalls_is_killed():
     assert fine == RewardResult(1.0, 1.0, extracted=r"\frac{6}{2}")
 
 
-def test_items_can_be_submitted_one_by_one(behaviours):
+def test_a_batch_does_not_wait_for_one_before_it(behaviours):
     with make_pool(f"{behaviours}:compute_score", num_workers=2) as pool:
-        slow, quick = pool.submit(item("sleep 0.5")), pool.submit(item("1"))
-        assert quick.result(timeout=10) == RIGHT
+        slow, quick = pool.submit_batch([item("sleep 0.5")]), pool.submit_batch([item("1")])
+        assert quick.result(timeout=10) == [RIGHT]
         assert not slow.done()
-        assert slow.result(timeout=10) == WRONG
+        assert slow.result(timeout=10) == [WRONG]
 
 
 def test_threads_may_score_at_the_same_time(behaviours):
@@ -189,7 +189,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(behaviours):
     """While this thread holds the interpreter lock past the deadline, the one that owns the processes cannot look."""
     interval = sys.getswitchinterval()
     with make_pool(f"{behaviours}:compute_score", timeout_seconds=0.5) as pool:
-        future = pool.submit(item("sleep 0.2", "sleep 0.2"))
+        future = pool.submit_batch([item("sleep 0.2", "sleep 0.2")])
         time.sleep(0.1)  # the item is on its way
         sys.setswitchinterval(10.0)
         try:
@@ -198,7 +198,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(behaviours):
                 pass
         finally:
             sys.setswitchinterval(interval)
-        assert future.result(timeout=10) == RIGHT
+        assert future.result(timeout=10) == [RIGHT]
 
 
 @pytest.mark.parametrize(("verb", "ended"), [("exit", "exit code 3"), ("segv", "SIGSEGV"), ("killed", "SIGKILL")])
@@ -272,7 +272,7 @@ def test_a_function_of_all_answers_gets_one_score_call_whole(tmp_path):
     )
     with make_pool(f"{tmp_path}/ranks.py:f", num_workers=2) as pool:
         assert [outcome.reward for outcome in pool.score([item(s) for s in "dacb"])] == [3.0, 0.0, 2.0, 1.0]
-        assert pool.submit(item("d")).result(timeout=10) == WRONG
+        assert pool.submit_batch([item("d")]).result(timeout=10) == [WRONG]
         assert pool.score([]) == []
 
 
@@ -471,7 +471,7 @@ def test_closing_leaves_no_process_and_no_waiting_future(behaviours):
     pids = {outcome.reward for outcome in pool.score([item("pid")] * 200)}
     child = pool.score([item("child")])[0].reward
     assert 1 <= len(pids) <= 3 and all(map(is_running, [*pids, child]))
-    waiting = [pool.submit(item("sleep 1000")) for _ in range(10)]
+    waiting = [pool.submit_batch([item("sleep 1000")]) for _ in range(10)]
     start = time.monotonic()
     pool.close()
     pool.close()
@@ -481,7 +481,7 @@ def test_closing_leaves_no_process_and_no_waiting_future(behaviours):
         with pytest.raises(RewardError, match="closed"):
             future.result(timeout=1)
     with pytest.raises(RewardError, match="closed"):
-        pool.submit(item("1"))
+        pool.submit_batch([item("1")])
 
 
 def test_a_pool_that_is_forgotten_ends_its_processes(behaviours):

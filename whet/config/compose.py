@@ -64,18 +64,18 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
 @contextmanager
 def _explained(recipe: str | Path | None, schema: type[Section], path: Path | None) -> Iterator[None]:
     """Composes within limits, and says what was composed where Hydra, OmegaConf or YAML raise what they like."""
-    import hydra  # noqa: F401  # from a disk that may be slow: before the time is taken
+    from hydra.errors import HydraException  # from a disk that may be slow: before the time is taken
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         with bounded():
             yield
-    except ConfigError as error:
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        told = error if isinstance(error, ConfigError) else ConfigError(_explain(error))
         # A file of another framework may build on others that are not here: its keys say more than that.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
         foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
-        if not foreign:
-            raise
-        raise ConfigError("\n".join([*foreign, str(error)])) from error
+        raise ConfigError("\n".join([*foreign, str(told)])) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
     except Exception as error:  # a recipe is other people's code: it includes files and refers to values
@@ -163,19 +163,14 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
     """The composed tree, and the recipe files in it, each with the section that it fills, the strongest last."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
 
     folder = recipe.parent if recipe else SHIPPED
     name = recipe.stem if recipe else None
     with _own_hydra(), hydra.initialize_config_dir(str(folder), version_base="1.3"):
         lines = [f"hydra.searchpath=['file://{SHIPPED}']", *(_for_hydra(each, folder) for each in overrides)]
-        try:
-            composed = hydra.compose(name, lines)
-            parts = GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.RUN).defaults
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_explain(error)) from error
+        composed = hydra.compose(name, lines)
+        parts = GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.RUN).defaults
     files = [(_part_file(f"{part.config_path}.yaml", folder), part.package or "") for part in parts]
     return composed, [(file, section) for file, section in files if file is not None]
 
@@ -210,18 +205,13 @@ def _for_hydra(override: Override, folder: Path) -> str:
 def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values, arguments laid over the composed tree and that over the defaults, interpolations filled in."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     OmegaConf.set_struct(composed, False)
     defaults = OmegaConf.create(schema().model_dump(mode="json"))
-    try:
-        for key, value in arguments.items():
-            OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        _drop_empty_sections(schema, composed)
-        merged = OmegaConf.merge(defaults, composed)
-        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
+    for key, value in arguments.items():
+        OmegaConf.update(composed, key, value, merge=True, force_add=True)
+    _drop_empty_sections(schema, composed)
+    values = OmegaConf.to_container(OmegaConf.merge(defaults, composed), resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

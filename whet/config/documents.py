@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import yaml
@@ -16,20 +17,23 @@ MAX_VALUES = 100_000  # with every alias (*name) unfolded
 
 
 def read_document(file: Path) -> str:
-    """The text of a YAML file.
+    """Returns the text of a YAML file.
 
-    Raises: ConfigError with file and line for one that is not UTF-8 or no YAML, is over one of the limits, or has an
-    alias that stands inside what it names."""
+    Raises: ConfigError for one that is not UTF-8 or no YAML, or goes over a limit, as one without end does."""
     name = shown(file)
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name} has {file.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}")
         text = file.read_text(encoding="utf-8")
-        _check(name, text)
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None:
+            _check(root, name, {})
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"no readable YAML in {name}: {' '.join(str(error).split())}; correct it there") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep; write it flatter") from error
     return text
 
 
@@ -41,30 +45,18 @@ def shown(file: Path) -> str:
     return str(file)
 
 
-def _check(name: str, text: str) -> None:
-    sizes: dict[str, int] = {}  # of what an anchor (&name) names; absent while it is still open
-    opened: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and values so far
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"{name}:{event.start_mark.line + 1}"  # type: ignore[union-attr]  # of a text there always is one
-        anchor, size = None, 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, 1))
-            if len(opened) > MAX_DEPTH:
-                raise ConfigError(f"{place}: it is nested more than {MAX_DEPTH} deep; write it flatter")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = opened.pop()
-        elif isinstance(event, yaml.ScalarEvent):
-            anchor = event.anchor
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise ConfigError(f"{place}: *{event.anchor} stands inside itself, or names nothing; write it out")
-            size = sizes[event.anchor]
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        outer, before = opened.pop()
-        opened.append((outer, before + size))
-        if before + size > MAX_VALUES:
-            raise ConfigError(f"{place}: it unfolds to more than {MAX_VALUES:,} values; use fewer aliases (*name)")
+def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) -> float:
+    """Returns how many values the node unfolds to; `sizes` has those of nodes seen, without end for one still open."""
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = math.inf
+    values = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    place = f"{name}:{node.start_mark.line + 1}"
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{place}: it is nested more than {MAX_DEPTH} deep; write it flatter")
+    size = 1 + sum(_check(part, name, sizes, depth + 1) for part in parts)
+    if size > MAX_VALUES:
+        raise ConfigError(f"{place}: it unfolds to more than {MAX_VALUES:,} values, or without end; write *names out")
+    sizes[id(node)] = size
+    return size

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 from whet.errors import DataError
 from whet.limits import bounded, cause
@@ -21,7 +21,6 @@ _ANSWER, _THOUGHT = "whet-probe-answer", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, which take a tokenizer seconds and a gigabyte
 SANITIZE = "sanitize_control_tokens"  # transformers' name for the option
 _MARK = "\U0010ffff"  # a noncharacter that keeps a control token in a message apart from those of the template
-_control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 
 def render_chat(
@@ -38,7 +37,14 @@ def render_chat(
     Raises: DataError if there is no template, or the template refuses the messages.
     """
     options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
-    return cast(str, _apply_template(tokenizer, as_text(tokenizer, _dicts(messages), options), options))
+    _template_text(tokenizer, options)
+    try:
+        with bounded():
+            dicts = as_text(tokenizer, [message.to_dict() for message in messages], options)
+            return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
+    except Exception as error:  # the template is other people's code
+        said = f"the chat template cannot render messages of roles ({roles(messages)})"
+        raise DataError(f"{said}: {cause(error)}") from error
 
 
 def encode_marked_chat(
@@ -52,49 +58,24 @@ def encode_marked_chat(
     None if the template has no such marks, or if control tokens in the messages have to stay text, which
     transformers cannot do here. Raises: as `render_chat`.
     """
-    options, dicts = chat_template_kwargs or {}, _dicts(messages)
+    options, dicts = chat_template_kwargs or {}, [message.to_dict() for message in messages]
     has_marks = _GENERATION_MARK.search(_template_text(tokenizer, options)) is not None
     if not has_marks or as_text(tokenizer, dicts, options) != dicts:
         return None
     # Rendered alone first, within limits, which a tokenizer that runs out of memory would not survive.
     _check_text(render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=options))
-    encoded: Any = tokenizer.apply_chat_template(dicts, return_assistant_tokens_mask=True, **_without_own(options))
+    encoded: Any = tokenizer.apply_chat_template(dicts, return_assistant_tokens_mask=True, **_of_template(options))
     return encoded["input_ids"], encoded["assistant_masks"]
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The token ids of a conversation, by default up to where the next assistant turn begins."""
-    text = render_chat(
-        tokenizer, messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
-    )
-    return encode_rendered(tokenizer, [text])[0]
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, options: Mapping[str, Any]) -> Any:
     """Marks the control tokens in all strings of `value` for `encode_rendered`, unless an option has them parsed."""
-    if not options.get(SANITIZE, True):
-        return value
-    control = _control_tokens.get(tokenizer)
-    if control is None:
-        tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-        control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        _control_tokens[tokenizer] = control
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, str):
-            return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
-        if isinstance(value, Mapping):
-            return {key: marked(each) for key, each in value.items()}
-        return [marked(each) for each in value] if isinstance(value, list | tuple) else value
-
-    return marked(value)
+    if isinstance(value, str) and options.get(SANITIZE, True):
+        control = _control_tokens(tokenizer)
+        return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
+    if isinstance(value, Mapping):
+        return {key: as_text(tokenizer, each, options) for key, each in value.items()}
+    return [as_text(tokenizer, each, options) for each in value] if isinstance(value, list | tuple) else value
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -214,21 +195,14 @@ def _check_text(text: str) -> None:
         ) from error
 
 
-def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [message.to_dict() for message in messages]
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, dicts: list[dict[str, Any]], options: Mapping[str, Any]) -> Any:
-    _template_text(tokenizer, options)
-    try:
-        with bounded():
-            return tokenizer.apply_chat_template(dicts, **_without_own(options))
-    except Exception as error:  # the template is other people's code
-        named = ", ".join(str(each["role"]) for each in dicts)
-        raise DataError(f"the chat template cannot render messages of roles ({named}): {cause(error)}") from error
-
-
-def _without_own(options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_template(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != SANITIZE}
 
 

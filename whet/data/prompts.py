@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -26,7 +26,11 @@ Names = str | Sequence[str]  # of a field: that of several which a row has first
 _ROWS_A_CHUNK = 256  # rendered within one limit and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; every other field is handed to the reward
-_KEYS, _MESSAGES = {"role", "content"}, 'text, or a list of messages {"role": ..., "content": ...}'
+_MESSAGES = 'text, or a list of messages {"role": ..., "content": ...}'
+_NO_MEDIA = (
+    "and the model reads text alone: it would train on the text without them; name a data set of text, or leave such "
+    "rows out (data.filter)"
+)
 _MEDIA = ("image", "video", "audio")
 _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
@@ -55,21 +59,19 @@ class PromptFormat:
         self.chat_template_kwargs = chat_template_kwargs or {}
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
-    def messages(self, content: object, row: Mapping[str, Any], index: int) -> tuple[Message, ...]:
-        """The messages of one row, from its text or its list of messages. Raises: DataError, with the row number."""
-        messages = [Message("user", content)] if isinstance(content, str) else read_messages(content, index)
+    def messages(self, content: object, row: Mapping[str, Any]) -> tuple[Message, ...]:
+        """The messages of one row, from its text or its list of messages.  Raises: DataError."""
+        messages = [Message("user", content)] if isinstance(content, str) else read_messages(content)
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
-                raise DataError(
-                    f"row {index}: format_prompt needs a prompt of text, found {type(last.content).__name__}"
-                )
-            text = self._template.render({**row, "content": last.content}, index)
+                raise DataError(f"format_prompt needs a prompt of text, found {type(last.content).__name__}")
+            text = self._template.render({**row, "content": last.content})
             messages[-1] = Message(last.role, text, last.fields)
         if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
             raise DataError(
-                f"row {index}: without a chat template a prompt is one text, found messages of roles "
-                f"({roles(messages)}); set apply_chat_template=true"
+                f"without a chat template a prompt is one text, found messages of roles ({roles(messages)}); set "
+                "apply_chat_template=true"
             )
         return self.with_system_prompt(messages)
 
@@ -85,7 +87,7 @@ class PromptFormat:
         Raises: DataError that names the row where `rows` gives their numbers."""
         numbers = [None] * len(conversations) if rows is None else rows
         with bounded():
-            texts = [self._text(messages, number) for messages, number in zip(conversations, numbers, strict=True)]
+            texts = [self.text(messages, number) for messages, number in zip(conversations, numbers, strict=True)]
         try:
             return self._encode_texts(texts)
         except DataError:
@@ -94,16 +96,13 @@ class PromptFormat:
                     self._encode_texts([text])
             raise
 
-    def _text(self, messages: Sequence[Message], row: int | None) -> str:
+    def text(self, messages: Sequence[Message], row: int | None = None) -> str:
+        """Returns the text of a prompt, up to where the answer begins, for `encode_rendered`."""
         if not self.apply_chat_template:
             return cast(str, messages[0].content)
         with at_row(row):
-            return render_chat(
-                self.tokenizer,
-                messages,
-                add_generation_prompt=True,
-                chat_template_kwargs=self.chat_template_kwargs,
-            )
+            kwargs = self.chat_template_kwargs
+            return render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         if self.apply_chat_template:
@@ -139,18 +138,19 @@ def build_prompts(
     say their own. Raises: DataError for a missing field, a row without an answer among rows with one, and for a prompt
     over `max_prompt_length` tokens if so asked.
     """
-    prompts = [
-        Prompt(
-            uid=f"0:{index}",
-            index=index,
-            messages=messages,
-            token_ids=tuple(token_ids),
-            data_source=str(row.get(data_source_key) or data_source or "unknown"),
-            ground_truth=_ground_truth(row, index, answer_key) if with_answers else None,
-            extra_info=_extra_info(row, index, {*_all(prompt_key), *_all(answer_key or ())}),
-        )
-        for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key, numbers)
-    ]
+    prompts, used = [], {*_all(prompt_key), *_all(answer_key or ())}
+    for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key, numbers):
+        with at_row(index):
+            prompt = Prompt(
+                uid=f"0:{index}",
+                index=index,
+                messages=messages,
+                token_ids=tuple(token_ids),
+                data_source=str(row.get(data_source_key) or data_source or "unknown"),
+                ground_truth=_ground_truth(row, answer_key) if with_answers else None,
+                extra_info=_extra_info(row, used),
+            )
+        prompts.append(prompt)
     if with_answers:
         _check_answers(prompts)
     return fit_prompts(prompts, prompt_format, max_prompt_length, overlong_prompts)
@@ -192,31 +192,37 @@ def fit_prompts(
     return PromptSet(kept, len(too_long))
 
 
-def check_media(row: Mapping[str, Any], index: int) -> None:
+def check_media(row: Mapping[str, Any]) -> None:
     """Raises: DataError for a row with images, videos or audio: no model that whet trains reads them yet."""
-    if field := next((name for name in _MEDIA_FIELDS if row.get(name)), None):
-        raise _no_media(index, f"has a field {field!r}")
+    for name in _MEDIA_FIELDS:
+        value = row.get(name)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+            raise DataError(f"it has a field {name!r}, {_NO_MEDIA}")
 
 
-def read_messages(content: object, index: int) -> list[Message]:
-    """The messages of a row's field. Raises: DataError, with the row number, where they are not messages."""
-    are_messages = isinstance(content, list) and all(isinstance(raw, Mapping) and {*raw} >= _KEYS for raw in content)
-    if not isinstance(content, list) or not content or not are_messages:
-        found = (
-            type(content).__name__
-            if not isinstance(content, list)
-            else str(content)[:200]
-            if content
-            else "an empty list"
-        )
-        raise DataError(f"row {index}: expected {_MESSAGES}, found {found}")
-    return [_read_message(raw, index, number) for number, raw in enumerate(content)]
+def read_messages(content: object) -> list[Message]:
+    """The messages of a row's field.  Raises: DataError where they are not messages."""
+    if not isinstance(content, list) or not content:
+        found = "an empty list" if content == [] else type(content).__name__
+        raise DataError(f"expected {_MESSAGES}, found {found}")
+    for number, raw in enumerate(content):
+        if not isinstance(raw, Mapping) or not {*raw} >= {"role", "content"}:
+            raise DataError(f"expected {_MESSAGES}, found {str(content)[:200]}")
+        parts = raw["content"] if isinstance(raw["content"], list) else []
+        if not isinstance(raw["role"], str):
+            raise DataError(f"message {number}: expected a role of text, found {raw['role']!r}; correct it")
+        if not isinstance(raw["content"], str | list | None) or not all(isinstance(part, Mapping) for part in parts):
+            found = str(raw["content"])[:200]
+            raise DataError(f"message {number}: expected content of text or a list of parts, found {found}")
+        if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
+            raise DataError(f"message {number} has a part of type {kinds[0]!r}, {_NO_MEDIA}")
+    return [Message.from_dict(raw) for raw in content]
 
 
-def read_field(row: Mapping[str, Any], names: Names, index: int, option: str, common: Sequence[str] = ()) -> Any:
+def read_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> Any:
     """The field of a row, by its name or the first of several that is there.
 
-    Raises: DataError that names the row, the keys it has, and the `option` that chose the name.
+    Raises: DataError that names the keys that the row has, and the `option` that chose the name.
     """
     for name in _all(names):
         if row.get(name) is not None:
@@ -226,7 +232,7 @@ def read_field(row: Mapping[str, Any], names: Names, index: int, option: str, co
     name = " or ".join(_all(names))
     nearest = f" (perhaps {option}={known[0]})" if known else ""
     state = "is null" if name in row else "is missing"
-    raise DataError(f"row {index}: field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
+    raise DataError(f"field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
 
 
 def _encoded(
@@ -238,9 +244,10 @@ def _encoded(
         conversations = []
         with bounded():
             for index, row in zip(places, chunk, strict=True):
-                check_media(row, index)
-                content = read_field(row, prompt_key, index, "data.prompt_key", _COMMON_PROMPT_KEYS)
-                conversations.append(prompt_format.messages(content, row, index))
+                with at_row(index):
+                    check_media(row)
+                    content = read_field(row, prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)
+                    conversations.append(prompt_format.messages(content, row))
         encoded = prompt_format.encode(conversations, places)
         yield from zip(places, chunk, conversations, encoded, strict=True)
 
@@ -256,40 +263,20 @@ def _own_ids(prompt: Prompt, prompt_format: PromptFormat) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_message(raw: Mapping[str, Any], index: int, number: int) -> Message:
-    content = raw["content"]
-    parts = content if isinstance(content, list) else []
-    if not isinstance(raw["role"], str):
-        raise DataError(f"row {index}: message {number}: expected a role of text, found {raw['role']!r}; correct it")
-    if not isinstance(content, str | list | None) or not all(isinstance(part, Mapping) for part in parts):
-        found = str(content)[:200]
-        raise DataError(f"row {index}: message {number}: expected content of text or a list of parts, found {found}")
-    if media := next((part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)), None):
-        raise _no_media(index, f"has a part of type {media!r} in message {number}")
-    return Message.from_dict(raw)
-
-
-def _no_media(index: int, what: str) -> DataError:
-    return DataError(
-        f"row {index} {what}, and the model reads text alone: it would train on the text without them; name a data set "
-        "of text, or leave such rows out (data.filter)"
-    )
-
-
 @contextmanager
 def at_row(index: int | None) -> Iterator[None]:
-    """Puts the row before what is wrong with it, where it is not named yet."""
+    """Puts the number of a row before what is wrong with it."""
     try:
         yield
     except DataError as error:
-        if index is None or f"row {index}" in str(error):
+        if index is None:
             raise
         raise DataError(f"row {index}: {error}") from error
 
 
-def _ground_truth(row: Mapping[str, Any], index: int, answer_key: Names | None) -> Any:
+def _ground_truth(row: Mapping[str, Any], answer_key: Names | None) -> Any:
     if answer_key is not None:
-        return read_field(row, answer_key, index, "data.answer_key")
+        return read_field(row, answer_key, "data.answer_key")
     reward_model = row.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
@@ -300,10 +287,10 @@ def _all(names: Names) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
-def _extra_info(row: Mapping[str, Any], index: int, used: set[str]) -> dict[str, Any]:
+def _extra_info(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     own = row.get("extra_info") or {}
     if not isinstance(own, Mapping):
-        raise DataError(f"row {index}: expected extra_info to be an object with fields, found {type(own).__name__}")
+        raise DataError(f"expected extra_info to be an object with fields, found {type(own).__name__}")
     rest = {key: value for key, value in row.items() if key not in used and key not in _OWN_FIELDS}
     return {**rest, **own}
 

@@ -54,14 +54,14 @@ def build_examples(
     examples: list[SupervisedExample] = []
     num_truncated = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
-        check_media(row, index)
         with at_row(index):
+            check_media(row)
             if row.get(messages_key) is not None:
-                example = encode_conversation(read_messages(row[messages_key], index), prompt_format, index)
+                example = encode_conversation(read_messages(row[messages_key]), prompt_format)
             else:
-                prompt = read_field(row, prompt_key, index, "data.prompt_key or data.messages_key")
-                response = read_field(row, response_key, index, "data.response_key")
-                example = encode_response(prompt_format.messages(prompt, row, index), response, prompt_format, index)
+                prompt = read_field(row, prompt_key, "data.prompt_key or data.messages_key")
+                response = read_field(row, response_key, "data.response_key")
+                example = encode_response(prompt_format.messages(prompt, row), response, prompt_format)
         length = len(example.input_ids)
         if max_length is None or length <= max_length:
             examples.append(example)
@@ -84,23 +84,23 @@ def build_examples(
     return SupervisedSet(tuple(examples), num_truncated, num_dropped)
 
 
-def encode_response(
-    messages: Sequence[Message], response: object, prompt_format: PromptFormat, index: int
-) -> SupervisedExample:
+def encode_response(messages: Sequence[Message], response: object, prompt_format: PromptFormat) -> SupervisedExample:
     """The prompt as the policy is fed it, then the response and the end-of-sequence token, which are learned."""
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
-        raise DataError(f"row {index}: expected a response of text, found {type(response).__name__}")
+        raise DataError(f"expected a response of text, found {type(response).__name__}")
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
-    [prompt_ids] = prompt_format.encode([messages])
-    options = prompt_format.chat_template_kwargs
-    text = as_text(tokenizer, response, options) if prompt_format.apply_chat_template else response  # as the prompt is
-    response_ids = [*encode_rendered(tokenizer, [text])[0], tokenizer.eos_token_id]
+    if prompt_format.apply_chat_template:
+        text = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
+        prompt_ids, response_ids = encode_rendered(tokenizer, [prompt_format.text(messages), text])
+    else:  # both are fed as they are
+        [prompt_ids], [response_ids] = prompt_format.encode([messages]), encode_rendered(tokenizer, [response])
+    response_ids = [*response_ids, tokenizer.eos_token_id]
     return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
 
 
-def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat, index: int) -> SupervisedExample:
+def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat) -> SupervisedExample:
     """A conversation of which every assistant turn is learned, with the token that ends it.
 
     The mask is the template's own where it has `{% generation %}` marks. Otherwise a turn begins where the messages
@@ -108,19 +108,17 @@ def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat
     DataError if the template rewrites earlier turns, or there is nothing to learn.
     """
     if not prompt_format.apply_chat_template:
-        raise DataError(f"row {index}: a list of messages needs a chat template; set data.apply_chat_template=true")
+        raise DataError("a list of messages needs a chat template; set data.apply_chat_template=true")
     messages = prompt_format.with_system_prompt(messages)
     kwargs = prompt_format.chat_template_kwargs
     marked = encode_marked_chat(prompt_format.tokenizer, messages, chat_template_kwargs=kwargs)
-    input_ids, loss_mask = marked or _encode_by_prefix(messages, prompt_format, index)
+    input_ids, loss_mask = marked or _encode_by_prefix(messages, prompt_format)
     if not any(loss_mask):
-        raise DataError(f"row {index}: no assistant text to learn in messages of roles ({roles(messages)})")
+        raise DataError(f"no assistant text to learn in messages of roles ({roles(messages)})")
     return SupervisedExample(tuple(input_ids), tuple(loss_mask))
 
 
-def _encode_by_prefix(
-    messages: Sequence[Message], prompt_format: PromptFormat, index: int
-) -> tuple[list[int], list[int]]:
+def _encode_by_prefix(messages: Sequence[Message], prompt_format: PromptFormat) -> tuple[list[int], list[int]]:
     tokenizer = prompt_format.tokenizer
 
     def render(part: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -135,7 +133,7 @@ def _encode_by_prefix(
     def position_after(prefix: str) -> int:
         if not text.startswith(prefix):
             raise DataError(
-                f"row {index}: the chat template rewrites earlier turns, so what each assistant turn learned cannot be "
+                "the chat template rewrites earlier turns, so what each assistant turn learned cannot be "
                 "told; use a template with {% generation %} marks, or make each assistant turn the last of its own row"
             )
         return _common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)

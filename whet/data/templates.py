@@ -22,13 +22,12 @@ class Template:
     def __init__(self, key: str, text: str) -> None:
         self.key = key
         if text.endswith(".jinja"):
-            path = Path(text)
-            if not path.is_file():
-                raise DataError(f"{key}: no such file: {path}")
             try:
-                text = path.read_text(encoding="utf-8")
+                text = Path(text).read_text(encoding="utf-8")
+            except FileNotFoundError as error:
+                raise DataError(f"{key}: no such file: {text}") from error
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{key}: {path} cannot be read: {error}; save it as UTF-8") from error
+                raise DataError(f"{key}: {text} cannot be read: {error}; save it as UTF-8") from error
         try:
             with bounded():  # constants are computed here
                 self._compiled = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
@@ -37,12 +36,12 @@ class Template:
         except Exception as error:  # what Python says of the code that jinja makes
             raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
 
-    def render(self, fields: Mapping[str, Any], index: int) -> str:
-        """The text for the fields of row `index`.  Raises: DataError, also over the limits of `whet.limits`."""
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """Returns the text for the fields of one row.  Raises: DataError, also over the limits of `whet.limits`."""
         try:
             with bounded():
                 return self._compiled.render(fields)
         except jinja2.UndefinedError as error:
-            raise DataError(f"{self.key}: {error.message}; row {index} has {', '.join(fields)}") from error
+            raise DataError(f"{self.key}: {error.message}; the row has {', '.join(fields)}") from error
         except Exception as error:  # a template is other people's code
-            raise DataError(f"{self.key} cannot render row {index}: {cause(error)}; correct the template") from error
+            raise DataError(f"{self.key} cannot be rendered: {cause(error)}; correct the template") from error

@@ -24,7 +24,7 @@ from whet.types import FinishReason, Message, Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """One response of the model, as an environment reads it."""
+    """A response of the model, as an environment reads it."""
 
     text: str  # special tokens removed
     tool_calls: tuple[Mapping[str, Any], ...] = ()

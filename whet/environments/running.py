@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +21,13 @@ from whet.processes.template import Caller, Serve
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Prompt
 
+log = logging.getLogger(__name__)
 Outcome = Observation | Failure
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """How to make an environment: a registered name, a path or the class itself, with its options."""
+    """An environment to be made: a registered name, a path or the class itself, with its options."""
 
     target: str | Callable[..., Environment]
     options: Mapping[str, Any]
@@ -79,6 +82,8 @@ def prepare(argument: bytes) -> Serve:
         make = pickle.loads(spec_bytes).load()
     except Exception as error:
         make = _Unloadable(error)
+    if threading.active_count() > 1:
+        log.warning("loading the environment started threads, which its processes do not have; start them in reset")
     return lambda caller: asyncio.run(_serve(caller, make, is_shared))
 
 

@@ -17,6 +17,7 @@ import torch
 
 from whet import devices
 from whet.config.schema import RolloutConfig
+from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, pip_install
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
@@ -27,6 +28,7 @@ from whet.models.positions import position_ids
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.export import model_folder
 from whet.trainers.rollout_worker import rollout_engine
+from whet.types import Message
 
 try:
     from lm_eval.api.instance import Instance
@@ -85,13 +87,12 @@ class WhetLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The messages as one text."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return render_chat(
+            self.tokenizer,
+            [Message.from_dict(message) for message in chat_history],
+            add_generation_prompt=add_generation_prompt,
+            # The harness encodes the text by itself.
+            chat_template_kwargs={SANITIZE: False, "continue_final_message": not add_generation_prompt},
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
@@ -15,6 +16,24 @@ from whet.errors import ModelError
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@contextmanager
+def reading(path: str | Path, fault: str) -> Iterator[None]:
+    """Names the folder where transformers raises whatever a wrong file makes it stumble over.  Raises: ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{path} brings code of its own, which would run on this machine; read it, and set "
+                "model.trust_remote_code=true if you trust its author, or name a model that transformers knows"
+            ) from error
+        hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
+        reason = " ".join(str(error).split())[:1000] or type(error).__name__
+        raise ModelError(f"{path} {fault}{hint}: {reason}; correct the file, or fetch the folder again") from error
 
 
 def split_adapters(path: str | Path) -> tuple[str, list[str]]:
@@ -34,7 +53,9 @@ def split_adapters(path: str | Path) -> tuple[str, list[str]]:
         adapters.insert(0, base)
         try:
             base = json.loads(config.read_text())["base_model_name_or_path"] or ""
-        except (ValueError, KeyError, TypeError) as error:
+            if not isinstance(base, str):
+                raise TypeError(f"it is {base!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(f"{config} is damaged or names no base_model_name_or_path: {error!r}") from error
         if not base:
             raise ModelError(

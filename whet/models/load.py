@@ -24,18 +24,20 @@ from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
 from whet.models import attention, experts
-from whet.models.folder import check_weights, split_adapters
+from whet.models.folder import check_weights, reading, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import merge_adapter
 from whet.models.value_head import TrainedModel, ValueModel
 
 log = logging.getLogger(__name__)
-# Beyond these a config.json was not written for a model: to build one in shapes alone would take hours or overflow.
-LARGEST = {
-    "num_hidden_layers": 2**10,
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**30),
+OPTIONS = {
+    "dtype": torch.float32,
+    "attn_implementation": attention.NAME,
+    "experts_implementation": experts.NAME,
 }
+# Beyond these no config.json was written for a model: to make one in shapes alone would take hours, or overflow.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
 
 def load_policy(
@@ -76,15 +78,13 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
 
 
 def _load_whole(path: str, allow_pickle: bool, trust_remote_code: bool) -> PreTrainedModel:
-    with _reading(path, "is not a causal language model that transformers can load"), without_weight_bars():
+    with reading(path, "is not a causal language model that transformers can load"), without_weight_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            experts_implementation=experts.NAME,
             use_safetensors=None if allow_pickle else True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **OPTIONS,
         )
     model, report = loaded  # as output_loading_info asks
     if missing := sorted(report["missing_keys"]):
@@ -105,35 +105,13 @@ def outline(path: str | Path, *, is_value_model: bool = False, trust_remote_code
     """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
     `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
     config = load_config(path, trust_remote_code=trust_remote_code)
-    with _reading(path, "is not the config of a causal language model"):
+    with reading(path, "is not the config of a causal language model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            experts_implementation=experts.NAME,
-            trust_remote_code=trust_remote_code,
+            config, trust_remote_code=trust_remote_code, **OPTIONS
         )
     _drop_nothing(model)
     fuse(model)
     return _value_model(model) if is_value_model else model
-
-
-@contextmanager
-def _reading(path: str | Path, fault: str) -> Iterator[None]:
-    """Names the folder where transformers raises whatever a wrong file makes it stumble over.  Raises: ModelError."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{path} brings code of its own, which would run on this machine; read it, and set "
-                "model.trust_remote_code=true if you trust its author, or name a model that transformers knows"
-            ) from error
-        hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
-        reason = " ".join(str(error).split())[:1000] or type(error).__name__
-        raise ModelError(f"{path} {fault}{hint}: {reason}; correct the file, or fetch the folder again") from error
 
 
 def body_of(model: torch.nn.Module) -> PreTrainedModel:
@@ -190,7 +168,7 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
     base, adapters = split_adapters(path)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
     options = {"config": load_config(base, trust_remote_code=trust_remote_code)} if own else {}
-    with _reading(path, "has no tokenizer that could be loaded"):
+    with reading(path, "has no tokenizer that could be loaded"):
         with suppress(OSError):  # a folder of a tokenizer alone has no config
             _check_sizes(PreTrainedConfig.get_config_dict(base)[0])
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -215,7 +193,7 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The transformers config at `path`, or of an adapter's base, without weights.  Raises: ModelError."""
     path, _ = split_adapters(path)
-    with _reading(path, "has no readable model config"):
+    with reading(path, "has no readable model config"):
         _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # as it is written: nothing was made of it yet
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
@@ -240,16 +218,16 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
 
     Raises: ModelError for one that cannot be read."""
     path, _ = split_adapters(path)
-    with _reading(path, "has a generation_config.json that cannot be read"):
+    with reading(path, "has a generation_config.json that cannot be read"):
         try:
             config: GenerationConfig = GenerationConfig.from_pretrained(path)
         except OSError as error:
             if "valid JSON" in str(error):
                 raise
             return None
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        if wrong := [end for end in ends if not isinstance(end, int | None)]:
-            raise TypeError(f"eos_token_id is {wrong[0]!r}, expected a whole number or several")
+        eos = config.eos_token_id
+        if not all(isinstance(end, int | None) for end in (eos if isinstance(eos, list) else [eos])):
+            raise TypeError(f"eos_token_id is {eos!r}, expected a whole number or several")
     return config
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import ModelError, pip_install
 from whet.keyed import key
-from whet.models.folder import check_weights
+from whet.models.folder import check_weights, reading
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 TRAINED_PARTS = ("lora_A", "lora_B")
@@ -102,13 +102,10 @@ def fingerprint(model: nn.Module) -> str:
 def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: bool = False) -> PreTrainedModel:
     """The model with the adapter in the folder `path` added into its weights.  Raises: ModelError."""
     check_weights(path, "adapter_model", allow_pickle=allow_pickle)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers has renamed
-            warnings.filterwarnings("error", message=".*missing adapter keys.*")
-            merged: PreTrainedModel = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, UserWarning) as error:
-        raise ModelError(f"the adapter in {path} does not fit {type(model).__name__}: {error}") from error
+    with reading(path, f"holds an adapter that does not fit {type(model).__name__}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers has renamed
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        merged: PreTrainedModel = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     return merged.requires_grad_(True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
-from whet.processes.template import BOOT, NOT_FORKED, REPORT, REQUEST
+from whet.processes.template import NOT_FORKED, PROGRAM, REPORT, REQUEST
 
 CONTROL_SECONDS = 30  # for a template that is loading to read what it is asked
 CLOSE_SECONDS = 5.0  # for all children to be gone
@@ -33,7 +34,7 @@ C = TypeVar("C", bound=Child)
 
 
 def exit_text(code: int) -> str:
-    """How a process ended that nobody here killed, as a user would say it."""
+    """Words for the end of a process that nobody here killed."""
     if code == -signal.SIGKILL:
         return "SIGKILL (out of memory, or killed by hand)"
     if code == NOT_FORKED:
@@ -54,7 +55,8 @@ class ForkServer:
 
     def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2) -> None:
         self._target, self._argument, self._stdout = target, argument, stdout
-        self._folder, self._path, self._owner = Path.cwd(), list(sys.path), os.getpid()
+        self._folder, self._owner = Path.cwd(), os.getpid()
+        self._path = [each or str(self._folder) for each in sys.path]
         self._lock = threading.RLock()
         self._next = 1
         self._running: dict[int, Child] = {}
@@ -89,7 +91,7 @@ class ForkServer:
             self._control.send(REQUEST.pack(child.number))
 
     def read(self, seconds: float = 0.0) -> list[Child]:
-        """Those that have ended by themselves since the last call, which waits for the first that long."""
+        """Returns the children that have ended by themselves since the last call. Waits for the first that long."""
         ended = []
         with self._lock, contextlib.suppress(OSError, struct.error):  # a timeout is an OSError
             self._control.settimeout(seconds)
@@ -121,28 +123,20 @@ class ForkServer:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, os.fdopen(os.memfd_create("whet"), "wb") as given:
-            given.write(self._argument)
+            pickle.dump((self._path, self._owner, self._target, self._argument), given)
             given.seek(0)
-            numbers = [str(each) for each in (theirs.fileno(), given.fileno(), self._owner)]
+            descriptors = [theirs.fileno(), given.fileno()]
             self._template = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-c",
-                    BOOT,
-                    *numbers,
-                    self._target,
-                    *(p or str(self._folder) for p in self._path),
-                ],
+                [sys.executable, *PROGRAM, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
-                pass_fds=[theirs.fileno(), given.fileno()],
+                pass_fds=descriptors,
                 cwd=self._folder,
                 process_group=0,  # Ctrl-C is the owner's affair
             )
 
     def _lose(self) -> list[Child]:
-        """All children end with their template, as it did."""
+        """Gives all children the exit code of their template, which ends them."""
         code, lost = self._ended_template(), list(self._running.values())
         self._running.clear()
         for child in lost:

@@ -38,9 +38,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_FORKED = 71  # as the exit code of a child that could not be forked
 HIGH_DESCRIPTORS = 64  # so far below the limit of open files is the connection of a child
 
-# `-c` and not `-m`: the paths must be the owner's before whet is looked for. `python file.py` would put its folder
-# first on the path, where a math.py may stand for the standard library's.
-BOOT = "import sys; sys.path[:] = sys.argv[5:]; from whet.processes.template import main; main()"
+# The program of a template, with two descriptors as its arguments. The paths must be the owner's before whet is looked
+# for. -P: the working folder is not on the path yet, where a pickle.py may stand for the standard library's.
+PROGRAM = (
+    "-Puc",
+    "import os, pickle, sys; given = pickle.load(os.fdopen(int(sys.argv[2]), 'rb')); sys.path[:] = given[0]; "
+    "from whet.processes.template import main; main(int(sys.argv[1]), *given[1:])",
+)
 
 
 class Caller:
@@ -73,15 +77,12 @@ class Caller:
 Serve = Callable[[Caller], None]
 
 
-def main() -> None:
+def main(control: int, owner: int, target: str, argument: bytes) -> None:
     """The template's main function, and then that of each child: it serves its caller, and ends as a program does.
 
     A failure ends the process at once: the connection would close long before the last of a large program is gone."""
-    control, given, owner = (int(each) for each in sys.argv[1:4])
-    module, _, name = sys.argv[4].partition(":")
+    module, _, name = target.partition(":")
     del sys.argv[1:]
-    with os.fdopen(given, "rb") as file:
-        argument = file.read()
     with socket.socket(fileno=control) as channel:
         os.set_inheritable(control, False)
         serve: Serve = vars(importlib.import_module(module))[name](argument)

@@ -59,24 +59,8 @@ class RewardPool:
         """One outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
         return self.submit_batch(items).result()
 
-    def submit(self, item: RewardItem) -> Future[Outcome]:
-        """The outcome of one item, to come. A function that takes all answers at once is given this one alone."""
-        outcomes = self._scorer.submit([item])
-        first: Future[Outcome] = Future()
-        first.set_running_or_notify_cancel()
-
-        def pass_on(done: Future[list[Outcome]]) -> None:
-            error = done.exception()
-            if error is None:
-                first.set_result(done.result()[0])
-            else:
-                first.set_exception(error)
-
-        outcomes.add_done_callback(pass_on)
-        return first
-
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
-        """What `score` returns, to come."""
+        """The result of `score`, to come."""
         return self._scorer.submit(items)
 
     def close(self) -> None:

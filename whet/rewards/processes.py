@@ -62,7 +62,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Task:
-    """What one call of the function judges: `count` items of a request, from `start` on."""
+    """The items of one call of the function: `count` of a request, from `start` on."""
 
     number: int
     request: _Request
@@ -76,7 +76,7 @@ class _Task:
 
 @dataclass(eq=False)
 class _Worker:
-    """One process, and the tasks that it has, the first of which is running."""
+    """A process, and the tasks that it has, the first of which is running."""
 
     child: Talker
     running: deque[_Task] = field(default_factory=deque)

@@ -23,14 +23,11 @@ from whet.trainers import checkpoint
 from whet.trainers.run_dir import disk_errors
 from whet.trainers.weight_files import MergedShards, write_weights
 
+LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
+
 
 def export(
-    source: Path,
-    out: Path,
-    *,
-    adapter: bool = False,
-    base: str | None = None,
-    trust_remote_code: bool = False,
+    source: Path, out: Path, *, adapter: bool = False, base: str | None = None, trust_remote_code: bool = False
 ) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, so that plain transformers loads it.  Returns `out`.
 
@@ -55,7 +52,7 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remo
     if start is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if start is not None:
-        model = _with_adapter(folder, start, weights, base, trust_remote_code)
+        model = _with_adapter(folder, start | {"trust_remote_code": trust_remote_code}, weights, base)
         if adapter:
             return _write_adapter(model, start, weights, folder, base, out)
         weights = dict(merged_weights(model))
@@ -91,21 +88,12 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
 
 
 def _with_adapter(
-    folder: Path,
-    start: dict[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    base: str | None,
-    trust_remote_code: bool,
+    folder: Path, start: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
 ) -> PreTrainedModel:
     """The model that training started from, with the trained adapter in it."""
     path = base or start["model_path"]
     try:
-        model = load_policy(
-            path,
-            adapter_path=start["adapter_path"],
-            allow_pickle=start["allow_pickle"],
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_policy(path, **{name: start[name] for name in LOADED_WITH})
     except ModelError as error:
         raise CheckpointError(
             f"{folder} is an adapter for the model at {path}, which cannot be loaded; name where it lies "

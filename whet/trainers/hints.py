@@ -106,7 +106,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     for prompt, hint in asked:
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
-        text = template.render({"content": last.content, "hint": tokenizer.decode(cut)}, prompt.index)
+        text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
         conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
     return texts.encode(conversations) if conversations else []
 
@@ -165,8 +165,7 @@ def own(
     asking = []
     for group in groups:
         last = group.prompt.messages[-1]
-        asked = template.render({"content": last.content}, group.prompt.index)
-        messages = (*group.prompt.messages[:-1], replace(last, content=asked))
+        messages = (*group.prompt.messages[:-1], replace(last, content=template.render({"content": last.content})))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
     data = sources.config.data
     texts = PromptFormat(
