@@ -22,6 +22,7 @@ from whet.types import Failure
 REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
+CLOSED = "the reward pool is closed"
 
 
 @dataclass(frozen=True)
