@@ -94,19 +94,6 @@ class Hosted:
         return Layout.of(self._by_role[spec.role])
 
 
-def open_store(address: str, deadline_seconds: float) -> TCPStore:
-    """Where processes find each other: on this address alone, and on a port that nobody can take first."""
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    return TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=deadline_seconds),
-        master_listen_fd=listener.detach(),
-    )
-
-
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IPv4 address."""
     names = [name for _, name in socket.if_nameindex()]

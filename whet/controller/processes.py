@@ -17,7 +17,7 @@ from multiprocessing import connection
 from whet import devices
 from whet.controller import wire
 from whet.controller.host import SOCKET_BYTES, main_module
-from whet.controller.hosted import BUILD, LOOPBACK, Seat, open_store
+from whet.controller.hosted import BUILD, LOOPBACK, Seat
 from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
@@ -43,7 +43,7 @@ class ProcessTransport(RemoteTransport[_Process]):
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
         self._server = ForkServer("whet.controller.host:prepare", pickle.dumps(main_module()), stdout=None)
-        self._store = open_store(LOOPBACK, deadline_seconds)
+        self._store = devices.open_store(LOOPBACK, deadline_seconds)
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
         found = devices.count()
         if 0 < found < len(everyone):

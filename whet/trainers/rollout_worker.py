@@ -23,8 +23,9 @@ from whet.rollout.in_process import InProcessEngine
 from whet.rollout.protocol import Event, Request, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
-from whet.weight_sync.buckets import Inlet, receive
+from whet.weight_sync.buckets import receive
 from whet.weight_sync.digest import Digest
+from whet.weight_sync.link import Inlet
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 

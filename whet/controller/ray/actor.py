@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import ray
 
 from whet import devices
-from whet.controller.hosted import Hosted, Seat, open_store
+from whet.controller.hosted import Hosted, Seat
 from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
 
@@ -64,7 +64,7 @@ class RankActor:
         """Says where it is; from here on the user's code is found."""
         address = ray.util.get_node_ip_address()
         if opens_store:
-            self._store = open_store(address, deadline_seconds)
+            self._store = devices.open_store(address, deadline_seconds)
         code.settle()
         return Site(
             address,
