@@ -61,11 +61,11 @@ class Actor(Worker):
     def own(self, item: str) -> str:
         return f"{item} at {self.rank} of {self.world_size}"
 
-    @register(Dispatch.RANK_ZERO)
-    def zero(self, *, name: str) -> str:
+    @register()
+    def say(self, *, name: str) -> str:
         return f"{name} {self.rank}"
 
-    @register(blocking=False)
+    @register()
     def remember(self, item: Any) -> list[Any]:
         self.seen.append(item)
         return list(self.seen)

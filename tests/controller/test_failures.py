@@ -44,7 +44,7 @@ def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
     with pytest.raises(WorkerError, match=r"^actor.add: what it is given cannot travel to another process"):
         actor.add(lambda: 1.0)
     assert running(pids) == pids  # nothing was sent, so nothing is lost
-    waiting = [actor.start("weak_link", 1, "raise"), actor.start("zero", name="never reached")]
+    waiting = [actor.start("weak_link", 1, "raise"), actor.start("say", name="never reached")]
     for call in waiting:
         with pytest.raises(WorkerError, match=WHO + r": weak_link raised ValueError: no such token: 7(\n|$)") as caught:
             call.result(deadline_seconds=10)

@@ -19,8 +19,7 @@ from whet.metrics import Metrics
 from whet.protocol import DataProto
 
 F = TypeVar("F", bound=Callable[..., Any])
-Workload = Sequence[float] | Callable[[Any], float]
-RESERVED = ("block", "workload")  # keywords of a call that the dispatcher reads itself
+RESERVED = "block"  # keyword of a call that the dispatcher reads itself
 
 
 class Dispatch(enum.Enum):
@@ -28,18 +27,9 @@ class Dispatch(enum.Enum):
 
     ONE_TO_ALL = "one to all"  # the same arguments to every rank; a list of results by rank
     ALL_TO_ALL = "all to all"  # every argument a list with one item a rank; a list of results by rank
-    RANK_ZERO = "rank zero"  # rank 0 alone
     DP_COMPUTE = "data-parallel compute"  # rows split over data-parallel ranks, results in the caller's row order
     GATHER = DP_COMPUTE
     MEGATRON_COMPUTE = DP_COMPUTE  # noqa: PIE796
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What `@register` said of a method."""
-
-    dispatch_mode: Dispatch
-    blocking: bool
 
 
 @dataclass(frozen=True)
@@ -58,63 +48,52 @@ class Plan:
     collect: Callable[[Mapping[int, Any]], Any]
 
 
-_REGISTRATIONS: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDictionary()
+_MODES: WeakKeyDictionary[Callable[..., Any], Dispatch] = WeakKeyDictionary()
 
 
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Callable[[F], F]:
+def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL) -> Callable[[F], F]:
     """Decorator that lets the loop call a worker's method through its group. Overriding methods need no mark of their
-    own. With `blocking=False` the group hands out a `PendingCall` in place of the result.
+    own.
 
-    Raises: RegistryError for a parameter called `block` or `workload`: these are the caller's word to the dispatcher.
+    Raises: RegistryError for a parameter called `block`: this is the caller's word to the dispatcher.
     """
 
     def decorate(method: F) -> F:
-        if taken := [name for name in inspect.signature(method).parameters if name in RESERVED]:
+        if RESERVED in inspect.signature(method).parameters:
             raise RegistryError(
-                f"{method.__qualname__} has a parameter {taken[0]!r}, which the dispatcher reads; rename it"
+                f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads; rename it"
             )
-        _REGISTRATIONS[method] = Registration(dispatch_mode, blocking)
+        _MODES[method] = dispatch_mode
         return method
 
     return decorate
 
 
-def registered_methods(cls: type[Worker]) -> dict[str, Registration]:
-    """The methods of a worker class that a group offers, by name. The word nearest to `cls` holds."""
-    found: dict[str, Registration] = {}
+def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
+    """The methods of a worker class that a group offers, by name, with their modes. The word nearest to `cls` holds."""
+    found: dict[str, Dispatch] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
-            if inspect.isfunction(member) and member in _REGISTRATIONS:
-                found[name] = _REGISTRATIONS[member]
+            if inspect.isfunction(member) and member in _MODES:
+                found[name] = _MODES[member]
     return found
 
 
-def plan_call(
-    mode: Dispatch,
-    layouts: Sequence[Layout],
-    arguments: Arguments,
-    caller: str,
-    block: int = 1,
-    workload: Workload | None = None,
-) -> Plan:
+def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int = 1) -> Plan:
     """The plan of one call on ranks with these layouts. `caller` names it in errors ("actor.update").
 
     Raises: DataError for arguments that cannot be given out in this mode.
     """
-    ranks = range(len(layouts))
     if mode is Dispatch.DP_COMPUTE:
-        return _data_parallel(layouts, arguments, caller, block, workload)
-    if block != 1 or workload is not None:
-        raise DataError(f"{caller} was given block or workload, which say how rows are split; it is {mode.value}")
-    if mode is Dispatch.RANK_ZERO:
-        return Plan({0: arguments}, lambda results: results[0])
+        return _data_parallel(layouts, arguments, caller, block)
+    if block != 1:
+        raise DataError(f"{caller} was given block, which says how rows are split; it is {mode.value}")
+    ranks = range(len(layouts))
+    given = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:
         _check_one_a_rank(arguments, len(layouts), caller)
-        return Plan(
-            {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks},
-            lambda results: [results[rank] for rank in ranks],
-        )
-    return Plan(dict.fromkeys(ranks, arguments), lambda results: [results[rank] for rank in ranks])
+        given = {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks}
+    return Plan(given, lambda results: [results[rank] for rank in ranks])
 
 
 def check_layouts(layouts: Sequence[Layout], role: str) -> None:
@@ -131,9 +110,7 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(
-    layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int, workload: Workload | None
-) -> Plan:
+def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> Plan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
     if not split:
         raise DataError(
@@ -145,7 +122,7 @@ def _data_parallel(
             "same rows (a list that is meant for every rank goes as a tuple)"
         )
     dp_size = layouts[0].dp_size
-    shards = balanced_partition(_workloads(split[0], workload, caller), dp_size, block)
+    shards = balanced_partition(_workloads(split[0]), dp_size, block)
     given = [_map(arguments, partial(_take, shard)) for shard in shards]
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
     return Plan(
@@ -154,14 +131,8 @@ def _data_parallel(
     )
 
 
-def _workloads(rows: DataProto | list[Any], workload: Workload | None, caller: str) -> list[float]:
-    """One number a row, from what the caller says, else from the tokens, else the same for all."""
-    if callable(workload):
-        return [workload(row) for row in rows]
-    if workload is not None:
-        if len(workload) != len(rows):
-            raise DataError(f"{caller} was given {len(workload)} workloads for {len(rows)} rows: one number a row")
-        return list(workload)
+def _workloads(rows: DataProto | list[Any]) -> list[float]:
+    """One number a row, from its tokens; the same for all where they have none."""
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
@@ -224,11 +195,8 @@ _KINDS = (tuple, Metrics, DataProto, list, dict)
 
 def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
     for result, shard in parts:
-        sizes = (
-            {name: len(column) for name, column in result.items()}
-            if isinstance(result, dict)
-            else {"rows": len(result)}
-        )
+        columns = result if isinstance(result, dict) else {"rows": result}
+        sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
             raise WorkerError(
                 f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result a row"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from whet.controller.dispatch import Arguments, Plan, Workload, check_layouts, plan_call, registered_methods
+from whet.controller.dispatch import Arguments, Plan, check_layouts, plan_call, registered_methods
 from whet.controller.worker import Layout, Worker, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -89,38 +89,36 @@ class WorkerGroup:
         self._layouts, self._transport, self._deadline_seconds = layouts, transport, deadline_seconds
         self._class_name, self._methods = cls.__qualname__, registered_methods(cls)
 
-    def call(self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> Any:
         """The gathered result of one call of `method` on every rank that its dispatch mode names.
 
         Where rows are split, `block` consecutive rows stay on one rank (2 for preference pairs, n for the samples of a
-        prompt), and `workload` is their relative cost: one number a row, or a function of one row. Unset, it is read
-        from the column `attention_mask` or from `token_ids` of list items.
+        prompt), and each rank has as much work, by the column `attention_mask` or the `token_ids` of list items.
 
         Raises: DataError for arguments that cannot be given out; what `PendingCall.result` raises.
         """
-        return self.start(method, *args, block=block, workload=workload, **kwargs).result()
+        return self.start(method, *args, block=block, **kwargs).result()
 
-    def start(
-        self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any
-    ) -> PendingCall:
+    def start(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> PendingCall:
         """`call` without the wait (within one process the call is finished on return)."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
-        mode = self._methods[method].dispatch_mode
-        plan = plan_call(mode, self._layouts, Arguments(args, kwargs), caller, block, workload)
-        replies = self._transport.send(self.role, method, plan.arguments)
-        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+        return self._send(
+            method, plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
+        )
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
-        plan = Plan({rank: Arguments(args, {})}, lambda results: results[rank])
-        replies = self._transport.send(self.role, method, plan.arguments)
-        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+        return self._send(method, Plan({rank: Arguments(args, {})}, lambda results: results[rank]))
 
     def close(self) -> None:
         """Lets the workers of all roles of the launch close, and ends their processes. May be called twice."""
         self._transport.close()
+
+    def _send(self, method: str, plan: Plan) -> PendingCall:
+        replies = self._transport.send(self.role, method, plan.arguments)
+        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})  # absent while an object is being copied or unpickled
@@ -128,7 +126,7 @@ class WorkerGroup:
             raise AttributeError(
                 f"worker group {self.__dict__.get('role')!r} has no {name!r}; it has {', '.join(methods)}"
             )
-        return partial(self.call if methods[name].blocking else self.start, name)
+        return partial(self.call, name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
