@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from whet import devices
 from whet.controller.dispatch import Arguments
+from whet.controller.hosted import BUILD, Hosted
 from whet.controller.processes import ProcessTransport
 from whet.controller.resource_pool import ResourcePool, hosts_of
-from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
-from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, describe, groups_of
+from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker_group import Reply, WorkerGroup, closed_error, groups_of
 from whet.errors import WhetError, WorkerError
 from whet.metrics import phase
 
@@ -33,46 +33,36 @@ def launch(
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
     """
     pools = hosts_of(specs, [pools] if isinstance(pools, ResourcePool) else pools)
-    transport: Transport
-    if len(pools) == 1 and pools[0].processes == 1:
-        transport, layouts = _build_here(specs)
-    else:
-        processes = ProcessTransport(pools, deadline_seconds)
-        transport, layouts = processes, processes.build(specs)
-    return groups_of(specs, layouts, transport, deadline_seconds)
-
-
-def _build_here(specs: Sequence[WorkerSpec]) -> tuple[Transport, dict[str, list[Layout]]]:
-    workers: dict[str, Worker] = {}
-    transport = _SameProcess(workers)
-    for spec in specs:
-        try:
-            workers[spec.role] = spec.build(Placement(spec.role, neighbours=workers, device=devices.here()))
-        except Exception as error:
-            transport.close()
-            described = describe(error, f"{spec.role} rank 0", "__init__")
-            raise described from described.__cause__
-    return transport, {role: [Layout.of(worker)] for role, worker in workers.items()}
+    is_here = len(pools) == 1 and pools[0].processes == 1
+    transport = _SameProcess() if is_here else ProcessTransport(pools, deadline_seconds)
+    return groups_of(specs, transport.build(specs), transport, deadline_seconds)
 
 
 class _SameProcess:
     """The transport to workers in this process: a call is a call."""
 
-    def __init__(self, workers: dict[str, Worker]) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
+        self._workers = Hosted()
         self._closed_by: WhetError | None = None
 
-    def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        try:
+            return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
         if self._closed_by is not None:
             raise closed_error(role, method, self._closed_by)
         return {rank: self._reply(role, method, given) for rank, given in arguments.items()}
 
-    def _reply(self, role: str, method: str, arguments: Arguments) -> Reply:
+    def _reply(self, role: str, method: str, given: Arguments | WorkerSpec) -> Reply:
         reply: Reply = Future()
         try:
-            reply.set_result(getattr(self._workers[role], method)(*arguments.args, **arguments.kwargs))
+            reply.set_result(self._workers.call(role, method, given))
         except Exception as error:
-            described = describe(error, f"{role} rank 0", method)
+            described = self._workers.describe(error, role, method)
             self.abort(described)
             reply.set_exception(described)
         return reply
@@ -82,5 +72,4 @@ class _SameProcess:
 
     def close(self) -> None:
         self._closed_by = self._closed_by or WorkerError("close() was called")
-        while self._workers:  # the last one built first: it may use the others
-            self._workers.popitem()[1].close()
+        self._workers.close()

@@ -55,9 +55,8 @@ class ProcessTransport(RemoteTransport[_Process]):
             peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
             peer.socket.settimeout(deadline_seconds)
             seat = Seat(
-                pool=pool.name,
+                pool=pool,
                 rank=rank,
-                world_size=pool.processes,
                 device_index=number if found >= len(everyone) else None,
                 processes_here=len(everyone),
                 store=(LOOPBACK, self._store.port),

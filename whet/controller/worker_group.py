@@ -146,17 +146,6 @@ def groups_of(
         raise
 
 
-def describe(error: BaseException, who: str, method: str) -> WhetError:
-    """What a caller is shown of an exception in a worker, `who` being its role and rank: a WhetError stays what it is,
-    with a note of where it arose; anything else becomes a WorkerError with the original as its cause."""
-    if isinstance(error, WhetError):
-        error.add_note(f"raised in {who}, {method}")
-        return error
-    wrapped = WorkerError(f"{who}: {method} raised {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
     """What a call after the end is answered with; `closed_by` is what ended it."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError

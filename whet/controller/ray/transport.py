@@ -156,9 +156,8 @@ class RayTransport(RemoteTransport[_Actor]):
     def _seat(self, peer: _Actor, site: Site, first: Site) -> Seat:
         assert first.store_port is not None
         return Seat(
-            pool=peer.pool.name,
+            pool=peer.pool,
             rank=peer.rank,
-            world_size=peer.pool.processes,
             device_index=0 if self._reserved.gpus else None,  # Ray shows an actor its own GPU only
             processes_here=self._reserved.processes_here,
             store=(first.address, first.store_port),
