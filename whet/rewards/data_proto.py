@@ -51,6 +51,8 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
         start = prompt_length - len(item.prompt_ids)
         input_ids[row, start : start + len(ids)] = ids
         attention_mask[row, start : start + len(ids)] = 1
+    columns = ("data_source", "ground_truth", "extra_info", "prompt_str", "solution_str")
+    objects = {name: [vars(item)[name] for item in items] for name in columns}
     plain = DataProto.from_dict(
         tensors={
             "prompts": input_ids[:, :prompt_length],
@@ -59,14 +61,7 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
             "attention_mask": attention_mask,
             "response_mask": attention_mask[:, prompt_length:],
         },
-        non_tensors={
-            "data_source": [item.data_source for item in items],
-            "ground_truth": [item.ground_truth for item in items],
-            "extra_info": [item.extra_info for item in items],
-            "reward_model": [{"ground_truth": item.ground_truth} for item in items],
-            "prompt_str": [item.prompt_str for item in items],
-            "solution_str": [item.solution_str for item in items],
-        },
+        non_tensors={**objects, "reward_model": [{"ground_truth": item.ground_truth} for item in items]},
     )
     return RewardBatch(plain.batch, plain.non_tensor_batch, plain.meta_info)
 

@@ -36,12 +36,8 @@ class WeightedRewards:
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
 
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order."""
-        return self.submit_batch(items).result()
-
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """What `score` returns, to come."""
+        """One outcome for each item, in order, to come."""
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
     def close(self) -> None:
