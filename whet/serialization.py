@@ -22,6 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from whet import files
 from whet.errors import DataError
 from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
 
@@ -48,10 +49,7 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     path, encoder = Path(path), _Encoder()
     document = {"version": _VERSION, "value": encoder.encode(value, "")}
     tensors = {**_apart(encoder.tensors), "json": _bytes_as_tensor(json.dumps(document).encode())}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch(exist_ok=False)
+    with files.replacing(path, synced=True) as partial:
         mode = partial.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
         try:
             safetensors.torch.save_file(tensors, partial)  # from where the tensors lie
@@ -59,11 +57,6 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
             name = next(name for name, tensor in tensors.items() if tensor.dtype in missing.args).partition(":")[2]
             raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot hold") from None
         partial.chmod(mode)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> Any:

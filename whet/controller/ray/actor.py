@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,9 +38,7 @@ class Site:
 
     address: str
     node_id: str
-    pid: int
     store_port: int | None  # of the pool's store, where this actor opened it
-    gpus: int
 
 
 is_rank = False  # whether this process is one
@@ -66,13 +63,7 @@ class RankActor:
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
         code.settle()
-        return Site(
-            address,
-            ray.get_runtime_context().get_node_id(),
-            os.getpid(),
-            self._store.port if opens_store else None,
-            devices.count(),
-        )
+        return Site(address, ray.get_runtime_context().get_node_id(), self._store.port if opens_store else None)
 
     def sit(self, seat: Seat) -> None:
         """Takes its place among the ranks."""
