@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-s
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.ray.launch import launch
-from whet.controller.ray.session import connect
+from whet.controller.ray.session import connected
 from whet.controller.ray.watch import Watch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -101,8 +101,8 @@ def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
 )
 def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str, said: str) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match=said):
-        connect(ClusterConfig(backend="ray", address=address))
+    with pytest.raises(ConfigError, match=said), connected(ClusterConfig(backend="ray", address=address)):
+        pass
 
 
 def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from whet.config.cluster import ClusterConfig
 from whet.controller.ray import actor
-from whet.controller.ray.session import connect, reserve
 from whet.controller.ray.transport import RayTransport
 from whet.controller.resource_pool import ResourcePool, hosts_of
 from whet.controller.worker import WorkerSpec
@@ -33,18 +32,5 @@ def launch(
             '`if __name__ == "__main__":` around what it runs'
         )
     pools = hosts_of(specs, pools)
-    session = connect(cluster)
-    try:
-        reserved = reserve(sum(pool.processes for pool in pools), cluster, session)
-    except BaseException:
-        session.close()
-        raise
-    transport = RayTransport(pools, session, reserved, cluster.deadline_seconds)
-    try:
-        transport.meet()
-        layouts = transport.build(specs)
-    except BaseException as error:
-        transport.abort(WorkerError(f"the workers could not be started: {error}"))
-        transport.close()
-        raise
-    return groups_of(specs, layouts, transport, cluster.deadline_seconds)
+    transport = RayTransport(pools, cluster)
+    return groups_of(specs, transport.build(specs), transport, cluster.deadline_seconds)

@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from whet.config.cluster import ClusterConfig
-from whet.controller.ray.session import Node, all_nodes, connect, head_address
+from whet.controller.ray.session import Node, all_nodes, connected, head_address
 
 ANSWER_SECONDS = 30.0  # a worker has to start first
 CONNECT_SECONDS = 3.0
@@ -48,23 +48,22 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
     """The address of the cluster that runs, and a report of each node, those that are gone among them.
 
     Raises: ConfigError where no cluster runs."""
-    session = connect(cluster.model_copy(update={"address": cluster.address or "auto"}))
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # to nodes without whet too
     try:
-        asked = {node: _start(node) for node in all_nodes() if node.is_alive}
-        places: dict[str, tuple[str, int]] = {}
-        for node, probe in asked.items():
-            with suppress(RayError):  # `_report` says what it is
-                places[node.address] = (node.address, _ask(probe.listen, node.address))
-        reports = [_report(node, probe, packages, paths, places) for node, probe in asked.items()]
-        gone = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
-        for probe in asked.values():
-            ray.kill(probe)
-        return ":".join(map(str, head_address())), [*reports, *gone]
+        with connected(cluster.model_copy(update={"address": cluster.address or "auto"})):
+            asked = {node: _start(node) for node in all_nodes() if node.is_alive}
+            places: dict[str, tuple[str, int]] = {}
+            for node, probe in asked.items():
+                with suppress(RayError):  # `_report` says what it is
+                    places[node.address] = (node.address, _ask(probe.listen, node.address))
+            reports = [_report(node, probe, packages, paths, places) for node, probe in asked.items()]
+            gone = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
+            for probe in asked.values():
+                ray.kill(probe)
+            return ":".join(map(str, head_address())), [*reports, *gone]
     finally:
         cloudpickle.unregister_pickle_by_value(here)
-        session.close()
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

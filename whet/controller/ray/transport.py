@@ -14,21 +14,25 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from whet.config.cluster import ClusterConfig
 from whet.controller import wire
 from whet.controller.hosted import Seat
 from whet.controller.ray.actor import Message, RankActor, Site
-from whet.controller.ray.session import Reservation, Session, all_nodes, attempt, head_address
+from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import Layout, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
@@ -58,23 +62,32 @@ class RayTransport(RemoteTransport[_Actor]):
 
     ECHO_SECONDS = 2.0
 
-    def __init__(
-        self, pools: Sequence[ResourcePool], session: Session, reserved: Reservation, deadline_seconds: float
-    ) -> None:
-        super().__init__(deadline_seconds)
-        self._session, self._reserved = session, reserved
+    def __init__(self, pools: Sequence[ResourcePool], cluster: ClusterConfig) -> None:
+        super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        with ExitStack() as on_error:
+            is_alone = on_error.enter_context(connected(cluster))
+            self._reserved = reserve(len(everyone), cluster, is_alone=is_alone)
+            self._connection = on_error.pop_all()
         self.peers = [
             _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, number))
             for number, (pool, rank) in enumerate(everyone)
         ]
 
-    def meet(self) -> None:
-        """Waits until every actor runs and has the user's code, then tells each its place.
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        """As `RemoteTransport.build`; the actors meet first."""
+        try:
+            self._meet()
+            return super().build(specs)
+        except BaseException as error:
+            self.abort(WorkerError(f"the workers could not be started: {error}"))
+            self.close()
+            raise
 
-        Raises: WorkerError, LostWorkerError or DeadlineError."""
+    def _meet(self) -> None:
+        """Waits until every actor runs and has the user's code, then tells each its place."""
         code = ray.put(UserCode.of_this_process())
         sites = self._all("start", lambda peer: peer.handle.arrive.remote(code, peer.rank == 0, self.deadline_seconds))
         self.peers = [replace(peer, site=site) for peer, site in zip(self.peers, sites, strict=True)]
@@ -96,7 +109,7 @@ class RayTransport(RemoteTransport[_Actor]):
         super().close()
         for thread in self._threads:
             thread.join(2 * LOOK_SECONDS)
-        self._session.close()
+        self._connection.close()
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
         """A message, or where it lies in the object store."""
@@ -136,7 +149,7 @@ class RayTransport(RemoteTransport[_Actor]):
     def _kill(self) -> None:
         for peer in self.peers:
             ray.kill(peer.handle)
-        self._reserved.give_back()
+        remove_placement_group(self._reserved.group)
 
     def _start(self, pool: ResourcePool, rank: int, number: int) -> Any:
         name = f"{', '.join(pool.roles)} rank {rank}"
