@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` wrote, tensors on the CPU. Raises: FileNotFoundError; DataError for a damaged or foreign file."""
+    """Reads a file of `save`, tensors on the CPU.  Raises: FileNotFoundError; DataError for one that is damaged."""
     try:
         with Path(path).open("rb") as file:  # safetensors opens by name twice: another file may stand there by then
             tensors = safetensors.torch.load_file(f"/dev/fd/{file.fileno()}")

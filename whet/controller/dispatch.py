@@ -23,7 +23,7 @@ RESERVED = "block"  # keyword of a call that the dispatcher reads itself
 
 
 class Dispatch(enum.Enum):
-    """What a method's arguments and results mean to the ranks of its group."""
+    """The meaning of a method's arguments and results to the ranks of its group."""
 
     ONE_TO_ALL = "one to all"  # the same arguments to every rank; a list of results by rank
     ALL_TO_ALL = "all to all"  # every argument a list with one item a rank; a list of results by rank
@@ -34,7 +34,7 @@ class Dispatch(enum.Enum):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one rank's method is called with."""
+    """The arguments of one rank's method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call: what each rank is given (a rank that is absent is not called), and how the results become one."""
+    """A call: what each rank is given (a rank that is absent is not called), and how the results become one."""
 
     arguments: Mapping[int, Arguments]
     collect: Callable[[Mapping[int, Any]], Any]
@@ -132,7 +132,7 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
 
 
 def _workloads(rows: DataProto | list[Any]) -> list[float]:
-    """One number a row, from its tokens; the same for all where they have none."""
+    """Returns a number for each row, from its tokens; the same for all where they have none."""
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
@@ -164,7 +164,7 @@ def _check_one_a_rank(arguments: Arguments, world_size: int, caller: str) -> Non
 
 
 def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str) -> Any:
-    """One result from those of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
+    """Joins the results of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
 
     A rank that was given no rows may return anything of no rows, or None.
     """

@@ -40,7 +40,7 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False)
 class Peer:
-    """One worker process, and the calls that it has yet to answer, oldest first."""
+    """A worker process, and the calls that it has yet to answer, oldest first."""
 
     pool: ResourcePool
     rank: int  # in the pool
@@ -49,7 +49,7 @@ class Peer:
 
     @property
     def where(self) -> str:
-        """What stands behind the rank in errors."""
+        """The text behind the rank in errors."""
         return ""
 
     def name(self, role: str = "") -> str:
@@ -140,7 +140,7 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """What `hand_over` is given of arguments, once for all ranks that share them."""
+        """Makes the payload of `hand_over` from arguments, once for all ranks that share them."""
 
     @abstractmethod
     def hand_over(self, peer: P, waiting: Waiting, header: bytes, payload: Any) -> None:

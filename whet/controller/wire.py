@@ -27,7 +27,7 @@ def encode(value: Any) -> list[Frame]:
 
 
 def decode(content: Sequence[Frame]) -> Any:
-    """What was encoded; its tensors live in the frames and may be written to."""
+    """Returns the object that was encoded; its tensors live in the frames and may be written to."""
     return pickle.loads(content[0], buffers=content[1:])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the far side of a call: a worker, one a role and process."""
+"""Workers, one a role and process: the far side of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.devices import HOST
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a worker finds itself: its backend makes one for it, and it is the first argument of its class."""
+    """The place of a worker, made by its backend: the first argument of its class."""
 
     role: str  # of its group: actor, critic, rollout, ...
     rank: int = 0  # of its process, from 0
@@ -26,7 +26,7 @@ class Placement:
 
 
 class Worker:
-    """One rank of one role. Subclasses call `super().__init__(placement)` first and mark what the loop may call with
+    """A rank of a role. Subclasses call `super().__init__(placement)` first and mark what the loop may call with
     `@register`. Arguments are to be read, not written: within one process they are the caller's own objects.
 
     `neighbours` are the workers of other roles in this process, by role; in `__init__` those that were built before.
@@ -40,7 +40,8 @@ class Worker:
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch this worker is given. Ranks that share a model (tensor parallel) report the same."""
+        """The number of the shard of a batch that this worker is given; ranks that share a model (tensor parallel)
+        report the same."""
         return self.rank
 
     @property
@@ -74,7 +75,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a worker reports of its place among the data-parallel ranks."""
+    """A worker's place among the data-parallel ranks, as it reports it."""
 
     dp_rank: int
     dp_size: int

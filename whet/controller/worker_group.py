@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one role, called as one object; and what a backend supplies so that it can be."""
+"""The ranks of a role, called as one object; and what a backend supplies so that it can be."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PendingCall:
 
 
 class WorkerGroup:
-    """All ranks of one role. The methods that its worker class registered are attributes of the group:
+    """The ranks of a role. The methods that its worker class registered are attributes of the group:
     `group.update(batch)` gives the arguments out as the method's dispatch mode says and returns the gathered result.
 
     Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
@@ -147,6 +147,6 @@ def groups_of(
 
 
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
-    """What a call after the end is answered with; `closed_by` is what ended it."""
+    """Returns the error of a call after the end; `closed_by` is what ended it."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
     return kind(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")

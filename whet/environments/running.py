@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from whet.environments.protocol import Answer, Closes, Environment, Observation, Resets, read_observation
@@ -25,6 +24,7 @@ from whet.types import Failure, Prompt
 log = logging.getLogger(__name__)
 Outcome = Observation | Failure
 GOES_ON = Observation(done=False)
+_FORMS: dict[type, tuple[bool, bool]] = {}  # by class
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ class Running:
 
     async def call(self, verb: str, *arguments: Any) -> Outcome:
         """Does "reset" with prompt and seed, "step" with an Answer, or "close"."""
+        methods: dict[str, Callable[..., Any]]
+        methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
-            result = {"reset": self._reset, "step": self._step, "close": self._close}[verb](*arguments)
+            result = methods[verb](*arguments)
             return read_observation(await result if inspect.isawaitable(result) else result)
         except KeyboardInterrupt:  # a signal that stops the run
             raise
@@ -60,25 +62,27 @@ class Running:
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
         self._environment = self._make(prompt)
-        return self._environment.reset(prompt, seed) if _has(type(self._environment), Resets) else GOES_ON
+        return self._environment.reset(prompt, seed) if _form(self._environment)[0] else GOES_ON
 
     def _step(self, answer: Answer) -> Any:
         assert self._environment is not None
-        return self._environment.step(answer if _has(type(self._environment), Resets) else answer.text)
+        return self._environment.step(answer if _form(self._environment)[0] else answer.text)
 
     async def _close(self) -> Any:
         environment, self._environment = self._environment, None
-        if environment is not None and _has(type(environment), Closes):
+        if _form(environment)[1]:
             closed = environment.close()
             if inspect.isawaitable(closed):
                 await closed
         return Observation(done=True)
 
 
-@cache
-def _has(kind: type, form: type) -> bool:
-    """Whether a class is of a form; asking a protocol takes longer than a whole step."""
-    return issubclass(kind, form)
+def _form(environment: Any) -> tuple[bool, bool]:
+    """Whether an environment is reset, and whether it is closed; asking a protocol takes longer than a whole step."""
+    kind = type(environment)
+    if kind not in _FORMS:
+        _FORMS[kind] = isinstance(environment, Resets), isinstance(environment, Closes)
+    return _FORMS[kind]
 
 
 def at_once(call: Coroutine[Any, Any, Outcome]) -> Outcome:

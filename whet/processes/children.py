@@ -97,7 +97,7 @@ class Children:
 
     @property
     def running(self) -> Collection[Talker]:
-        """Those that have not ended."""
+        """The children that have not ended."""
         return self._here.values()
 
     def start(self) -> Talker:

@@ -38,7 +38,7 @@ Further parameters are options, given in reward.kwargs."""
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
+    """An answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
 
     data_source: str
     solution_str: str
@@ -66,9 +66,9 @@ class RewardFunction:
         return self._form.takes_batch
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order. What the function raises is a Failure, its traceback logged once for
-        each line that raises. Async functions are awaited call by call (one that takes all answers may gather them).
-        """
+        """Returns an outcome for each item, in order. An exception of the function is a Failure, its traceback logged
+        once for each line that raises. Async functions are awaited call by call (one that takes all answers may gather
+        them)."""
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in self._score_call(call)]
 
@@ -143,7 +143,7 @@ class _Form:
     split_rows: Callable[[object, int], list[object]] = split_rows
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
-        """What the function is given for these items."""
+        """Returns what the function is given for these items."""
         return {name: value(items) for name, value in self.values.items()}
 
 

@@ -16,7 +16,7 @@ SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 
 class RewardBatch(DataProto):
-    """What a function of `data: DataProto` is given.
+    """The argument of a function of `data: DataProto`.
 
     Tensors: `prompts` [B, P] (left-padded with 0), `responses` [B, R] (right-padded with 0), `input_ids` and
     `attention_mask` [B, P + R], `response_mask` [B, R] (1 on the response, 0 on its padding). Objects: `data_source`,
@@ -36,7 +36,7 @@ class RewardBatch(DataProto):
 
     @property
     def ground_truth(self) -> list[object]:
-        """What each answer is judged by."""
+        """The truth that each answer is judged by."""
         return list(self.non_tensor_batch["ground_truth"])
 
 

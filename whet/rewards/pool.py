@@ -56,7 +56,7 @@ class RewardPool:
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
+        """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
         return self.submit_batch(items).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a score function may return, and the one rule that reads it.
+"""Results of score functions, and the one rule that reads them.
 
 A number, or a dict: what trains is `reward`, else `score`, else `overall`; the 0/1 metric is `accuracy`, else `acc`,
 else whether the reward reaches the threshold; `pred` is the answer as it was read from the text, on which a majority
@@ -27,7 +27,7 @@ CLOSED = "the reward pool is closed"
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What was said of one answer. All numbers are finite.
+    """The judgement of an answer. All numbers are finite.
 
     `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
     by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
@@ -62,9 +62,8 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[object]:
-    """What a function of all answers said of each: from a sequence or tensor by position, from a dict of columns by
-    row (a number that is no column is a part of every row).  Raises: RewardError where there are not `count` of them.
-    """
+    """Returns what a function of all answers said of each: from a sequence or tensor by position, from a dict of
+    columns by row (a number that is no column is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
         columns = {name: _split_column(f"{name!r}", value, count) for name, value in raw.items() if _is_column(value)}
         numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}

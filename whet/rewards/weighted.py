@@ -21,7 +21,7 @@ class Combined:
     combine: Callable[[Sequence[Outcome]], Outcome]
 
     def result(self) -> list[Outcome]:
-        """One outcome for each item, in order; waits for the functions."""
+        """Returns an outcome for each item, in order; waits for the functions."""
         by_function = [future.result() for future in self.pending]
         return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
 
@@ -37,7 +37,7 @@ class WeightedRewards:
         self._pools = pools
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """One outcome for each item, in order, to come."""
+        """Returns the outcomes to come, in order."""
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: its name, and pairs of x and y in the order in which they were measured."""
+    """A curve: its name, and pairs of x and y in the order in which they were measured."""
 
     label: str
     x: Sequence[float]

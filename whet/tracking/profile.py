@@ -130,7 +130,7 @@ class Timeline:
                 self.tensors.append((self._seconds(base + float(event["ts"]) * 1000), now))
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written: lists of numbers under the names of their columns."""
+        """Returns what is written: lists of numbers under the names of their columns."""
         seconds, resident, on_gpu = (list(column) for column in zip(*self.samples, strict=True))
         return {
             "samples": {"seconds": seconds, "resident_bytes": resident, "gpu_bytes": on_gpu},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One version of the weights to all ranks of the rollout, as the controller has it done."""
+"""Sends a version of the weights to all ranks of the rollout, as the controller has it done."""
 
 from __future__ import annotations
 

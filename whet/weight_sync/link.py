@@ -27,7 +27,7 @@ class End(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """All that was posted is verified: a receiver says so, and the sender waits until all of them have.
+        """Settles that all that was posted is verified: a receiver says so, the sender waits until all of them have.
         Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends weights to whom, and how."""
+"""Routes of weights: who sends them to whom, and how."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Way = Literal["memory", "broadcast"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rank runs."""
+    """The place of a rank."""
 
     machine: str  # equal where processes can share memory
     address: str  # under which other machines reach it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on a node: one actor a rank, which hosts the workers of all roles of its pool."""
+"""Actors, one a rank: each hosts the workers of all roles of its pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an actor runs."""
+    """The place of an actor."""
 
     address: str
     node_id: str
@@ -45,7 +45,7 @@ is_rank = False  # whether this process is one
 
 
 class RankActor:
-    """One process of a pool. Its methods run one at a time, in the order of the calls."""
+    """A process of a pool. Its methods run one at a time, in the order of the calls."""
 
     def __init__(self, name: str) -> None:
         global is_rank
@@ -70,7 +70,7 @@ class RankActor:
         self._workers = Hosted(seat, f" on {seat.address}")
 
     def serve(self, header: bytes, payload: Message) -> Message:
-        """One call of a worker's method."""
+        """Serves a call of a worker's method."""
         if self._workers is None:
             raise WorkerError(f"{self._name} was called before it had a seat")
         return Message(self._workers.answer([memoryview(header), *payload.frames]))

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from whet.config.cluster import ClusterConfig
+from whet.controller.ray.watch import silence
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
 
@@ -143,7 +143,7 @@ def reserve(processes: int, cluster: ClusterConfig, *, is_alone: bool) -> Reserv
 
 
 def head_address() -> tuple[str, int]:
-    """Where the control store of the cluster listens."""
+    """Returns the address at which the control store of the cluster listens."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -155,15 +155,11 @@ def attempt(seconds: float, action: Callable[[], Any]) -> None:
 
 
 def _silence(address: str) -> OSError | None:
-    """Why nothing answers at host:port: Ray itself tries for half a minute."""
+    """Returns why nothing answers at host:port: Ray itself tries for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address={address} is no address; write host:port, auto or local")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
+    return silence(host.strip("[]"), int(port), CONNECT_SECONDS)
 
 
 @contextmanager

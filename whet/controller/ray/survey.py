@@ -33,7 +33,7 @@ CLOCK_ASKED = 5  # times; the quickest answer counts
 
 @dataclass(frozen=True)
 class Report:
-    """One node."""
+    """A node's view of itself and of the others."""
 
     node: Node
     failure: str = ""  # why the rest is unset
@@ -67,7 +67,7 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Those of Python and of the packages that are installed."""
+    """Returns the versions of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -93,7 +93,7 @@ class _Probe:
         return int(server.getsockname()[1])
 
     def time(self) -> float:
-        """What the node's clock says."""
+        """Reads the node's clock."""
         return time.time()
 
     def look(

@@ -179,7 +179,7 @@ class RayTransport(RemoteTransport[_Actor]):
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any]) -> list[Any]:
-        """What the actors answer, by peer; what they are asked to do is named in errors."""
+        """Returns the answers of the actors, by peer; errors name `what` they are asked to do."""
         pending = {call(peer): peer for peer in self.peers}
         answers: dict[int, Any] = {}
         until = time.monotonic() + self.deadline_seconds
@@ -214,14 +214,14 @@ class RayTransport(RemoteTransport[_Actor]):
                 self.settle(peer, message.frames, waiting.number)
 
     def _get(self, answer: Any) -> Any:
-        """What the reference holds; None once the launch has ended."""
+        """Returns the object of a reference; None once the launch has ended."""
         while not self.ended.is_set():
             with contextlib.suppress(GetTimeoutError):
                 return ray.get(answer, timeout=LOOK_SECONDS)
         return None
 
     def _failure(self, peer: _Actor, waiting: Waiting | None, error: RayError) -> WhetError:
-        """What Ray's error means."""
+        """Returns whet's error for Ray's."""
         who = peer.name(waiting.role if waiting else "")
         what = f"in {waiting.method}" if waiting else "between two calls" if peer.site else "at its start"
         if isinstance(error, RayTaskError):  # not from a worker's method: those answer with what they raised

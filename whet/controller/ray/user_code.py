@@ -29,7 +29,7 @@ CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH",
 
 @dataclass(frozen=True)
 class UserCode:
-    """What the caller's process finds its code by."""
+    """The caller's code, and how its process finds it."""
 
     folder: str  # the working folder
     path: tuple[str, ...]  # entries of sys.path that are the user's
@@ -95,7 +95,7 @@ def _is_users(entry: str) -> bool:
 
 
 def _python_files(folders: list[str]) -> Iterator[Path]:
-    """Those below the folders, without hidden ones and virtual environments."""
+    """Yields Python files below the folders, without hidden ones and virtual environments."""
     found: dict[Path, None] = {}
     seen = 0
     for folder in dict.fromkeys(folders):
