@@ -12,7 +12,7 @@ from benchmarks.workers.turns import Turns
 from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.engines.role import RoleSettings

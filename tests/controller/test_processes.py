@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 MAIN = """
 from controller_workers import Actor
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 

@@ -19,7 +19,7 @@ import rollout_conformance as suite
 from sync_workers import Rollout, Trainer, log_probs
 
 from whet.config import TrainConfig
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -145,7 +145,7 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
 ) -> None:
     config = train_config()
     actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
-    engine = rollout._transport._workers["rollout"].engine  # type: ignore[attr-defined]
+    engine = rollout._transport.hosted.by_role["rollout"].engine  # type: ignore[attr-defined]
     sync = BetweenPools(actor, rollout, "float32", SECONDS)
     sync(0)
     actor.break_off()

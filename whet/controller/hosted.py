@@ -71,7 +71,7 @@ class Hosted:
 
     def __init__(self, seat: Seat | None = None, where: str = "") -> None:
         self._seat, self._where = seat, where
-        self._by_role: dict[str, Worker] = {}
+        self.by_role: dict[str, Worker] = {}
         self._device = devices.here() if seat is None else seat.take()
 
     def answer(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
@@ -87,7 +87,7 @@ class Hosted:
         """The result of a worker's method; of BUILD the new worker's layout.  Raises: what the worker raises."""
         if isinstance(payload, WorkerSpec):
             return self._build(payload)
-        return getattr(self._by_role[role], method)(*payload.args, **payload.kwargs)
+        return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
 
     def describe(self, error: BaseException, role: str, method: str) -> WhetError:
         """A caller's view of an exception in a worker: a WhetError stays what it is, with a note of where it arose;
@@ -101,8 +101,8 @@ class Hosted:
 
     def close(self) -> None:
         """Lets the workers close, the last one built first: it may use the others."""
-        while self._by_role:
-            self._by_role.popitem()[1].close()
+        while self.by_role:
+            self.by_role.popitem()[1].close()
         if self._seat is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -118,12 +118,12 @@ class Hosted:
                 rank=rank,
                 world_size=world_size,
                 process_group=torch.distributed.group.WORLD if world_size > 1 else None,
-                neighbours=self._by_role,
+                neighbours=self.by_role,
                 address=LOOPBACK if seat is None else seat.address,
                 device=self._device,
             )
         )
-        self._by_role[spec.role] = worker
+        self.by_role[spec.role] = worker
         return Layout.of(worker)
 
     def _portable(self, error: BaseException, role: str, method: str) -> WhetError:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from whet.controller.dispatch import Arguments, Plan, check_layouts, plan_call, registered_methods
-from whet.controller.worker import Layout, Worker, WorkerSpec
+from whet.controller.worker import Layout, Worker
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 Reply = concurrent.futures.Future[Any]
@@ -130,20 +130,6 @@ class WorkerGroup:
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
-
-
-def groups_of(
-    specs: Sequence[WorkerSpec], layouts: Mapping[str, Sequence[Layout]], transport: Transport, deadline_seconds: float
-) -> dict[str, WorkerGroup]:
-    """A group for each role of a launch.  Raises: WorkerError, and closes all, where layouts do not fit."""
-    try:
-        return {
-            spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
-            for spec in specs
-        }
-    except WorkerError:
-        transport.close()
-        raise
 
 
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from whet.config.cluster import ClusterConfig
 from whet.controller import wire
 from whet.controller.hosted import Seat
+from whet.controller.ray import actor
 from whet.controller.ray.actor import Message, RankActor, Site
 from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
@@ -63,6 +64,11 @@ class RayTransport(RemoteTransport[_Actor]):
     ECHO_SECONDS = 2.0
 
     def __init__(self, pools: Sequence[ResourcePool], cluster: ClusterConfig) -> None:
+        if actor.is_rank:
+            raise WorkerError(
+                "workers are launched inside of a worker, which imports the script that was started: it needs "
+                '`if __name__ == "__main__":` around what it runs'
+            )
         super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
