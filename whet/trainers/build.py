@@ -38,8 +38,7 @@ from whet.registry import (
     WEIGHTS,
     load_target,
 )
-from whet.rewards.pool import RewardPool
-from whet.rewards.weighted import WeightedRewards
+from whet.rewards.pool import RewardPool, WeightedRewards
 from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.groups import Filter

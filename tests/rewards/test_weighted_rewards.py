@@ -2,8 +2,8 @@
 from concurrent.futures import Future
 
 from whet.rewards.adapter import RewardItem
+from whet.rewards.pool import WeightedRewards
 from whet.rewards.result import RewardResult
-from whet.rewards.weighted import WeightedRewards
 from whet.types import Failure
 
 
