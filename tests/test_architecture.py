@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,6 +191,25 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
     loaded = set(run.stderr.rpartition("LOADED ")[2].split())
     assert "whet.registry" in loaded
     assert not HEAVY & loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["engines/fsdp", "controller/ray", "rollout/native"])
+def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "whet", ignore=ignored)
+    shutil.rmtree(tmp_path / "whet" / folder)
+    imports_all = f"""
+import importlib, pkgutil, whet
+assert whet.__file__.startswith({str(tmp_path)!r}), whet.__file__
+for module in pkgutil.walk_packages(whet.__path__, "whet."):
+    if module.name.rpartition(".")[2] not in {[*LAZY, "__main__"]!r}:
+        importlib.import_module(module.name)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", imports_all], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def _part(file: Path) -> str:
