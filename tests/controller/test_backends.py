@@ -107,6 +107,14 @@ def test_calls_are_served_in_the_order_in_which_they_were_started(actor: WorkerG
     assert actor.call("remember", 20) == [list(range(21))] * actor.world_size
 
 
+def test_a_method_may_run_beside_the_calls_in_order(actor: WorkerGroup) -> None:
+    waiting = actor.start("wait_for_release", 0.0 if actor.world_size == 1 else 20.0)  # in one process a call is a call
+    behind = actor.start("say", name="behind")
+    assert actor.call("release") == list(range(actor.world_size))
+    assert waiting.result() == [actor.world_size > 1] * actor.world_size
+    assert behind.result() == [f"behind {rank}" for rank in range(actor.world_size)]
+
+
 def test_processes_share_the_cores(actor: WorkerGroup) -> None:
     threads = [torch.get_num_threads()] if actor.world_size == 1 else [max(1, CORES // 2)] * 2
     assert [count for _, count in actor.process()] == threads

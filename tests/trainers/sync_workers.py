@@ -93,6 +93,18 @@ class Trainer(TrainWorker):
         self.engine.named_weights = broken
 
     @register(Dispatch.ONE_TO_ALL)
+    def slow_down(self, seconds: float) -> None:
+        """Makes every weight take so long from now on."""
+        plain = self.engine.named_weights
+
+        def slow() -> Iterator[tuple[str, torch.Tensor]]:
+            for each in plain():
+                time.sleep(seconds)
+                yield each
+
+        self.engine.named_weights = slow
+
+    @register(Dispatch.ONE_TO_ALL)
     def damage(self) -> None:
         """From now on a bit of every bucket changes on its way."""
         for outlet in self._outlets.values():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from whet.controller.balance import balanced_partition, inverse_order, sequence_workload
 from whet.controller.worker import Layout, Worker
@@ -49,11 +49,15 @@ class Plan:
 
 
 _MODES: WeakKeyDictionary[Callable[..., Any], Dispatch] = WeakKeyDictionary()
+_BESIDE = WeakSet[Callable[..., Any]]()
 
 
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL) -> Callable[[F], F]:
+def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, beside: bool = False) -> Callable[[F], F]:
     """Decorator that lets the loop call a worker's method through its group. Overriding methods need no mark of their
     own.
+
+    A process serves calls one after the other, in order; methods marked `beside` run beside them, each in a thread of
+    its own. In the caller's own process every call is a plain call.
 
     Raises: RegistryError for a parameter called `block`: this is the caller's word to the dispatcher.
     """
@@ -64,9 +68,16 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL) -> Callable[[F], F]:
                 f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads; rename it"
             )
         _MODES[method] = dispatch_mode
+        if beside:
+            _BESIDE.add(method)
         return method
 
     return decorate
+
+
+def runs_beside(cls: type[Worker], method: str) -> bool:
+    """Tells whether calls of a method run beside others."""
+    return any(vars(base).get(method) in _BESIDE for base in cls.__mro__ if method in vars(base))
 
 
 def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:

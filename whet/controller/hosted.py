@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from whet import devices
 from whet.controller import wire
-from whet.controller.dispatch import Arguments
+from whet.controller.dispatch import Arguments, runs_beside
 from whet.controller.resource_pool import ResourcePool, cores
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
 from whet.errors import WhetError, WorkerError
@@ -82,6 +82,11 @@ class Hosted:
             return _encode(self.call(role, method, _decode(frames[1:])))
         except (Exception, SystemExit) as error:
             return wire.encode((False, self._portable(error, role, method)))
+
+    def runs_beside(self, frames: Sequence[wire.Frame]) -> bool:
+        """Tells whether a call runs beside others."""
+        role, method = pickle.loads(frames[0])
+        return role in self.by_role and runs_beside(type(self.by_role[role]), method)
 
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
         """The result of a worker's method; of BUILD the new worker's layout.  Raises: what the worker raises."""

@@ -38,7 +38,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call under way. Calls to one process are served in the order in which they were started."""
+    """A call under way. Calls to one process are served in the order in which they were started, but for methods that
+    run beside others."""
 
     role: str
     method: str

@@ -41,11 +41,12 @@ class Site:
     store_port: int | None  # of the pool's store, where this actor opened it
 
 
+BESIDE = "beside"
 is_rank = False  # whether this process is one
 
 
 class RankActor:
-    """A process of a pool. Its methods run one at a time, in the order of the calls."""
+    """A process of a pool. Its methods run one at a time, in the order of the calls, but for `serve_beside`."""
 
     def __init__(self, name: str) -> None:
         global is_rank
@@ -74,6 +75,11 @@ class RankActor:
         if self._workers is None:
             raise WorkerError(f"{self._name} was called before it had a seat")
         return Message(self._workers.answer([memoryview(header), *payload.frames]))
+
+    @ray.method(concurrency_group=BESIDE)
+    def serve_beside(self, header: bytes, payload: Message) -> Message:
+        """Serves a call beside others."""
+        return self.serve(header, payload)
 
     def ping(self) -> None:
         """A sign of life."""

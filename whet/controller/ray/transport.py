@@ -27,7 +27,7 @@ from whet.config.cluster import ClusterConfig
 from whet.controller import wire
 from whet.controller.hosted import Seat
 from whet.controller.ray import actor
-from whet.controller.ray.actor import Message, RankActor, Site
+from whet.controller.ray.actor import BESIDE, Message, RankActor, Site
 from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
@@ -137,9 +137,15 @@ class RayTransport(RemoteTransport[_Actor]):
             self.abort(DISCONNECTED)
             return
         try:
-            peer.calls.put((waiting, peer.handle.serve.options(name=name).remote(header, payload)))
+            method = peer.handle.serve_beside if waiting.is_beside else peer.handle.serve
+            call = waiting, method.options(name=name).remote(header, payload)
         except RayError as error:
             self.abort(self._failure(peer, waiting, error))
+            return
+        if waiting.is_beside:
+            threading.Thread(target=self._take, args=(peer, *call), daemon=True).start()
+        else:
+            peer.calls.put(call)
 
     def end_processes(self, *, is_orderly: bool) -> None:
         """Lets workers close, then kills all actors and gives their nodes back."""
@@ -170,7 +176,9 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._reserved.group, placement_group_bundle_index=number // self._reserved.processes_here
             ),
         }
-        return ray.remote(RankActor).options(**options).remote(name)
+        # Threads for calls beside others; all other calls have one.
+        remote = ray.remote(concurrency_groups={BESIDE: 4})(RankActor)  # type: ignore[call-overload]
+        return remote.options(**options).remote(name)
 
     def _seat(self, peer: _Actor, site: Site, first: Site) -> Seat:
         assert first.store_port is not None
@@ -203,21 +211,23 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def _receive(self, peer: _Actor) -> None:
         while not self.ended.is_set():
-            waiting = None
             try:
-                waiting, answer = peer.calls.get(timeout=IDLE_SECONDS)
+                self._take(peer, *peer.calls.get(timeout=IDLE_SECONDS))
             except queue.Empty:
                 if not ray.is_initialized():
                     self.abort(DISCONNECTED)
                     return
-                answer = peer.handle.ping.remote()
-            try:
-                message = self._get(answer)
-            except RayError as error:
-                self.abort(self._failure(peer, waiting, error))
-                return
-            if waiting is not None and message is not None:
-                self.settle(peer, message.frames, waiting.number)
+                self._take(peer, None, peer.handle.ping.remote())
+
+    def _take(self, peer: _Actor, waiting: Waiting | None, answer: Any) -> None:
+        """Waits for the answer of a call, or of a ping."""
+        try:
+            message = self._get(answer)
+        except RayError as error:
+            self.abort(self._failure(peer, waiting, error))
+            return
+        if waiting is not None and message is not None:
+            self.settle(peer, message.frames, waiting.number)
 
     def _get(self, answer: Any) -> Any:
         """Returns the object of a reference; None once the launch has ended."""
