@@ -42,7 +42,7 @@ class Seat:
     deadline_seconds: float
 
     def take(self) -> torch.device:
-        """Divides the cores, and makes the process group of the pool.  Returns the device to compute on."""
+        """Takes this process's share of the cores.  Returns the device to compute on."""
         torch.set_num_threads(max(1, cores() // self.processes_here))
         if self.device_index is None:
             return devices.HOST

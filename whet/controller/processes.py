@@ -22,7 +22,7 @@ from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
-from whet.processes.fork_server import Child, ForkServer
+from whet.processes.fork_server import Child, ForkServer, exit_text
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
@@ -116,16 +116,11 @@ class ProcessTransport(RemoteTransport[_Process]):
                 self.settle(peer, answer, number)
 
     def _death(self, peer: _Process) -> LostWorkerError:
-        """The error that says how the process ended and what it was doing."""
         self._server.wait(peer.child, self.ECHO_SECONDS)
-        oldest = self.oldest(peer)
-        code = peer.child.exit_code
-        end = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
-        if oldest is None:
-            return LostWorkerError(f"{peer.name()} died {end} between two calls")
-        hint = "; what it wrote to stderr says why"
-        if code == -signal.SIGKILL:
-            hint = "; if nobody killed it, the machine ran out of memory"
-        elif oldest.method == BUILD:
-            hint += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
-        return LostWorkerError(f"{peer.name(oldest.role)} died {end} in {oldest.method}{hint}")
+        oldest, code = self.oldest(peer), peer.child.exit_code
+        reason = "its connection was closed" if code is None else exit_text(code)
+        if oldest is not None and code != -signal.SIGKILL:
+            reason += "; what it wrote to stderr says why"
+            if oldest.method == BUILD:
+                reason += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
+        return self.death(peer, oldest, reason)

@@ -23,7 +23,7 @@ from whet.controller.hosted import BUILD
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Layout, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
-from whet.errors import WhetError, WorkerError
+from whet.errors import LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,12 @@ class RemoteTransport(ABC, Generic[P]):
         """The call that a process is serving."""
         with self._state:
             return peer.waiting[0] if peer.waiting else None
+
+    def death(self, peer: P, waiting: Waiting | None, reason: str, idle: str = "between two calls") -> LostWorkerError:
+        """The error for a process that died in a call, or while it was `idle`."""
+        if waiting is None:
+            return LostWorkerError(f"{peer.name()} died {idle}: {reason}")
+        return LostWorkerError(f"{peer.name(waiting.role)} died in {waiting.method}: {reason}")
 
     @abstractmethod
     def prepare(self, frames: list[wire.Frame]) -> Any:

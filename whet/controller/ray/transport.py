@@ -239,7 +239,6 @@ class RayTransport(RemoteTransport[_Actor]):
     def _failure(self, peer: _Actor, waiting: Waiting | None, error: RayError) -> WhetError:
         """Returns whet's error for Ray's."""
         who = peer.name(waiting.role if waiting else "")
-        what = f"in {waiting.method}" if waiting else "between two calls" if peer.site else "at its start"
         if isinstance(error, RayTaskError):  # not from a worker's method: those answer with what they raised
             return WorkerError(f"{who}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
         if peer.site is None and (raised := RAISED.findall(str(error))):
@@ -249,7 +248,7 @@ class RayTransport(RemoteTransport[_Actor]):
             )
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")
-        return LostWorkerError(f"{who} died {what}: {reason}")
+        return self.death(peer, waiting, reason, "between two calls" if peer.site else "at its start")
 
     def _lost(self, machine: str, reason: str) -> None:
         there = [peer.name() for peer in self.peers if peer.site is not None and peer.site.node_id == machine]
