@@ -105,3 +105,7 @@ def test_what_is_no_file_of_answers(tmp_path: Path) -> None:
     file.write_text('{"index": 0, "prompt": "1+1=", "ground_truth": "2", "data_source": "a", "failure": null}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no accuracy, reward; expected answers as"):
         read_answers(file)
+    for field, value in (("index", [0]), ("index", "0"), ("accuracy", "right"), ("reward", {}), ("parts", 5)):
+        file.write_text(json.dumps(answers(0)[0] | {field: value}))
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {field} is .*; expected answers as"):
+            read_answers(file)

@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 NAME, PARTIAL, CONFIG = "answers.jsonl", "answers.partial.jsonl", "config.yaml"
+KINDS: dict[str, Any] = {
+    "index": int,
+    "reward": float | int | None,
+    "accuracy": float | int | None,
+    "parts": dict | None,
+}
 FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy", "failure"}
 
 
@@ -36,10 +42,14 @@ def read_answers(path: Path) -> list[Row]:
     if not rows:
         raise DataError(f"{path} has no answers")
     for number, row in enumerate(rows, start=1):
-        if missing := FIELDS - row.keys():
+        missing, wrong = (
+            FIELDS - row.keys(),
+            [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)],
+        )
+        if missing or wrong:
+            found = f"no {', '.join(sorted(missing))}" if missing else f"{wrong[0]} is {row.get(wrong[0])!r:.50}"
             raise DataError(
-                f"{path}:{number}: no {', '.join(sorted(missing))}; expected answers as `whet eval` or the "
-                "validation of a run writes them"
+                f"{path}:{number}: {found}; expected answers as `whet eval` or the validation of a run writes them"
             )
     return rows
 
