@@ -65,6 +65,15 @@ def test_a_mistake_is_one_block_without_a_traceback(capsys: pytest.CaptureFixtur
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("code", ["import sys\nsys.exit(0)\n", "def rows():\n    raise SystemExit\n"])
+def test_code_of_the_user_that_exits_is_a_mistake(
+    code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], qwen25_folder: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    assert whet("data", f"model.path={qwen25_folder}", f"data.train_files={tmp_path}/mine.py:rows") == 2
+    assert f"{tmp_path}/mine.py:2 ends the process (SystemExit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_debug_shows_the_traceback(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", "gsm8k", "rollout.temprature=1"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Annotated
@@ -112,6 +113,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _show(error)
         sys.exit(2)
+    except SystemExit as error:
+        place = None if words[:1] == ["lm-eval"] else _exit_below(error)
+        if place is None or debug:
+            raise
+        _show(
+            WhetError(
+                f"{place} ends the process (SystemExit: {error.code}) in the middle of the command; expected code that "
+                "returns or raises another error: take the exit out"
+            )
+        )
+        sys.exit(2)
+
+
+def _exit_below(error: SystemExit) -> str | None:
+    """The file and line from which code that the library called ended the process; None for an exit of a command."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    if not any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules):
+        return None
+    frame, line = frames[-1]
+    return f"{frame.f_code.co_filename}:{line}"
 
 
 def _show(error: WhetError) -> None:
