@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,7 +15,7 @@ from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.difficulty import within_window
 from whet.data.hub import read_hub
-from whet.data.prompts import PromptFormat, PromptSet, build_prompts, fit_prompts
+from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching
 from whet.data.sources import Row, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # of a function that never ends
 T = TypeVar("T", Prompt, SupervisedExample)
+DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Part:
     num_rows: int
     num_matching: int
     num_items: int
-    num_dropped: int  # too long
     weight: float | None = None
 
 
@@ -68,7 +68,6 @@ class _Read:
         return self.source.name if self.source is not None else "data"
 
 
-@phase("reading data")
 def load_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,25 +82,20 @@ def load_prompts(
     Without answers nobody looks for a ground truth.
 
     Raises: DataError naming source and row, ConfigError."""
-    sources, weights = _sources(data, key, rows)
-    items: list[Prompt] = []
-    parts: list[Part] = []
-    first = 0  # row number of this source's first row, over all sources
-    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
-        with _named(read.source):
-            built = _prompts(data, read, tokenizer, with_answers)
-            prompts = built.prompts
-            if key == TRAIN and data.difficulty_key is not None:
-                prompts = within_window(prompts, data.difficulty_key, *data.difficulty_window)
-        moved = [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
-        items += moved
-        matched = len(read.rows) or len(read.prompts)
-        parts.append(Part(read.name, read.num_rows, matched, len(prompts), built.num_dropped, weight))
-        first += read.num_rows
-    return Loaded(tuple(items), tuple(parts))
+
+    def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
+        prompt_format = PromptFormat.of(tokenizer, own)
+        if read.prompts:
+            prompts = fit_prompts(read.prompts, prompt_format, own)
+        else:
+            prompts = build_prompts(read.rows, prompt_format, own, numbers=read.numbers, with_answers=with_answers)
+        if key == TRAIN and own.difficulty_key is not None:
+            prompts = within_window(prompts, own.difficulty_key, *own.difficulty_window)
+        return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
+
+    return _load(data, tokenizer, key, rows, where, seed, build)
 
 
-@phase("reading data")
 def load_examples(
     data: SupervisedDataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,30 +106,38 @@ def load_examples(
     seed: int = 0,
 ) -> Loaded[SupervisedExample]:
     """The same for `whet sft`: examples with their loss masks."""
+
+    def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
+        if read.prompts:
+            raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
+        return build_examples(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
+
+    return _load(data, tokenizer, key, rows, where, seed, build)
+
+
+@phase("reading data")
+def _load(
+    data: DataT,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    rows: Iterable[Any] | None,
+    where: Mapping[str, Any] | None,
+    seed: int,
+    build: Callable[[DataT, _Read, int], Sequence[T]],
+) -> Loaded[T]:
+    """The items that `build` makes of each source, from the data section as it holds for the source, its rows, and the
+    number of its first row over all sources."""
     sources, weights = _sources(data, key, rows)
-    items: list[SupervisedExample] = []
+    items: list[T] = []
     parts: list[Part] = []
+    first = 0
     for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
-        own = _own(data, read.source)
-        with _named(read.source):
-            if read.prompts:
-                raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
-            built = build_examples(
-                read.rows,
-                PromptFormat(
-                    tokenizer,
-                    apply_chat_template=own.apply_chat_template,
-                    chat_template_kwargs=own.chat_template_kwargs,
-                ),
-                messages_key=own.messages_key,
-                prompt_key=own.prompt_key,
-                response_key=own.response_key,
-                max_length=own.max_length,
-                overlong=own.overlong,
-                numbers=read.numbers,
-            )
-        items += built.examples
-        parts.append(Part(read.name, read.num_rows, len(read.rows), len(built.examples), built.num_dropped, weight))
+        source = read.source
+        with _named(source):
+            built = build(data if source is None else data.model_copy(update=dict(source.fields)), read, first)
+        items += built
+        parts.append(Part(read.name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
+        first += read.num_rows
     return Loaded(tuple(items), tuple(parts))
 
 
@@ -237,36 +239,6 @@ def listed(items: Any) -> list[Any]:
     if len(found) > MAX_ITEMS:
         raise DataError(f"it gives more than {MAX_ITEMS:,} rows; a data set has to end")
     return found
-
-
-def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> PromptSet:
-    own = _own(data, read.source)
-    prompt_format = PromptFormat(
-        tokenizer,
-        apply_chat_template=own.apply_chat_template,
-        chat_template_kwargs=own.chat_template_kwargs,
-        system_prompt=own.system_prompt,
-        format_prompt=own.format_prompt,
-    )
-    if read.prompts:
-        return fit_prompts(read.prompts, prompt_format, own.max_prompt_length, own.overlong_prompts)
-    return build_prompts(
-        read.rows,
-        prompt_format,
-        prompt_key=own.prompt_key,
-        answer_key=own.answer_key,
-        data_source=own.data_source,
-        data_source_key=own.data_source_key,
-        max_prompt_length=own.max_prompt_length,
-        overlong_prompts=own.overlong_prompts,
-        numbers=read.numbers,
-        with_answers=with_answers,
-    )
-
-
-def _own(data: Any, source: Source | None) -> Any:
-    """The data section as it holds for one source."""
-    return data if source is None or not source.fields else data.model_copy(update=dict(source.fields))
 
 
 @contextmanager

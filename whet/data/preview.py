@@ -142,7 +142,7 @@ def _preview_examples(
         loaded = load_examples(data, tokenizer, key, where=where, seed=seed)
         order = order_of(loaded, seed=seed, shuffle=data.shuffle)
         items = loaded.items
-        places = OrderLoader(len(items), seed=seed, shuffle=data.shuffle, order=order).take(num_rows)
+        places = OrderLoader(range(len(items)), seed=seed, shuffle=data.shuffle, order=order).take(num_rows)
     if index is not None and index >= len(items):
         raise DataError(f"there is no example {index}; expected 0 to {len(items) - 1}")
     return Preview(

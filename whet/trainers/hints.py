@@ -97,11 +97,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
     config, tokenizer = sources.config, sources.rollouts.tokenizer
     template = Template("teacher.hint_template", config.teacher.hint_template)
-    texts = PromptFormat(
-        tokenizer,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
+    texts = PromptFormat.of(tokenizer, config.data)
     conversations = []
     for prompt, hint in asked:
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
@@ -167,12 +163,7 @@ def own(
         last = group.prompt.messages[-1]
         messages = (*group.prompt.messages[:-1], replace(last, content=template.render({"content": last.content})))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
-    data = sources.config.data
-    texts = PromptFormat(
-        sources.rollouts.tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-    )
+    texts = PromptFormat.of(sources.rollouts.tokenizer, sources.config.data)
     encoded = texts.encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from whet import files
 from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config.schema import SupervisedDataConfig
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.errors import ConfigError
@@ -134,7 +135,8 @@ def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
     """SFT until the right answer's mean probability on some training problems is `WARM_ENOUGH`."""
     imitated = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
     tokenizer = load_tokenizer(run_dir / "model")
-    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat(tokenizer, apply_chat_template=False)).examples
+    data = SupervisedDataConfig(apply_chat_template=False)
+    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat.of(tokenizer, data), data)
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 

@@ -53,7 +53,7 @@ class SFTRun(Frame):
     config: SFTConfig
     examples: Sequence[SupervisedExample]
     val_examples: Sequence[SupervisedExample]
-    loader: OrderLoader
+    loader: OrderLoader[int]
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
@@ -132,7 +132,7 @@ def _train_sft(
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
-    loader = OrderLoader(len(examples), seed=seed, shuffle=shuffle, order=order)
+    loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
     epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     lengths = [len(example.input_ids) for example in examples]
