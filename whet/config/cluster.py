@@ -77,3 +77,7 @@ class ClusterConfig(Section):
     def processes_of(self, role: str) -> int:
         """How many ranks a role has."""
         return self.pools[self.pool_of(role)].processes
+
+    def processes_key(self, role: str) -> str:
+        """The key that says so."""
+        return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"

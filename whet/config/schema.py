@@ -64,13 +64,18 @@ TEMPLATE_KWARGS = (
 )
 
 
-class DataConfig(Section):
-    """The prompts."""
+class RowsConfig(Section):
+    """Data, whatever it is made of."""
 
     train_files: list[str | dict[str, Any]] = Field([], description=FILES)
-    val_files: list[str | dict[str, Any]] = Field([], description="the held-out prompts, in the same forms")
+    val_files: list[str | dict[str, Any]] = Field([], description="held-out rows, in the same forms")
     weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
     filter: dict[str, Any] = Field({}, description=DATA_FILTER)
+
+
+class DataConfig(RowsConfig):
+    """The prompts."""
+
     prompt_key: str | list[str] = Field(
         "prompt", description="field with the prompt: text, or a list of messages; of several names the first there is"
     )
@@ -327,13 +332,9 @@ class TrainConfig(Section):
     command: ClassVar[str] = "train"
 
 
-class SupervisedDataConfig(Section):
+class SupervisedDataConfig(RowsConfig):
     """Examples to imitate."""
 
-    train_files: list[str | dict[str, Any]] = Field([], description=FILES)
-    val_files: list[str | dict[str, Any]] = Field([], description="held-out examples, in the same forms")
-    weights: list[PositiveFloat] | None = Field(None, description=DATA_WEIGHTS)
-    filter: dict[str, Any] = Field({}, description=DATA_FILTER)
     messages_key: str = Field(
         "messages", description="field with a whole conversation; where absent, prompt and response are read"
     )

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -53,3 +56,29 @@ class Section(BaseModel):
     def items(self) -> list[tuple[str, Any]]:
         """Pairs of name and value, in the order in which they are declared."""
         return list(self.__dict__.items())
+
+    def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
+        """This section and all below it, each with its dotted key."""
+        yield key, self
+        for name, value in self.items():
+            if isinstance(value, Section):
+                yield from value.sections(f"{key}.{name}" if key else name)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A section's place: its dotted key, the whole config, and what the caller hands over as an object."""
+
+    key: str
+    whole: Section
+    given: Collection[str] = ()
+
+    def of(self, name: str) -> str:
+        """The dotted key of a field of the section."""
+        return f"{self.key}.{name}" if self.key else name
+
+    @property
+    def parent(self) -> Section:
+        """The section that this one is in."""
+        outer: Any = reduce(getitem, self.key.split(".")[:-1], self.whole)
+        return outer  # type: ignore[no-any-return]
