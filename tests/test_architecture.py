@@ -36,7 +36,7 @@ LAYERS = (
     },
     {"protocol", "metrics", "algorithms", "column_rules", "serialization"},
     {"devices", "models", "data", "rewards", "sandbox", "environments"},
-    {"engines", "rollout", "weight_sync", "controller", "tracking"},
+    {"engines", "rollout", "weight_sync", "controller", "tracking", "checkpoints"},
     {"trainers", "evaluation", "serving", "planning"},
     {"cli", "viewer", "__init__", "__main__"},
 )
@@ -94,6 +94,11 @@ def test_layer_four_meets_in_protocols() -> None:
         if LAYER_OF[_part(file)] == LAYER_OF[target] == 4 and target != _part(file) and module not in PROTOCOLS
     ]
     assert not met, "\n".join(met)
+
+
+def test_evaluation_stands_beside_the_trainers() -> None:
+    files = [file for file in FILES if _part(file) == "evaluation"]
+    assert not [_shown(file) for file in files for _, _, target in _own_imports(file) if target == "trainers"]
 
 
 def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:

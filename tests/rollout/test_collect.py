@@ -258,9 +258,7 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     assert tokenizer.decode(list(answer.turns[2].context_ids)) == "7+7="
 
 
-def test_an_episode_that_is_over_at_its_reset_has_failed(
-    tokenizer: PreTrainedTokenizerBase, environments: str
-) -> None:
+def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     collector = Collector(Scripted(tokenizer, "2"), tokenizer, environment=f"{environments}:Over")
     answer = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
     assert answer.failure == Failure("environment", "reset ended the episode before its first response")

@@ -7,33 +7,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from whet import devices
+from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.controller.local import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
 from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
-from whet.evaluation.answers import Journal, Row, by_prompt
+from whet.evaluation.answers import Journal, Row, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics, counted, phase
-from whet.models.load import context_length, load_tokenizer, stop_token_ids
-from whet.rollout.replicas import Replicas
+from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
+from whet.rewards.build import scorer_of
+from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
+from whet.rollout.in_process import InProcessEngine
 from whet.rollout.stream import Rollouts
-from whet.trainers.build import build_collector, sampling_params, scorer_of
-from whet.trainers.export import find_model, model_folder
-from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.run import readable
 from whet.types import Prompt
 
-CALL_DEADLINE_SECONDS = 24 * 3600.0  # the engine has a deadline of its own: rollout.deadline_seconds
 BATCHES_A_CHUNK = 2  # batches of the engine between two writes: more of them keep it fuller, fewer lose less
 
 
@@ -88,7 +85,7 @@ def evaluate(
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         prompts = prompts[: config.data.val_max_prompts]
-        engine = launch_rollout(config.rollout, config.model, model_path)
+        engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold
         stop_ids = stop_token_ids(model_path, tokenizer)
@@ -117,12 +114,13 @@ def evaluate(
     return evaluation
 
 
-def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> Replicas:
+def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> InProcessEngine[Any]:
     """An engine that samples from the model in the folder `model_path`, in this process."""
-    tokenizer, own = model.tokenizer_path or model_path, model.model_copy(update={"path": model_path})
-    spec = WorkerSpec("rollout", RolloutWorker, (rollout, model.dtype, tokenizer, own))
-    group = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
-    return Replicas(group, rollout.max_batch_size, gathers=False)
+    own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
+    load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
+    engine = rollout_engine(rollout, torch_dtype(rollout.dtype or model.dtype), load, device)
+    load_model(engine, own, device)
+    return engine
 
 
 def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:

@@ -19,21 +19,21 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.checkpoints.checkpoint import MANIFEST
+from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
 from whet.data.load import load_prompts
 from whet.errors import ConfigError, DataError
-from whet.evaluation.evaluate import launch_rollout
+from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
 from whet.metrics import counted, phase
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
+from whet.rollout.build import sampling_params
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.protocol import generate as sample_all
 from whet.tracking.jsonl import json_line
-from whet.trainers.build import sampling_params
-from whet.trainers.checkpoint import MANIFEST
-from whet.trainers.export import find_model, model_folder
 from whet.types import Prompt
 
 DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")  # beside model and prompts
@@ -113,7 +113,7 @@ class Answers(ExitStack):
             for prompt, sample in asked
         ]
         if self._engine is None:
-            self._engine = launch_rollout(config.rollout, config.model, self._model_path)
+            self._engine = open_engine(config.rollout, config.model, self._model_path)
             self.callback(self._engine.close)
         started = time.monotonic()
         with phase("sampling"):

@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from whet import files
+from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import SupervisedDataConfig
 from whet.data.prompts import PromptFormat
@@ -31,9 +33,8 @@ from whet.models.load import load_tokenizer, without_weight_bars
 from whet.tracking.console import shared_console
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.export import export
 from whet.trainers.run import Run
-from whet.trainers.run_dir import disk_errors, lock_folder
+from whet.trainers.run_dir import lock_folder
 from whet.trainers.sft import SFTRun, to_batch, train_sft
 
 NUM_HELD_OUT = 512
