@@ -24,6 +24,7 @@ from whet.planning.memory import (
     spread_of,
 )
 from whet.planning.outline import FLOAT32
+from whet.planning.units import size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
@@ -253,12 +254,3 @@ def _check_disk(setup: Setup, run_dir: Path, free: int) -> None:
             "%d checkpoints and the next one take about %s, and %s has %s free; lower trainer.save_limit",
             *(limit, size(needed * (limit + 1)), run_dir, size(free)),
         )
-
-
-def size(count: float) -> str:
-    """Bytes as a person reads them: 1.4 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.1f} {unit}"

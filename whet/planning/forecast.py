@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -19,9 +19,8 @@ from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
 from whet.tracking.jsonl import read_records
-from whet.trainers import build, sft
-from whet.trainers.frame import run_folder
 
+MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
 
 
@@ -59,23 +58,35 @@ class Forecast:
         """In memory everywhere, as far as it is known."""
         return all(room.fits for room in self.rooms)
 
+    @property
+    def fits_on_disk(self) -> bool:
+        """Its checkpoints, in run_dir."""
+        return self.disk_bytes <= self.free_disk_bytes
 
-def forecast(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
+    @property
+    def step_seconds(self) -> float:
+        """As measured in run_dir, else estimated."""
+        return self.measured.get("time/step", sum(self.speed.seconds.values()))
+
+
+def forecast(
+    config: TrainConfig | SFTConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
+) -> Forecast:
     """The plan of a config, by default for this machine, else with an accelerator of that size for each process.
+    `make_setup` is that of the config's trainer.
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
-    trusted = config.model.trust_remote_code
-    check_context(config, context_length(config.model.path, trust_remote_code=trusted))
-    setup, note = setup_of(config)
+    check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
+    lengths, note = row_lengths(config)
     device = free_accelerator(config.cluster)
     if device_gib is not None:
         device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
-    setup, notes, run_dir = replace(setup, device=device), [note], run_folder(config.trainer)
-    plans, found = {name: plan_memory(setup, name) for name in config.cluster.pools}, tuple(rooms(setup))
+    setup, notes = replace(make_setup(config, lengths), device=device), [note]
+    found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)
-    advised = [] if room.fits else changes(setup, room, lambda other: _with(other, setup.lengths.prompts))
+    advised = [] if room.fits else changes(setup, room, lambda other: make_setup(other, lengths))
     measured, response = _earlier_run(run_dir)
     if response is not None:
         notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
@@ -84,7 +95,7 @@ def forecast(config: TrainConfig | SFTConfig, device_gib: float | None = None) -
         notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
     return Forecast(
         setup=setup,
-        plans=plans,
+        plans={name: plan_memory(setup, name) for name in config.cluster.pools},
         rooms=found,
         changes=tuple(advised),
         run_dir=run_dir,
@@ -95,17 +106,7 @@ def forecast(config: TrainConfig | SFTConfig, device_gib: float | None = None) -
     )
 
 
-def setup_of(config: TrainConfig | SFTConfig) -> tuple[Setup, str]:
-    """What the plan is made from, and a word about the lengths in it."""
-    lengths, note = _lengths(config)
-    return _with(config, lengths), note
-
-
-def _with(config: TrainConfig | SFTConfig, lengths: Sequence[int]) -> Setup:
-    return sft.setup(config, lengths) if isinstance(config, SFTConfig) else build.setup(config, lengths)
-
-
-def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
+def row_lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
     """Of some of the data's prompts or examples, where it can be read, and a word about it."""
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
