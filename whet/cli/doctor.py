@@ -69,8 +69,12 @@ def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
     advice = "" if made.fits_on_disk else "lower trainer.save_limit, or make room"
     yield Finding("disk", found, advice, is_problem=True)
     step = made.step_seconds
-    advice = "a smaller model, fewer or shorter answers (data.max_response_length), or an accelerator" * (step > SLOW)
-    yield Finding("time", f"about {duration(step)} a step, estimated", advice, is_problem=step > HOPELESS)
+    if step is None:
+        yield Finding("time", "not known: the rates of accelerators are not measured")
+        return
+    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
+    advice = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator" * (step > SLOW)
+    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.planning.fit import advice
+from whet.planning.introduction import data_line, model_lines
 from whet.planning.memory import Memory
 from whet.planning.speed import EFFICIENCY
-from whet.planning.units import count, duration, size
+from whet.planning.units import duration, size
 
 if TYPE_CHECKING:
     from whet.planning.forecast import Forecast
@@ -45,6 +46,7 @@ def numbers(made: Forecast) -> str:
             "tokens_per_step": made.speed.tokens,
             "seconds_per_step": made.speed.seconds,
             "measured_seconds_per_step": made.measured,
+            "seconds": made.seconds,
             "notes": made.notes,
         },
         indent=1,
@@ -66,11 +68,14 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
     """Tables on the console; plain lines in a file."""
     console = Console(highlight=False, soft_wrap=True)
     pools = made.setup.config.cluster.pools
+    for line in model_lines(made.setup):
+        console.print(line)
+    if made.counts is not None and made.seconds is not None:
+        console.print(data_line(made.setup, made.counts))
+        console.print(f"time in all: about {duration(made.seconds)}", style="bold")
     for name, plan in made.plans.items():
-        for role, number in plan.weights.items():
-            tokens = plan.micro_batch_tokens.get(role)
-            extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
-            console.print(f"{role}: {count(number)} parameters ({made.setup.roles[role].model_path}{extra})")
+        for role, tokens in plan.micro_batch_tokens.items():
+            console.print(f"{role}: micro-batches of up to {tokens:,} tokens")
         whose = f" of the {pools[name].processes} of pool {name}" if len(pools) > 1 else ""
         for on_device, title in (
             (True, f"the accelerator of one process{whose}"),

@@ -11,10 +11,12 @@ from typing import Any
 
 from whet.config.checks import check_context
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.data.load import load_examples, load_prompts
+from whet.data.load import TRAIN, VAL, load_examples, load_prompts
+from whet.data.loader import steps_per_epoch
 from whet.errors import ConfigError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.fit import Change, Room, changes, rooms
+from whet.planning.introduction import Counts
 from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
@@ -35,6 +37,7 @@ class Forecast:
     run_dir: Path
     free_disk_bytes: int
     speed: Speed
+    counts: Counts | None  # None without data to count
     measured: Mapping[str, float]  # seconds by phase of the run in run_dir, if there is one
     notes: tuple[str, ...]
 
@@ -64,9 +67,18 @@ class Forecast:
         return self.disk_bytes <= self.free_disk_bytes
 
     @property
-    def step_seconds(self) -> float:
-        """As measured in run_dir, else estimated."""
-        return self.measured.get("time/step", sum(self.speed.seconds.values()))
+    def step_seconds(self) -> float | None:
+        """As measured in run_dir, else estimated; None on an accelerator, whose rates are not measured."""
+        estimated = sum(self.speed.seconds.values()) if self.setup.device is None else None
+        return self.measured.get("time/step", estimated)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run; None without data to count."""
+        step, counts = self.step_seconds, self.counts
+        if step is None or counts is None:
+            return None
+        return self.speed.whole(self.setup.config.trainer, counts.steps, step=step)
 
 
 def forecast(
@@ -93,6 +105,12 @@ def forecast(
     elif isinstance(config, TrainConfig):
         longest = config.data.max_response_length
         notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
+    counts = None
+    if lengths:
+        num_val = _num_val(config)
+        epoch_steps = steps_per_epoch(len(lengths), config.data.train_batch_size)
+        steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+        counts = Counts(len(lengths), num_val, steps)
     return Forecast(
         setup=setup,
         plans={name: plan_memory(setup, name) for name in config.cluster.pools},
@@ -100,31 +118,44 @@ def forecast(
         changes=tuple(advised),
         run_dir=run_dir,
         free_disk_bytes=free_disk(run_dir),
-        speed=plan_speed(setup, response),
+        speed=plan_speed(setup, response, num_val=0 if counts is None else counts.val),
+        counts=counts,
         measured=measured,
         notes=tuple(notes),
     )
 
 
-def row_lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
+def row_lengths(config: TrainConfig | SFTConfig) -> tuple[list[int], str]:
     """Of some of the data's prompts or examples, where it can be read, and a word about it."""
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
-        return (), f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
-    seed, where, lengths = config.trainer.seed, config.data.filter, []
+        return [], f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
     try:
-        model = config.model
-        tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
-        if isinstance(config, SFTConfig):
-            examples = load_examples(config.data, tokenizer, where=where, seed=seed).items
-            lengths = [len(example.input_ids) for example in examples]
-        else:
-            prompts = load_prompts(config.data, tokenizer, where=where, seed=seed).items
-            lengths = [len(prompt.token_ids) for prompt in prompts]
+        lengths = _read(config, TRAIN)
     except (WhetError, OSError) as error:
-        return (), f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
+        return [], f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
     what = "examples" if isinstance(config, SFTConfig) else "prompts"
     return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens, the longest has {max(lengths)}"
+
+
+def _num_val(config: TrainConfig | SFTConfig) -> int:
+    """Prompts or examples of a validation; 0 where there is none, or where it cannot be read here."""
+    if not config.data.val_files or config.trainer.val_freq < 0:
+        return 0
+    try:
+        return len(_read(config, VAL)[: config.data.get("val_max_prompts")])
+    except (WhetError, OSError):
+        return 0
+
+
+def _read(config: TrainConfig | SFTConfig, key: str) -> list[int]:
+    """Tokens of each prompt or example."""
+    model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
+    tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
+    if isinstance(config, SFTConfig):
+        examples = load_examples(config.data, tokenizer, key, where=where, seed=seed).items
+        return [len(example.input_ids) for example in examples]
+    return [len(prompt.token_ids) for prompt in load_prompts(config.data, tokenizer, key, where=where, seed=seed).items]
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:

@@ -88,6 +88,11 @@ class Outline:
         return self.role.lora is not None
 
     @property
+    def trained_share(self) -> float:
+        """Parameters that are trained, an adapter's too, over those of the model."""
+        return self.gradient_bytes / FLOAT32 / self.num_weights
+
+    @property
     def head_weights(self) -> int:
         """Those that a token is multiplied with to get its logits; a value model's are none to speak of."""
         return 0 if self.role.is_value_model else int(self.config.vocab_size * self.config.hidden_size)

@@ -29,3 +29,8 @@ def duration(seconds: float) -> str:
         if seconds < enough:
             return f"{seconds / scale:.1f} {unit}"
     return f"{seconds / 86400:.1f} days"
+
+
+def plural(number: int, one: str, several: str = "") -> str:
+    """A number and the things that it counts."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

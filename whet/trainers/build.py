@@ -26,6 +26,7 @@ from whet.data.samplers import make_loader
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.load import context_length, load_tokenizer, stop_token_ids
+from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -139,6 +140,8 @@ def build(
     specs = worker_specs(config, columns, total_steps)
     inputs = digests(config, loaded.items, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
+        if "console" in config.trainer.logger and not dry_run:
+            introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)

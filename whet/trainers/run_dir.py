@@ -61,6 +61,11 @@ class RunDir:
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
 
     @property
+    def first_step(self) -> int:
+        """Steps that were done before."""
+        return 0 if self.found is None else checkpoint.step_of(self.found)
+
+    @property
     def is_taken(self) -> bool:
         """Whether the run writes to it."""
         return self.lock is not None

@@ -23,6 +23,7 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
+from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
@@ -137,6 +138,8 @@ def _train_sft(
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     lengths = [len(example.input_ids) for example in examples]
     with opened_for(config, setup, lengths, digests(config, examples, val_examples)) as (opened, services):
+        if "console" in config.trainer.logger:
+            introduce(setup(config, lengths), Counts(len(lengths), len(val_examples), total_steps, opened.first_step))
         run = SFTRun(
             config=config,
             opened=opened,
