@@ -91,4 +91,4 @@ def test_an_editor_can_offer_what_is_registered() -> None:
             part = SCHEMA["$defs"][part["properties"][each]["anyOf"][0]["$ref"].rpartition("/")[2]]
         assert part["properties"][name]["examples"] == choice.registry.names()
     n = SCHEMA["$defs"]["RolloutConfig"]["properties"]["n"]
-    assert (n["description"], n["default"]) == ("answers a prompt", 8)
+    assert (n["description"], n["default"]) == ("responses a prompt", 8)

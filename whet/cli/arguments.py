@@ -39,11 +39,6 @@ def program() -> str:
     return "whet" if shutil.which("whet") or path.name != "whet" else shlex.quote(str(path))
 
 
-def show_written(run_dir: Path) -> None:
-    """Says where a run has written, and how a model comes out of it."""
-    typer.echo(f"wrote {run_dir}; `{program()} export {run_dir} OUT` makes a Hugging Face folder of it")
-
-
 def complete(context: typer.Context, incomplete: str) -> list[str]:
     """Returns the recipes and keys that a word may become, for the shell."""
     from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig

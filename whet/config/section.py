@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of a config is."""
+"""The base of every part of a config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from functools import reduce
 from operator import getitem
 from typing import Any, ClassVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+def key(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A field of a section: its default, its meaning as help and pages show it, and bounds as pydantic names them."""
+    return Field(default, description=meaning, **bounds)
 
 
 class Section(BaseModel):
@@ -23,7 +28,7 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
-    command: ClassVar[str] = ""  # whose whole config it is
+    command: ClassVar[str] = ""  # that reads it as its whole config
 
     @field_validator("*", mode="before")
     @classmethod
