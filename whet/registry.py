@@ -48,7 +48,7 @@ SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered function, known without importing it."""
+    """A registered function, known without importing it."""
 
     kind: str
     name: str
@@ -77,7 +77,7 @@ class Entry:
         return self.function if self.function is not None else load_target(self.target)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """What the function returns for those things in `supplied` that it names before its `*`, and for `options`."""
+        """Calls the function with those things in `supplied` that it names before its `*`, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Entry:
 
 
 class Registry:
-    """All functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
+    """The functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
 
     def __init__(self, kind: str, folder: str, decorator: str, supplied: Sequence[str] | None = None) -> None:
         """`supplied` are the names that parameters before the `*` may have; unset, these are columns of a batch."""

@@ -183,7 +183,7 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """What there is to know of a function but its definition."""
+    """The facts about a function, without its definition."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
@@ -200,7 +200,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """What other frameworks mean by the name, or call what it is; nothing of what is not the mathematics'."""
+    """The name in other frameworks, or their meaning of it; nothing outside the mathematics."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands have in common: how their help looks, and `[RECIPE] KEY=VALUE...`."""
+"""Parts that commands share: the look of their help, and `[RECIPE] KEY=VALUE...`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Plain:
 
 
 class Command(_Plain, TyperCommand):
-    """One command."""
+    """A command."""
 
 
 class Group(_Plain, TyperGroup):

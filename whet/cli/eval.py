@@ -45,7 +45,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """One of the metrics of all n answers with their intervals, and for n > 1 one of those of k of them."""
+    """A table of the metrics of all n responses with their intervals, and for n > 1 one of those of k of them."""
     from whet.cli.tables import table
 
     by_source = evaluation.by_data_source

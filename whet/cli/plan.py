@@ -43,7 +43,7 @@ def plan(
 
 
 def forecast_of(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
-    """What the run will need, with the roles of its trainer.  Raises: ConfigError, ModelError."""
+    """The forecast of a run, with the roles of its trainer.  Raises: ConfigError, ModelError."""
     from whet.config import SFTConfig
     from whet.planning.forecast import forecast
     from whet.trainers import build, sft

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `whet plan` shows."""
+"""The page of `whet plan`."""
 
 from __future__ import annotations
 

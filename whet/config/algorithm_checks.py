@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithms, losses, corrections and updates go together. As in `checks`, nothing heavy is loaded."""
+"""Rules about algorithms, losses, corrections and updates. As in `checks`, nothing heavy is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_l
 
 
 def aggregation(algorithm: AlgorithmConfig) -> str:
-    """How per-token losses become one number: what the loss or the estimator fixes, else what the config says.
+    """The aggregation of per-token losses: what the loss or the estimator fixes, else what the config says.
 
     Raises: ConfigError where two of the three disagree."""
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)

@@ -56,7 +56,7 @@ def check(config: Section, given: Collection[str] = ()) -> None:
 
 
 def problems(config: Section, given: Collection[str] = ()) -> list[str]:
-    """All that `check` refuses, each a line that says what to change; empty where nothing is wrong."""
+    """Returns a line for each thing that `check` refuses, which says what to change."""
     found: dict[str, None] = {}
     for key, section in config.sections():
         for kind, rule in RULES:

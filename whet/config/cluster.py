@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the roles run: settings, and what follows from them."""
+"""Places of the roles: settings, and what follows from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PoolConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where the roles run."""
+    """Processes, nodes and pools of the roles."""
 
     backend: Literal["local", "ray"] = key("local", "processes on this machine, or actors on a cluster")
     address: str | None = key(None, ADDRESS)
@@ -61,7 +61,7 @@ class ClusterConfig(Section):
 
     @property
     def processes_here(self) -> int:
-        """Those of them that share a machine."""
+        """Processes that share a machine."""
         return -(-self.world_size // self.nnodes)
 
     @property
@@ -75,9 +75,9 @@ class ClusterConfig(Section):
         return next((pool for pool, each in self.pools.items() if name in each.roles), next(iter(self.pools)))
 
     def processes_of(self, role: str) -> int:
-        """How many ranks a role has."""
+        """The number of ranks of a role."""
         return self.pools[self.pool_of(role)].processes
 
     def processes_key(self, role: str) -> str:
-        """The key that says so."""
+        """The key that gives this number."""
         return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"

@@ -14,7 +14,7 @@ from whet.errors import pip_install
 
 
 def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
-    """Where the processes are."""
+    """Backend, nodes and pools."""
     if cluster.backend == "local":
         for key, value in (("address", cluster.address), ("nnodes", cluster.nnodes if cluster.nnodes > 1 else None)):
             if value is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training engines can and cannot do together, and with how many processes."""
+"""Rules about training engines, and about the processes that they need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whet.registry import ENGINES, load_target
 
 @dataclass(frozen=True)
 class EngineUse:
-    """One role's engine and what it is used for: the argument of an engine's own check, `check=` where it registers.
+    """The engine of a role and its use: the argument of an engine's own check, `check=` where it registers.
 
     Such a function returns a line for everything that cannot be; its module is imported when a config is loaded, and so
     loads no torch."""
@@ -32,7 +32,7 @@ class EngineUse:
 
 
 def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
-    """What no engine can do, then what this one cannot."""
+    """Combinations that no engine can do, then those that this one cannot."""
     cluster: ClusterConfig = at.whole["cluster"]
     prefix = at.key.removesuffix("engine")
     role = prefix.removesuffix(".") or "actor"

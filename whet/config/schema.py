@@ -285,7 +285,7 @@ class TrainerConfig(Section):
 
 
 class TrainConfig(Section):
-    """All of `whet train`."""
+    """The config of `whet train`."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -320,7 +320,7 @@ class SupervisedDataConfig(RowsConfig):
 
 
 class SFTConfig(Section):
-    """All of `whet sft`."""
+    """The config of `whet sft`."""
 
     model: ModelConfig = ModelConfig()
     data: SupervisedDataConfig = SupervisedDataConfig()
@@ -336,7 +336,7 @@ class SFTConfig(Section):
 
 
 class EvalConfig(Section):
-    """All of `whet eval`."""
+    """The config of `whet eval`."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -353,7 +353,7 @@ class EvalConfig(Section):
 
 
 class GenerateConfig(Section):
-    """All of `whet generate`."""
+    """The config of `whet generate`."""
 
     model: ModelConfig = ModelConfig()
     input: list[str | dict[str, Any]] = key([], "the prompts, in the forms of data.train_files; unset: data.val_files")

@@ -33,7 +33,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One string where a list is expected is a list of one; true and false are no numbers."""
+        """Reads one string where a list is expected as a list of one; refuses true and false as numbers."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, str) and get_origin(annotation) is list:
             return [value]
@@ -63,11 +63,11 @@ class Section(BaseModel):
         return list(self.__dict__.items())
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
-        """This section and all below it, each with its dotted key."""
-        yield key, self
+        """Every section below this one, then itself, each with its dotted key."""
         for name, value in self.items():
             if isinstance(value, Section):
                 yield from value.sections(f"{key}.{name}" if key else name)
+        yield key, self
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig)
 
 @dataclass(frozen=True)
 class Part:
-    """What one source gave: rows read, rows that the filter left, items in the end, and its share of what is drawn."""
+    """A source read: its rows, rows that the filter left, items in the end, and its share of what is drawn."""
 
     name: str
     num_rows: int
@@ -144,7 +144,7 @@ def _load(
 def _sources(
     data: DataConfig | SupervisedDataConfig, key: str, rows: Iterable[Any] | None
 ) -> tuple[list[Source | None], list[float | None]]:
-    """What is read, None for rows handed over, and the weight of each."""
+    """The sources, None for rows handed over, and the weight of each."""
     if rows is not None:
         return [None], [None]
     sources = read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
@@ -201,7 +201,7 @@ def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Map
 
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
-    """What a function or class of the user's gives: parameters named as in `supplied` are given, others are options."""
+    """Calls a function or class of the user's: parameters named as in `supplied` are given, others are options."""
     function = load_target(source.path)
     if not callable(function):
         return function

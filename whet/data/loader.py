@@ -26,12 +26,12 @@ def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator
 
 
 def in_order(count: int, epoch: int) -> Rows:
-    """All rows, as they come."""
+    """Rows as they come."""
     return np.arange(count)
 
 
 def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> Rows:
-    """All rows, in the order that (seed, epoch, names) decide."""
+    """Rows in the order that (seed, epoch, names) decide."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
 
@@ -100,7 +100,7 @@ class OrderLoader(Generic[T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
+        """The place where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """All that it has learned, as JSON can hold it: it travels in the checkpoint."""
+        """Everything that it has learned, as JSON can hold it: it travels in the checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class SamplerLoader:
         self.sampler.observe(groups)
 
     def state(self) -> dict[str, Any]:
-        """How many were drawn, and what the sampler has learned."""
+        """The number of draws, and the state of the sampler."""
         return {"drawn": self._drawn, "sampler": dict(self.sampler.state())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Shown:
-    """One row. `mask` is 1 where the loss is taken; None of a prompt, after which the policy writes."""
+    """A row. `mask` is 1 where the loss is taken; None of a prompt, after which the policy writes."""
 
     title: str
     token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Preview:
 
     @property
     def num_over(self) -> int:
-        """How many rows are longer than the limit."""
+        """The number of rows over the limit."""
         return sum(length > self.limit for length in self.lengths)
 
 
@@ -62,7 +62,7 @@ def preview(
     validation: bool = False,
     drawn: bool = False,
 ) -> Preview:
-    """What the data of a config is: its first rows, or that of number `index`, or with `drawn` the first of the run."""
+    """Reads the data of a config: its first rows, or that of number `index`, or with `drawn` the first of the run."""
     is_eval, is_sft = isinstance(config, EvalConfig), isinstance(config, SFTConfig)
     key = VAL if validation or is_eval else TRAIN
     seed = config.seed if isinstance(config, EvalConfig) else config.trainer.seed

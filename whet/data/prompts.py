@@ -38,7 +38,7 @@ _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
 
 class PromptFormat:
-    """How the content of a row becomes the token ids that the model is fed.
+    """Turns the content of a row into the token ids that the model is fed.
 
     `format_prompt` is a jinja template, or the path of a `.jinja` file. It sees the row's fields and `content`: the
     prompt's text, or the text of its last message. With `apply_chat_template=False` text is fed as it is.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts come when. A sampler is a function that gives an epoch's order, or a class that learns (`Sampler`).
+"""The order of prompts. A sampler is a function that gives an epoch's order, or a class that learns (`Sampler`).
 
 Before its `*` a sampler may take `prompts`, `epoch` (a function only), `seed` and `total_draws` (how many prompts the
 run will take); what follows are options. The same arguments have to give the same rows: that is how a run resumes.

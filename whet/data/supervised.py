@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """One sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
+    """A sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
 
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -139,6 +139,6 @@ def _encode_by_prefix(messages: Sequence[Message], prompt_format: PromptFormat) 
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading ids agree: fewer than a prefix has where the tokenizer merges across its end."""
+    """Counts the leading ids that agree: fewer than a prefix has where the tokenizer merges across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))

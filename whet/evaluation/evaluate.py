@@ -36,7 +36,7 @@ BATCHES_A_CHUNK = 2  # batches of the engine between two writes: more of them ke
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is, every prompt weighing the same. An answer that failed counts as wrong.
+    """The metrics of a model, every prompt weighing the same. A response that failed counts as wrong.
 
     `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward says what it read from an answer, `maj@k`, all of
     the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
@@ -142,7 +142,7 @@ def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
 
 
 def _weights(path: str) -> str:
-    """Which weights they were: a checkpoint by its step, a folder by when it was last written."""
+    """Names the weights: a checkpoint by its step, a folder by when it was last written."""
     found = Path(find_model(path)).expanduser()
     written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
     when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"

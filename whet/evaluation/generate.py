@@ -44,7 +44,7 @@ MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 
 @dataclass(frozen=True)
 class Generated:
-    """What a run of `whet generate` did."""
+    """The outcome of `whet generate`."""
 
     output: Path
     num_found: int  # lines that were there when it began
@@ -137,7 +137,7 @@ class Answers(ExitStack):
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What decides about the answers."""
+    """Returns everything that decides about the responses."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
     asked = hashlib.blake2b(digest_size=16)

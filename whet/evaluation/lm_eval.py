@@ -70,13 +70,13 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text without context, where the tokenizer has no beginning."""
+        """The token before a text without context, where the tokenizer has no beginning."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         begin = self.tokenizer.bos_token_id
         return begin if isinstance(begin, int) else self.eot_token_id
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a Ray cluster are to a run that starts here."""
+"""The nodes of a Ray cluster, compared with this one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
 
 
 def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
-    """What one node says, against the versions here; `paths` are in words what it was asked to see."""
+    """Yields the findings of one node, against the versions here; `paths` describe the files that it was asked for."""
     if report.failure:
         is_alive = report.node.is_alive
         advice = "look at the log of its raylet" if is_alive else "`ray status` may say why"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine and installation can do, looked at without loading a model."""
+"""Findings about this machine and installation, without loading a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**3
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; with advice it is not as it should be."""
+    """A thing that was looked at; with advice it is not as it should be."""
 
     what: str
     found: str
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def status(self) -> Literal["ok", "note", "problem"]:
-        """How bad it is."""
+        """The severity."""
         return "ok" if not self.advice else "problem" if self.is_problem else "note"
 
 
@@ -76,7 +76,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """What whet asks for, by extra; under "" what it cannot do without."""
+    """The requirements of whet by extra; under "" those of every installation."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires("whet") or []
@@ -118,7 +118,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
-    """Those that a config can name. One with an extra of its name runs where that is installed."""
+    """Engines that a config can name. An engine with an extra of its name runs where that is installed."""
     for what, names in (
         ("rollout.engine.name", ROLLOUT_ENGINES.names()),
         ("engine.name", ENGINES.names()),

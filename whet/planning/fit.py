@@ -141,7 +141,7 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """What makes the run smaller in a room by a fiftieth or more, what saves most first, and last all of it together;
+    """Settings that save a fiftieth or more in a room, those that save most first, and last all of them together;
     each is planned anew."""
     candidates = dict(_candidates(setup, room))
 

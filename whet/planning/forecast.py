@@ -28,7 +28,7 @@ RECENT = 20  # steps of an earlier run
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will need, and where each number comes from."""
+    """The needs of a run, and the source of each number."""
 
     setup: Setup
     plans: Mapping[str, Memory]  # of a process of each pool

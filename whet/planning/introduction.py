@@ -62,7 +62,7 @@ def model_lines(setup: Setup) -> Iterator[str]:
 
 
 def data_line(setup: Setup, counts: Counts) -> str:
-    """How much there is to learn from, and in which steps."""
+    """The size of the data, and the steps."""
     config = setup.config
     what, each = ("examples", "") if isinstance(config, SFTConfig) else ("prompts", f" x {config.rollout.n} responses")
     held_out = f", {counts.val:,} to validate on" if counts.val else ""

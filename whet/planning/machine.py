@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has left: memory within the limits of its control groups, and disk."""
+"""Free memory of this machine, within the limits of its control groups, and free disk."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LARGEST_MATRIX = 4096  # rows and columns that are measured at the most
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does a second."""
+    """Work of this machine in a second."""
 
     decode_flops: float  # in products with as many rows as are decoded together
     train_flops: float  # in products with as many rows as a micro-batch has
@@ -38,7 +38,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """One step."""
+    """The size and the time of a step."""
 
     tokens: Mapping[str, int]  # prompt, response
     seconds: Mapping[str, float]  # by phase
@@ -55,7 +55,7 @@ class Speed:
 def plan_speed(
     setup: Setup, response_length: float | None = None, rates: Rates | None = None, num_val: int = 0
 ) -> Speed:
-    """One step with answers of `response_length` tokens, by default the longest that are allowed, and a validation on
+    """A step with responses of `response_length` tokens, by default the longest allowed ones, and a validation on
     `num_val` prompts or examples."""
     config, outlines = setup.config, setup.outlines
     response = setup.lengths.response if response_length is None else response_length
@@ -141,7 +141,7 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates)
 
 
 def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
-    """What this machine does with this model's sizes and dtypes, each rate measured for `seconds`."""
+    """Measures this machine with this model's sizes and dtypes, for `seconds` each rate."""
     config, model = setup.config, setup.outlines["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64

@@ -86,7 +86,7 @@ def with_hints(batch: DataProto, sources: Sources) -> DataProto:
 
 
 def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
-    """What the configured source says."""
+    """The hints of the configured source."""
     settings = sources.config.teacher
     entry = HINTS[settings.hint or ""]
     found: Hints = entry.load()(groups, sources, **entry.resolve_options(settings.hint_options, "teacher.hint_options"))
@@ -156,7 +156,7 @@ def own(
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
-    """What the policy itself says when it is asked for a hint."""
+    """The answer of the policy itself to a request for a hint."""
     template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:
@@ -181,7 +181,7 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
-    """What a judge says of each prompt: `complete` names a function of messages that returns text, as
+    """A judge's hint for each prompt: `complete` names a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those that have said nothing `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
     function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
@@ -208,7 +208,7 @@ def _said(future: Future[str]) -> str | None:
 
 
 def text(answer: Trajectory) -> str | None:
-    """What the model said last."""
+    """The last message of the model."""
     said = [str(message.content) for message in answer.messages if message.role == "assistant"]
     return said[-1] if said else None
 
