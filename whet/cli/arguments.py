@@ -41,12 +41,11 @@ def program() -> str:
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:
     """Returns the recipes and keys that a word may become, for the shell."""
-    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
     from whet.config.compose import shipped_recipes
     from whet.config.keys import leaf_fields
+    from whet.config.schema import COMMANDS, TrainConfig
 
-    schemas = {schema.command: schema for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig)}
-    keys = leaf_fields(schemas.get(context.info_name or "", TrainConfig))
+    keys = leaf_fields(COMMANDS.get(context.info_name or "", TrainConfig))
     return [word for word in (*shipped_recipes(), *(f"{key}=" for key in keys)) if word.startswith(incomplete)]
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
-    from whet.config.section import Section
     from whet.data.preview import Preview, Shown
-
-    ConfigT = TypeVar("ConfigT", bound=Section)
 
 BAR = 40  # columns of the longest bar
 STRIPES = ("on grey23", "on grey35")  # tokens in turn
@@ -72,20 +69,15 @@ def config_of(
     """The config, of `whet train` if nothing is said and it is one, else of `whet sft`."""
     from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 
-    def of(schema: type[ConfigT]) -> ConfigT:
-        return load_config(schema, recipe, overrides, checked=False).config
-
-    if command in (Command.eval, Command.sft):
-        return of(EvalConfig) if command is Command.eval else of(SFTConfig)
-    try:
-        return of(TrainConfig)
-    except ConfigError as error:
-        if command is not None:
-            raise
+    chosen: type[Any] = {Command.eval: EvalConfig, Command.sft: SFTConfig}.get(command or Command.train, TrainConfig)
+    refused: list[ConfigError] = []
+    for schema in (chosen, SFTConfig) if command is None else (chosen,):
         try:
-            return of(SFTConfig)
-        except ConfigError:
-            raise error from None
+            config: TrainConfig | SFTConfig | EvalConfig = load_config(schema, recipe, overrides, checked=False).config
+            return config
+        except ConfigError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig:

@@ -375,3 +375,9 @@ class GenerateConfig(Section):
     def sources(self) -> list[str | dict[str, Any]]:
         """The value of that key."""
         return self.input or self.data.val_files
+
+
+# By the command that reads it.
+COMMANDS: dict[str, type[Section]] = {
+    each.command: each for each in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig)
+}

@@ -57,15 +57,10 @@ class Loaded(Generic[T]):
 class _Read:
     """The rows of one source that are used, with their numbers in it; or prompts that a function made."""
 
-    source: Source | None  # None: rows that Python handed over
     rows: list[Row]
     numbers: list[int]
-    num_rows: int
+    num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.source.name if self.source is not None else "data"
 
 
 def load_prompts(
@@ -127,66 +122,46 @@ def _load(
 ) -> Loaded[T]:
     """The items that `build` makes of each source, from the data section as it holds for the source, its rows, and the
     number of its first row over all sources."""
-    sources, weights = _sources(data, key, rows)
+    sources = (
+        [None] if rows is not None else read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
+    )
+    weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
+    supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
     items: list[T] = []
     parts: list[Part] = []
     first = 0
-    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
-        source = read.source
+    for number, source in enumerate(sources):
+        name, conditions, own = "data", {**(where or {})}, data
+        if source is not None:
+            name, conditions = source.name, {**conditions, **source.where}
+            own = data.model_copy(update=dict(source.fields))
         with _named(source):
-            built = build(data if source is None else data.model_copy(update=dict(source.fields)), read, first)
+            given = listed(rows) if source is None else _open(source, data, supplied)
+            read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
+            built = build(own, read, first)
         items += built
-        parts.append(Part(read.name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
+        weight = None if weights is None else weights[number]
+        parts.append(Part(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
         first += read.num_rows
     return Loaded(tuple(items), tuple(parts))
 
 
-def _sources(
-    data: DataConfig | SupervisedDataConfig, key: str, rows: Iterable[Any] | None
-) -> tuple[list[Source | None], list[float | None]]:
-    """The sources, None for rows handed over, and the weight of each."""
-    if rows is not None:
-        return [None], [None]
-    sources = read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
-    weights = read_weights(sources, data.weights) if key == TRAIN else None
-    return [*sources], [None] * len(sources) if weights is None else [*weights]
-
-
-def _read_all(
-    data: DataConfig | SupervisedDataConfig,
-    sources: Sequence[Source | None],
-    key: str,
-    rows: Iterable[Any] | None,
-    where: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-) -> Iterator[_Read]:
-    supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
-    for source in sources:
-        with _named(source):
-            given = listed(rows) if source is None else _open(source, data, supplied)
-            if not given:
-                raise DataError("the data set is empty: it has no rows; expected at least one")
-            conditions = {**where, **(source.where if source is not None else {})}
-            if any(isinstance(item, Prompt) for item in given):
-                yield _of_prompts(source, given, conditions)
-                continue
-            read = given if source is not None and source.kind != "function" else read_rows(given)
-            numbers = matching(read, conditions)
-            if conditions:
-                name = "data" if source is None else source.name
-                log.info("%s: data.filter leaves %d of %d rows", name, len(numbers), len(read))
-        yield _Read(source, [read[number] for number in numbers], numbers, len(read))
-
-
-def _of_prompts(source: Source | None, given: list[Any], conditions: Mapping[str, Any]) -> _Read:
+def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
+    """The rows that meet the conditions, or the prompts.  Raises: DataError, ConfigError."""
+    if not given:
+        raise DataError("the data set is empty: it has no rows; expected at least one")
+    if not any(isinstance(item, Prompt) for item in given):
+        rows = given if are_rows else read_rows(given)
+        numbers = matching(rows, conditions)
+        if conditions:
+            log.info("%s: data.filter leaves %d of %d rows", name, len(numbers), len(rows))
+        return _Read([rows[number] for number in numbers], numbers, len(rows))
     for number, item in enumerate(given):
         if not isinstance(item, Prompt):
             raise DataError(f"item {number} is a {type(item).__name__} among prompts; give prompts, or rows, not both")
     if conditions:
         raise DataError(f"gives prompts, which data.filter ({', '.join(conditions)}) cannot look into; give rows")
-    prompts = tuple(replace(prompt, index=number, uid=f"0:{number}") for number, prompt in enumerate(given))
-    return _Read(source, [], [], len(given), prompts)
+    return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
 
 
 def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Mapping[str, Any]) -> list[Any]:
