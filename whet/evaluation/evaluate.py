@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -29,9 +29,8 @@ from whet.rewards.build import scorer_of
 from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
 from whet.rollout.in_process import InProcessEngine
 from whet.rollout.stream import Rollouts
-from whet.types import Prompt
 
-BATCHES_A_CHUNK = 2  # batches of the engine between two writes: more of them keep it fuller, fewer lose less
+BATCHES_A_CHUNK = 2
 
 
 @dataclass(frozen=True)
@@ -94,20 +93,23 @@ def evaluate(
         started.callback(collector.close)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
-        def answers_to(asked: Sequence[Prompt]) -> list[Row]:
-            groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
-            if journal is not None:
-                journal.add(rows)
-            rollouts.failures.see(groups)
-            return rows
-
         journal = None
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
             settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
             journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
-        answers = _all_answers(config, prompts, answers_to, [] if journal is None else journal.rows)
+        answers = [] if journal is None else [*journal.rows]
+        done = {row["index"] for row in answers}
+        left, size = [prompt for prompt in prompts if prompt.index not in done], _chunk_size(config)
+        started.enter_context(phase("answers"))
+        for chunk in (left[start : start + size] for start in range(0, len(left), size)):
+            groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
+            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            if journal is not None:
+                journal.add(rows)
+            rollouts.failures.see(groups)
+            answers += rows
+            counted(len(answers), len(prompts) * n)
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
@@ -149,26 +151,9 @@ def _weights(path: str) -> str:
     return f"the weights of {found}{when}"
 
 
-def _all_answers(
-    config: EvalConfig,
-    prompts: Sequence[Prompt],
-    answers_to: Callable[[Sequence[Prompt]], list[Row]],
-    earlier: Sequence[Row],
-) -> list[Row]:
-    """The answers to all prompts, those of an earlier evaluation not asked for again."""
-    answers = list(earlier)
-    done = {row["index"] for row in answers}
-    left = [prompt for prompt in prompts if prompt.index not in done]
-    with phase("answers"):
-        for chunk in _chunks(left, max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)):
-            answers += answers_to(chunk)
-            counted(len(answers), len(prompts) * config.rollout.n)
-    return answers
-
-
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
+def _chunk_size(config: EvalConfig) -> int:
+    """Prompts between two writes: a few batches of the engine, more of which keep it fuller, and fewer lose less."""
+    return max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)
 
 
 def _metrics(prompts: Sequence[Sequence[Row]], seed: int) -> dict[str, Estimate]:
