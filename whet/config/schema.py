@@ -14,7 +14,7 @@ from whet.config.choice import Choice
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.section import Section as Section
 from whet.config.section import key
-from whet.registry import ENGINES, ENVIRONMENTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
+from whet.registry import ENGINES, ENVIRONMENTS, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # of a moving average
 Dtype = Literal["float32", "bfloat16"]
@@ -250,7 +250,9 @@ class TeacherConfig(Section):
     """The source of `teacher_log_probs`, for CPO and distillation."""
 
     model_paths: dict[str, str] = key({}, "teachers by data source, * all others; empty: the policy")
-    hint: str | None = key(None, "registered hint source: reference, peer, own, judge; unset: no hint")
+    hint: Annotated[str | None, Choice(HINTS, "hint_options")] = key(
+        None, "registered hint source: reference, peer, own, judge; unset: no hint"
+    )
     hint_options: dict[str, Any] = key({}, "options of the hint source")
     hint_template: str = key("{{ content }}\n\nHint: {{ hint }}", "jinja: what stands in the place of the last message")
     max_hint_tokens: PositiveInt = key(256, "longer hints are cut")

@@ -24,12 +24,10 @@ from whet.models.positions import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
-from whet.registry import Registry, load_target
+from whet.registry import HINTS, load_target, register_hint
 from whet.trainers.columns import Column, Sources, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
-HINTS = Registry("hint source", "trainers", "register_hint")
-register_hint = HINTS.register
 Hints = list[list[str | None]]  # by group and answer
 
 log = logging.getLogger(__name__)
@@ -97,14 +95,20 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
     config, tokenizer = sources.config, sources.rollouts.tokenizer
     template = Template("teacher.hint_template", config.teacher.hint_template)
-    texts = PromptFormat.of(tokenizer, config.data)
     conversations = []
     for prompt, hint in asked:
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
         conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
-    return texts.encode(conversations) if conversations else []
+    return _format(sources).encode(conversations) if conversations else []
+
+
+def _format(sources: Sources) -> PromptFormat:
+    """The chat template alone: the data's own template has been filled in before."""
+    data, tokenizer = sources.config.data, sources.rollouts.tokenizer
+    kwargs = data.chat_template_kwargs
+    return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
 
 def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
@@ -163,8 +167,7 @@ def own(
         last = group.prompt.messages[-1]
         messages = (*group.prompt.messages[:-1], replace(last, content=template.render({"content": last.content})))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
-    texts = PromptFormat.of(sources.rollouts.tokenizer, sources.config.data)
-    encoded = texts.encode([prompt.messages for prompt in asking])
+    encoded = _format(sources).encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
     said = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
