@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NOTE = (
     "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are good to a "
-    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards and validation not in them."
+    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards are not in "
+    "them, validation only in the time in all."
 )
 
 
@@ -74,8 +75,10 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
         console.print(data_line(made.setup, made.counts))
         console.print(f"time in all: about {duration(made.seconds)}", style="bold")
     for name, plan in made.plans.items():
-        for role, tokens in plan.micro_batch_tokens.items():
-            console.print(f"{role}: micro-batches of up to {tokens:,} tokens")
+        for role in plan.weights:
+            tokens = plan.micro_batch_tokens.get(role)
+            extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
+            console.print(f"{role}: {made.setup.roles[role].model_path}{extra}")
         whose = f" of the {pools[name].processes} of pool {name}" if len(pools) > 1 else ""
         for on_device, title in (
             (True, f"the accelerator of one process{whose}"),

@@ -2,7 +2,7 @@
 """Tokens and seconds of a step: arithmetic and memory traffic over what this machine was just measured to do.
 
 An estimate, good to a factor of two. A model's products are taken to reach `EFFICIENCY` of the rate of a bare one;
-rewards, validation and what an environment does are not in it.
+rewards and the work of environments are not in it, and validation only in the time of a whole run.
 """
 
 from __future__ import annotations
