@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 from whet.config.schema import EvalConfig, RewardConfig, TrainConfig
 from whet.errors import ConfigError
 from whet.registry import REWARDS
-from whet.rewards.pool import RewardPool
-from whet.rewards.weighted import WeightedRewards
+from whet.rewards.pool import RewardPool, WeightedRewards
 
 Rewards: TypeAlias = RewardPool | WeightedRewards
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import TrainEngine
-from whet.weight_sync.buckets import Outlet, send
-from whet.weight_sync.routes import Ends, Site, Way, open_outlets
+from whet.weight_sync.buckets import send
+from whet.weight_sync.link import Outlet
+from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
 class WeightSender(Worker):
@@ -26,10 +29,10 @@ class WeightSender(Worker):
         """Where this rank runs."""
         return Site.here(self.address, self.device)
 
-    @register(Dispatch.ALL_TO_ALL)
-    def open_outlets(self, ends: Ends, deadline_seconds: float) -> dict[Way, str]:
+    @register(Dispatch.ONE_TO_ALL)
+    def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links, and returns their addresses."""
-        self._outlets = open_outlets(ends, self.address, deadline_seconds, self.device)
+        self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)
