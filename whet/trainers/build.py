@@ -16,7 +16,7 @@ from whet.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, Fixed
 from whet.algorithms.kl import kl_columns
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import check_context
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -24,25 +24,24 @@ from whet.data.load import VAL, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.engines.role import RoleSettings
-from whet.environments.host import Deadlines
 from whet.errors import ConfigError
 from whet.models.load import context_length, load_tokenizer, stop_token_ids
+from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
     FILTERS,
     POLICY_LOSSES,
     REJECTIONS,
-    REWARDS,
     VALUE_LOSSES,
     WEIGHTS,
     load_target,
 )
-from whet.rewards.pool import RewardPool, WeightedRewards
-from whet.rollout.collect import Collector
-from whet.rollout.constraints import bad_word_ids
+from whet.rewards.build import build_scorer as build_scorer
+from whet.rewards.build import scorer_of as scorer_of
+from whet.rollout.build import build_collector, sampling_params
 from whet.rollout.groups import Filter
-from whet.rollout.protocol import RolloutEngine, SamplingParams
+from whet.rollout.protocol import RolloutEngine
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers.columns import ColumnPlan, plan_columns
@@ -141,6 +140,8 @@ def build(
     specs = worker_specs(config, columns, total_steps)
     inputs = digests(config, loaded.items, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
+        if "console" in config.trainer.logger and not dry_run:
+            introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
@@ -300,78 +301,6 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     tokenizer_path = config.model.tokenizer_path or model_path
     own = (config.rollout, model.dtype, tokenizer_path, model)
     return [*specs, WorkerSpec("rollout", RolloutWorker, own)]
-
-
-def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
-    """The reward processes of a run; None where no function is named and an environment pays."""
-    if function is None and not config.reward.function and config.environment.name != "single_turn":
-        return None
-    return build_scorer(config.reward, function)
-
-
-def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
-    """The reward processes of one function, or of several with weights.  Raises: RewardError, RegistryError."""
-    names = [config.function] if isinstance(config.function, str) else list(config.function or [])
-    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
-    if not functions:
-        known = ", ".join(REWARDS.names())
-        raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
-    pools = [
-        RewardPool(
-            each,
-            num_workers=config.num_workers,
-            timeout_seconds=config.timeout_seconds,
-            correct_threshold=config.correct_threshold,
-            kwargs=config.kwargs,
-        )
-        for each in functions
-    ]
-    if len(pools) == 1:
-        return pools[0]
-    weights = config.weights or [1.0] * len(pools)
-    short = [name.rpartition(":")[2] for name in names]
-    labels = short if len(set(short)) == len(short) else names
-    return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
-
-
-def build_collector(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
-) -> Collector:
-    """What runs the config's environment on an engine."""
-    return Collector(
-        engine,
-        tokenizer,
-        environment=config.environment.name,
-        environment_options=config.environment.options,
-        max_turns=config.environment.max_turns,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        seed=seed,
-        deadline_seconds=config.rollout.deadline_seconds,
-        episode_seconds=config.environment.episode_seconds,
-        environment_seconds=Deadlines(reset=config.environment.reset_seconds, step=config.environment.step_seconds),
-    )
-
-
-def sampling_params(
-    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """The sampling parameters of a config."""
-    allowed = config.allowed_token_ids
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop_token_ids=stop_ids,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        stop=tuple(config.stop),
-        bad_words=bad_word_ids(config.bad_words, tokenizer),
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-    )
 
 
 def _replicas(config: TrainConfig, rollout: WorkerGroup) -> Replicas:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.checkpoints import checkpoint
+from whet.checkpoints.disk import disk_errors
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, EngineError, WhetError
@@ -26,8 +28,7 @@ from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.profile import observed
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Tracker, Trackers
-from whet.trainers import checkpoint
-from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
+from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)

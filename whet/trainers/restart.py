@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from whet.checkpoints import checkpoint
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.errors import DeadlineError, LostWorkerError
-from whet.trainers import checkpoint
 from whet.trainers.frame import run_folder
 
 log = logging.getLogger(__name__)

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from whet import files
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import TrainConfig
+from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import Entry
@@ -31,7 +31,7 @@ from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
-from whet.types import Group, Prompt, Trajectory
+from whet.types import Group, Prompt
 from whet.weight_sync.between_pools import WeightSync
 
 
@@ -154,31 +154,6 @@ def write_answers(
     files.write(path, "".join(json_line(answer) for answer in answers))
 
 
-def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """An answer as a person reads it: text, reward, and why it failed if it did."""
-    sampled = [token for turn in answer.turns for token in turn.token_ids]
-    last = answer.turns[-1] if answer.turns else None
-    return {
-        "uid": answer.uid,
-        "index": answer.prompt.index,
-        "data_source": answer.prompt.data_source,
-        "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
-        "response": tokenizer.decode(list(_response_ids(answer))),
-        "ground_truth": answer.prompt.ground_truth,
-        "extracted": answer.extracted,
-        "reward": None if answer.failure is not None else answer.score,
-        "accuracy": answer.accuracy,
-        "parts": dict(answer.parts),
-        "tokens": len(sampled),
-        "turns": len(answer.turns),
-        "finish_reason": last.finish_reason if last is not None else None,
-        "stop": last.stop if last is not None else None,
-        "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
-        "policy_version": last.policy_version if last is not None else None,
-        "failure": None if answer.failure is None else asdict(answer.failure),
-    }
-
-
 def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
     """The first answer of each group, then the second of each, up to `limit`."""
     in_turn = (answer for answers in zip_longest(*(group.trajectories for group in groups)) for answer in answers)
@@ -218,17 +193,3 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
             **{name: batch[name][row, :length].tolist() for name in ("response_mask", "loss_mask") if name in batch},
             **numbers,
         }
-
-
-def _response_ids(answer: Trajectory) -> tuple[int, ...]:
-    """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
-    if not answer.turns:
-        return ()
-    last = answer.turns[-1]
-    whole = last.context_ids + last.token_ids
-    start = len(answer.prompt.token_ids) if whole[: len(answer.prompt.token_ids)] == answer.prompt.token_ids else 0
-    return whole[start:]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
