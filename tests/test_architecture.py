@@ -23,6 +23,7 @@ LAYERS = (
         "errors",
         "registry",
         "types",
+        "columns",
         "config",
         "keyed",
         "compiled",

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from whet.columns import ROW_COLUMNS
 from whet.errors import ConfigError, RegistryError
 from whet.options import fits, read, words
 
@@ -40,8 +41,6 @@ FOREIGN_COLUMNS = {
     "ref_log_prob": "ref_log_probs",
     "rollout_log_prob": "rollout_log_probs",
 }
-# Columns [B, K] that say nothing of tokens, and so have no padding, even where K is R.
-ROW_COLUMNS = frozenset({"reward_parts"})
 # Parameters that are no column: the caller supplies them by name, unless the user gives them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 

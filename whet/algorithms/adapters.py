@@ -88,9 +88,9 @@ def estimate(
     )
 
 
-def settling(entry: Entry) -> dict[str, Entry]:
-    """The columns that a loss has settled before the update, and the function of each: its mark `before` names one in
-    the loss's own file. A loss sees the rows of a micro-batch only; these see the whole mini-batch."""
+def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
+    """A loss's own columns, and the function of each: its mark `before` names one in the loss's own file. A loss sees
+    the rows of a micro-batch only; these see the whole mini-batch before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -98,14 +98,16 @@ def settling(entry: Entry) -> dict[str, Entry]:
     }
 
 
-def settle(entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`columns` of a whole mini-batch with those that the loss has settled before; options go to both by name."""
+def with_mini_batch_columns(
+    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """`columns` of a whole mini-batch with the loss's own; options go to both by name."""
     given = {**entry.options, **options}
-    settled = {
+    own = {
         column: call(function, columns, {name: given[name] for name in function.options})
-        for column, function in settling(entry).items()
+        for column, function in mini_batch_functions(entry).items()
     }
-    return {**columns, **settled}
+    return {**columns, **own}
 
 
 def policy_loss(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.columns import ROW_COLUMNS
 from whet.errors import DataError
-from whet.registry import ROW_COLUMNS
 
 
 class TrajectoryLayout:

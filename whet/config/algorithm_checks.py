@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from whet.columns import COLUMNS
 from whet.config.choice import entry_at
 from whet.config.schema import ActorConfig, AlgorithmConfig, DataConfig, KLConfig, OptimConfig, TrainConfig
 from whet.errors import ConfigError
@@ -20,7 +21,6 @@ from whet.registry import (
     WRAPPERS,
 )
 
-CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
 AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # what there is to aggregate
 
@@ -48,11 +48,13 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
 def uses_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
     return any(
-        CRITIC_OUTPUTS & set(entry.columns)
+        "critic" in COLUMNS[name].roles
         for entry in (
             entry_at(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator),
             entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss),
         )
+        for name in entry.columns
+        if name in COLUMNS
     )
 
 

@@ -102,7 +102,7 @@ def evaluate(
             rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
             if journal is not None:
                 journal.add(rows)
-            rollouts.failures.see(groups)
+            rollouts.failures.record(groups)
             return rows
 
         journal = None

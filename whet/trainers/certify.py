@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.adapters import estimate
-from whet.algorithms.controllers import Fixed
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
@@ -30,8 +29,8 @@ from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
+from whet.trainers.correction import Chosen, Correction
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 
 Batch = dict[str, Tensor]
@@ -169,7 +168,7 @@ class Step:
     world: World
     config: TrainConfig
     estimator: Chosen
-    settlement: Settlement
+    correction: Correction
     objective: PolicyObjective
 
     @classmethod
@@ -184,7 +183,7 @@ class Step:
             world,
             config,
             Chosen.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options"),
-            Settlement.from_config(config),
+            Correction.from_config(config),
             objective if mode is None else replace(objective, aggregation=mode),
         )
 
@@ -227,13 +226,13 @@ class Step:
     def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
         """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
         rows, metrics = torch.tensor(group), Metrics()
-        shaper = Shaper(self.config, Fixed(self.config.algorithm.kl.coef))  # afresh: no group knows of another
+        shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
         advantages = estimate(self.estimator.entry, batch.tensors(), self.estimator.options).advantages
         batch = shaper.advantages(batch.with_columns(advantages=advantages), metrics)
-        shown = self.settlement.weigh(self.settlement.reject(batch, metrics), metrics).tensors()
+        shown = self.correction.weigh(self.correction.reject(batch, metrics), metrics).tensors()
         of_rows = {name: output[rows] for name, output in outputs.items()}
         loss, _ = self.objective.loss(of_rows, shown, self.objective.counts(shown))
         return loss

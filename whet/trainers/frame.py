@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of any trainer: its folder, signals, trackers and checkpoints, whatever one of its steps computes."""
+"""The part of a run that all trainers share: folder, signals, trackers and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,6 +21,7 @@ from whet.errors import CheckpointError, EngineError, WhetError
 from whet.metrics import Metrics, phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
+from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.profile import observed
@@ -35,10 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Frame:
-    """One run of any trainer. A trainer adds its parts, `state` and `load_state`, and a loop that `train` runs.
-
-    Its loop sets `step` after each step, then calls `log`, and `save` where `is_due(trainer.save_freq)`.
-    """
+    """One run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
+    `train` runs in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
@@ -84,12 +83,31 @@ class Frame:
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
 
+    @property
+    def validates(self) -> bool:
+        """Whether a held-out set is looked at."""
+        return self.config.trainer.val_freq >= 0
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether a validation can run beside the training of the next step."""
+        return False
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """For a block that changes nothing that is saved: a run that is stopped in it ends at once."""
+        return self.signals.at_once()
+
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside weights and optimizers."""
-        return {}
+        raise NotImplementedError
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
+        raise NotImplementedError
+
+    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+        """Looks at a step that was logged.  Raises: EngineError where the run cannot go on."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Goes on where the checkpoint that was found was written; without one begins with the weights as they are.

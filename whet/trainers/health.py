@@ -37,11 +37,11 @@ class Health:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
-    def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+    def check(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
-        self._look_at_groups(run, step, metrics)
+        self._check_groups(run, step, metrics)
         for name in WATCHED:
             value = metrics.value(name)
             if value is not None and self._is_jump(name, abs(value)):
@@ -55,9 +55,9 @@ class Health:
                     else "",
                 )
 
-    def _look_at_groups(self, run: Run, step: int, metrics: Metrics) -> None:
+    def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the answers to a prompt finds them equal, step after step."""
-        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
+        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.entry.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
             log.warning(
@@ -135,7 +135,7 @@ def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor | None:
     others = tuple(sorted(objective.needs - {"log_probs"}))
     outputs = run.roles["actor"].forward(batch, others, objective.temperature) if others else {}
     log_probs = old.detach().clone().requires_grad_()
-    columns = run.settlement.weigh(batch, Metrics()).tensors()
+    columns = run.correction.weigh(batch, Metrics()).tensors()
     loss, _ = objective.loss({**outputs, "log_probs": log_probs}, columns, objective.counts(columns))
     if not loss.requires_grad:
         return None

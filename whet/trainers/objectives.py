@@ -14,6 +14,7 @@ from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.statistics import masked_mean
+from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
 from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
@@ -21,7 +22,6 @@ from whet.errors import RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
-from whet.types import POLICY_OUTPUTS, VALUE_OUTPUTS
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: everything that the loop works with, already built, and the run's files."""
+"""A reinforcement learning run: the parts that the loop works with, and the run's files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import islice, zip_longest
-from pathlib import Path
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,17 +18,16 @@ from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
+from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import Frame
 from whet.trainers.health import Health
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt, Trajectory
 from whet.weight_sync.between_pools import WeightSync
@@ -43,9 +41,8 @@ class Run(Frame):
     weight_sync: WeightSync
     rollouts: Rollouts
     columns: ColumnPlan
-    estimator: Entry
-    estimator_options: Mapping[str, Any]
-    settlement: Settlement
+    estimator: Chosen
+    correction: Correction
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None
     shaper: Shaper
@@ -55,11 +52,16 @@ class Run(Frame):
     modes: Modes = field(default_factory=Modes)
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
-    _next_prompts: dict[str, Any] | None = None  # of the rollouts' state, while a step's prompts are taken
+    _next_prompts: dict[str, Any] | None = None  # state of the rollouts before a step took its prompts
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are prompts to validate on."""
+        return bool(self.val_prompts) and super().validates
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the rollout has processes in which nothing else is."""
+        """Whether the rollout has processes of its own."""
         cluster = self.config.cluster
         pools = [cluster.pool_of(role) for role in self.roles]
         return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
@@ -96,11 +98,15 @@ class Run(Frame):
         super().start()
         self.sync(self.step)
 
+    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+        """Warns of jumps and of skipped updates.  Raises: EngineError after three of these."""
+        self.health.check(self, batch, self.step, metrics)
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
-        checkpoint is that of the step before. Workers in other processes have to finish their call first, unless there
-        is nothing to save yet."""
+        """For a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
+        the checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing
+        to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
@@ -117,20 +123,22 @@ class Run(Frame):
         self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid; a few
-        of them as a table for the trackers."""
+        """One JSON object a trajectory, in rollouts/, with its text and its reward; a few of them as a table for the
+        trackers."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        write_answers(path, groups, self.tokenizer, self.digests)
+        lines = [readable(each, self.tokenizer) for group in groups for each in group.trajectories]
+        lines = [{**line, "policy_digest": self.digests.get(line["policy_version"])} for line in lines]
+        files.write(path, "".join(map(json_line, lines)))
         rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
         self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
-        """One JSON object a row, in tokens/: each token as text, and what every column says of it."""
+        """One JSON object a row, in tokens/: each token as text, and its number in every column."""
         every = self.config.trainer.log_tokens
         if every == 0 or step % every:
             return
@@ -139,68 +147,56 @@ class Run(Frame):
         files.write(path, "".join(json_line(row) for row in readable_tokens(batch, self.tokenizer)))
 
     def close(self) -> None:
-        """Ends workers, reward processes and trackers, then lets go of the folder."""
+        """Ends workers, reward processes and trackers, then unlocks the folder."""
         with ExitStack() as stack:
             stack.callback(super().close)
             stack.callback(self.rollouts.close)
 
 
-def write_answers(
-    path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, digests: Mapping[int, str]
-) -> None:
-    """One JSON object an answer and line; `digests` are of the weights by version."""
-    answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
-    answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
-    files.write(path, "".join(json_line(answer) for answer in answers))
-
-
-def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """An answer as a person reads it: text, reward, and why it failed if it did."""
-    sampled = [token for turn in answer.turns for token in turn.token_ids]
-    last = answer.turns[-1] if answer.turns else None
+def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A trajectory as a person reads it: text, reward, and failure."""
+    log_probs = [log_prob for turn in trajectory.turns for log_prob in turn.log_probs]
+    last = trajectory.turns[-1] if trajectory.turns else None
     return {
-        "uid": answer.uid,
-        "index": answer.prompt.index,
-        "data_source": answer.prompt.data_source,
-        "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
-        "response": tokenizer.decode(list(_response_ids(answer))),
-        "ground_truth": answer.prompt.ground_truth,
-        "extracted": answer.extracted,
-        "reward": None if answer.failure is not None else answer.score,
-        "accuracy": answer.accuracy,
-        "parts": dict(answer.parts),
-        "tokens": len(sampled),
-        "turns": len(answer.turns),
+        "uid": trajectory.uid,
+        "index": trajectory.prompt.index,
+        "data_source": trajectory.prompt.data_source,
+        "prompt": tokenizer.decode(list(trajectory.prompt.token_ids)),
+        "response": tokenizer.decode(list(_response_ids(trajectory))),
+        "ground_truth": trajectory.prompt.ground_truth,
+        "extracted": trajectory.extracted,
+        "reward": None if trajectory.failure is not None else trajectory.score,
+        "accuracy": trajectory.accuracy,
+        "parts": dict(trajectory.parts),
+        "tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
+        "turns": len(trajectory.turns),
         "finish_reason": last.finish_reason if last is not None else None,
         "stop": last.stop if last is not None else None,
-        "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
+        "mean_log_prob": math.fsum(log_probs) / len(log_probs) if log_probs else None,
         "policy_version": last.policy_version if last is not None else None,
-        "failure": None if answer.failure is None else asdict(answer.failure),
+        "failure": None if trajectory.failure is None else asdict(trajectory.failure),
     }
 
 
 def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
-    """The first answer of each group, then the second of each, up to `limit`."""
-    in_turn = (answer for answers in zip_longest(*(group.trajectories for group in groups)) for answer in answers)
-    rows: list[Row] = []
-    for answer in islice(filter(None, in_turn), limit):
-        read = readable(answer, tokenizer)
-        rows.append(
-            {
-                **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
-                **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
-                "finish_reason": read["finish_reason"] or "",
-                "failure": ""
-                if answer.failure is None
-                else printable(f"{answer.failure.source}: {answer.failure.message}"),
-            }
-        )
-    return rows
+    """The first trajectory of each group, then the second of each, up to `limit`."""
+    in_turn = filter(None, chain.from_iterable(zip_longest(*(group.trajectories for group in groups))))
+
+    def row(trajectory: Trajectory) -> Row:
+        read, failure = readable(trajectory, tokenizer), trajectory.failure
+        return {
+            **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
+            **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
+            "finish_reason": read["finish_reason"] or "",
+            "failure": "" if failure is None else printable(f"{failure.source}: {failure.message}"),
+        }
+
+    return [row(trajectory) for trajectory in islice(in_turn, limit)]
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Each row: whose answer it is, its tokens, whether the policy sampled and trains on them, and every column that
-    has a number for each token. Where a teacher spoke, `k` is what it gives a token over what the policy does."""
+    """Each row: its trajectory, its tokens, whether they were sampled and are trained on, and every column [B, R] of
+    floats. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}
@@ -220,15 +216,8 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
         }
 
 
-def _response_ids(answer: Trajectory) -> tuple[int, ...]:
+def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
     """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
-    if not answer.turns:
-        return ()
-    last = answer.turns[-1]
-    whole = last.context_ids + last.token_ids
-    start = len(answer.prompt.token_ids) if whole[: len(answer.prompt.token_ids)] == answer.prompt.token_ids else 0
-    return whole[start:]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    prompt = trajectory.prompt.token_ids
+    whole = next((turn.context_ids + turn.token_ids for turn in reversed(trajectory.turns)), ())
+    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else whole

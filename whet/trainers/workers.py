@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from whet.config.schema import ActorConfig, ModelConfig, RefConfig, SFTConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
-from whet.errors import CheckpointError, EngineError, WorkerError
+from whet.errors import CheckpointError, ConfigError, EngineError, WorkerError
 from whet.metrics import Metrics
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
@@ -146,3 +148,38 @@ def with_adapter(engine: TrainEngine) -> TrainsAdapter:
             f"{type(engine).__name__} trains no adapters; unset model.lora.rank, or choose another engine"
         )
     return engine
+
+
+def path_of(model: ModelConfig) -> str:
+    """The folder or hub name of the policy.  Raises: ConfigError where it is not set."""
+    if model.path is None:
+        raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
+    return model.path
+
+
+def settings_of(model: ModelConfig, role: ActorConfig | RefConfig | SFTConfig, path: str | None = None) -> RoleSettings:
+    """The settings of a role that only reads the model at `path`, by default that of the policy."""
+    return RoleSettings(
+        model_path=path or path_of(model),
+        engine=role.engine,
+        dtype=model.dtype,
+        max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
+        adapter_path=model.lora.path if path is None else None,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def settings_trained(
+    settings: RoleSettings, model: ModelConfig, role: ActorConfig | SFTConfig, total_steps: int, seed: int
+) -> RoleSettings:
+    """The settings of the same role where it is trained, in `total_steps` optimizer steps."""
+    return replace(
+        settings,
+        optim=role.optim,
+        grad_clip=role.grad_clip,
+        total_steps=total_steps,
+        gradient_checkpointing=model.gradient_checkpointing,
+        lora=model.lora if model.lora.rank is not None else None,
+        seed=seed,
+    )
