@@ -25,6 +25,7 @@ calls later without a pass of their own: to the estimator, to corrections (weigh
 critic. "Read by" names what ships.
 """
 KINDS = (ADV_ESTIMATORS, WEIGHTS, REJECTIONS, POLICY_LOSSES, KL_FORMS, VALUE_LOSSES)
+TITLES = ("column", "shape", "meaning", "model", "the loop gives it to", "read by")
 SHOWN = 4
 
 
