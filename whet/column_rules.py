@@ -108,7 +108,7 @@ def joined(parts: Sequence[Any], places: Places | None) -> Column:
     if places is None:
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
-    whole = parts[0].new_empty(shape) if is_tensor else np.empty(shape, dtype=object)
+    whole: Any = parts[0].new_empty(shape) if is_tensor else np.empty(shape, dtype=object)
     for part, rows in zip(parts, places, strict=True):
         if is_tensor:
             whole.index_copy_(0, torch.from_numpy(rows).to(whole.device), part)
@@ -159,7 +159,7 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor | np.ndarray):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
-        if one.dtype == object:
+        if isinstance(one, np.ndarray) and one.dtype == object:
             return all(map(equal, one.flat, other.flat))
         other = other.to(one.device) if isinstance(one, torch.Tensor) else other
         return bool(((one == other) | ((one != one) & (other != other))).all())

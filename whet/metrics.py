@@ -101,8 +101,8 @@ class Metrics:
     def _reduced(self, timings: bool) -> dict[str, float]:
         chosen = {name: series for name, series in self._series.items() if (series.reduction == "seconds") == timings}
         numbers = _on_host(chosen)
-        results = {name: _reduce(name, chosen[name].reduction, numbers[name]) for name in sorted(chosen)}
-        return {name: result for name, result in results.items() if result is not None}
+        results = ((name, _reduce(name, chosen[name].reduction, numbers[name])) for name in sorted(chosen))
+        return {name: result for name, result in results if result is not None}
 
 
 Watch = Callable[[str], AbstractContextManager[None]]

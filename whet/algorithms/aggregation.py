@@ -31,13 +31,10 @@ def counts(response_mask: Tensor) -> dict[str, Tensor]:
     return {"num_tokens": lengths.sum(), "num_sequences": (lengths > 0).sum()}
 
 
-def aggregate(
-    mode: str, values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
-    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters.
-    Raises: RegistryError."""
-    supplied = {"num_tokens": num_tokens, "num_sequences": num_sequences, "fixed_length": fixed_length}
-    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, supplied)
+def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count) -> Tensor:
+    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters. `counts` are
+    `num_tokens`, `num_sequences` and `fixed_length`.  Raises: RegistryError."""
+    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, counts)
     return total
 
 

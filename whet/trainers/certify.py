@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -50,17 +50,9 @@ class World:
     @cached_property
     def answers(self) -> list[tuple[int, ...]]:
         """Every answer: token 0 ends it, as the length does."""
-        inner = [
-            (*body, 0)
-            for size in range(self.length)
-            for body in itertools.product(range(1, self.vocabulary), repeat=size)
-        ]
-        return inner + list(itertools.product(range(1, self.vocabulary), repeat=self.length))
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """1 where an answer has a token."""
-        return torch.tensor([[int(t < len(a)) for t in range(self.length)] for a in self.answers])
+        inner, size = range(1, self.vocabulary), self.length
+        ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
+        return ended + list(itertools.product(inner, repeat=size))
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -68,12 +60,17 @@ class World:
         return torch.tensor([[*a, *[0] * (self.length - len(a))] for a in self.answers])
 
     @cached_property
+    def mask(self) -> Tensor:
+        """1 where an answer has a token."""
+        lengths = torch.tensor([len(answer) for answer in self.answers])
+        return (torch.arange(self.length) < lengths[:, None]).long()
+
+    @cached_property
     def states(self) -> Tensor:
         """The number of the state in which each token was chosen, 0 in the padding."""
-        names: dict[tuple[int, ...], int] = {}
-        rows = [
-            [names.setdefault(a[:t], len(names)) if t < len(a) else 0 for t in range(self.length)] for a in self.answers
-        ]
+        begun = {answer[:t]: None for answer in self.answers for t in range(len(answer))}
+        numbers = {state: number for number, state in enumerate(begun)}
+        rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.answers]
         return torch.tensor(rows)
 
     @property
@@ -151,8 +148,8 @@ def certify(
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
     """How far a form of the KL as a loss is from the gradient of each token's KL, with the states of the samples held
     fixed, which are of a policy that is `staleness` away: |g - t| / |t|, all else giving no gradient."""
-    algorithm = plain(kl=KLConfig(where="loss", form=form, coef=1.0))
-    mean, _ = Step.of(algorithm, world, SUMS).expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
+    step = Step.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
+    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
     by_state = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
@@ -193,11 +190,10 @@ class Step:
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
+        longest, buffer = self.world.length, overlong.buffer_length
+        penalty = overlong.penalty
         return self.world.scores + soft_overlong(
-            lengths,
-            max_response_length=self.world.length,
-            buffer_length=overlong.buffer_length,
-            penalty=overlong.penalty,
+            lengths, max_response_length=longest, buffer_length=buffer, penalty=penalty
         )
 
     def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
@@ -205,7 +201,7 @@ class Step:
         now = self.world.table(1)
         old = now + staleness * self.world.table(2)
         sampler = old + gap * self.world.table(3)
-        groups = list(multisets(len(self.world.answers), n))
+        groups = list(itertools.combinations_with_replacement(range(len(self.world.answers)), n))  # in any order
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
         if self.config.algorithm.filter.name is not None:  # what is left out is sampled again
@@ -254,22 +250,21 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Of all that the model says of all answers, end to end, with respect to the logits.   [., S V]"""
+    """Of the model's outputs for all answers, end to end, with respect to the logits.   [., S V]"""
 
-    def said(at: Tensor) -> Tensor:
+    def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
 
-    found: Tensor = torch.autograd.functional.jacobian(said, logits, vectorize=True)  # type: ignore[no-untyped-call]
+    found: Tensor = torch.autograd.functional.jacobian(outputs, logits, vectorize=True)  # type: ignore[no-untyped-call]
     return found.flatten(1)
 
 
 def outputs_of(world: World, now: Tensor) -> Batch:
-    """What the policy that is updated says of all answers, differentiable."""
-    vocabulary = world.statistic(now, lambda log_pi: log_pi)
+    """The outputs of the policy that is updated for all answers, differentiable."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),
-        "vocab_log_probs": vocabulary,
+        "vocab_log_probs": world.statistic(now, lambda log_pi: log_pi),
     }
 
 
@@ -306,11 +301,6 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
         "reward_baselines": scores[follows][0].expand(len(scores)),
         "reward_parts": torch.stack([right, scores - right], 1),
     }
-
-
-def multisets(answers: int, n: int) -> Iterator[tuple[int, ...]]:
-    """Groups of n answers, whatever their order: algorithms do not look at it."""
-    return itertools.combinations_with_replacement(range(answers), n)
 
 
 def multiplicity(group: Sequence[int]) -> int:
@@ -364,21 +354,21 @@ def rows() -> list[Row]:
 def rows_of(entry: Entry) -> list[Row]:
     """The rows of one function; none of a kind that has no part in a gradient, or of another name for a function."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
-    if entry.alias_of is not None and kind != KL_FORMS.kind:
-        return []
-    if kind == ADV_ESTIMATORS.kind:
-        return [Row(kind, name, plain(adv_estimator=name), exact)]
-    if kind == POLICY_LOSSES.kind:
-        return [Row(kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS))]
-    if kind == AGGREGATIONS.kind:
-        return [Row(kind, name, plain(), exact, mode=name)]
     if kind == KL_FORMS.kind:
         settings = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
         exact = name.startswith("k1")  # in the reward
         return [Row(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in settings]
-    if kind == WEIGHTS.kind:
-        return [Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP)]
-    return []
+    if entry.alias_of is not None:
+        return []
+    by_kind = {
+        ADV_ESTIMATORS.kind: lambda: Row(kind, name, plain(adv_estimator=name), exact),
+        POLICY_LOSSES.kind: lambda: Row(
+            kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS)
+        ),
+        AGGREGATIONS.kind: lambda: Row(kind, name, plain(), exact, mode=name),
+        WEIGHTS.kind: lambda: Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
+    }
+    return [by_kind[kind]()] if kind in by_kind else []
 
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:

@@ -23,10 +23,10 @@ from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
-from whet.tracking.jsonl import JsonlTracker
+from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import observed
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import Tracker, Trackers
+from whet.tracking.tracker import Trackers
 from whet.trainers import checkpoint
 from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
@@ -60,13 +60,10 @@ class Frame:
         found, loggers = self.opened.found, self.config.trainer.logger if self.opened.is_taken else []
         first_step = 0 if found is None else checkpoint.step_of(found)
         console = ConsoleTracker(self.total_steps, first_step=first_step, columns=self.columns_shown)
-        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # are shown everything
-
-        def metric_file(name: str) -> Tracker:
-            return JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([])
-
-        self.metrics_file = metric_file("metrics.jsonl")  # what the mathematics produced: equal in equal runs
-        self.timings_file = metric_file("timings.jsonl")  # what the clock said
+        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
+        self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
+            JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
+        )
         self.signals = StopSignals(self.run_dir / "stop")
         self.history = list(self.opened.history)
         model = Path(str(self.config.model.path)).expanduser()  # saving reads it: user code may change the folder
@@ -114,23 +111,23 @@ class Frame:
 
         Raises: CheckpointError where it is of another model."""
         folder = self.opened.found
-        if folder is not None:
-            try:
+        try:
+            if folder is not None:
                 state = checkpoint.restore(folder, self.roles, self.state())
                 self.step = state["step"]
                 self.load_state(state)
-            except EngineError as error:
-                raise CheckpointError(
-                    f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
-                    "checkpoint was trained from, or another checkpoint"
-                ) from error
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                if isinstance(error, WhetError):
-                    raise
-                raise CheckpointError(
-                    f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
-                    "whet; go on from another checkpoint: trainer.resume=PATH"
-                ) from error
+        except EngineError as error:
+            raise CheckpointError(
+                f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
+                "checkpoint was trained from, or another checkpoint"
+            ) from error
+        except WhetError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
+                "whet; go on from another checkpoint: trainer.resume=PATH"
+            ) from error
         if self.step >= self.total_steps:
             log.warning(
                 "%s is already done: it has %d of %d steps, so nothing is trained; raise trainer.total_steps to go on, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a run goes wrong: updates that had to be skipped, and jumps of the gradient's norm or of the KL."""
+"""Health of a run: skipped updates, jumps of the gradient's norm or of the KL, groups without differences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Remembers the last steps' numbers; its state is in the checkpoint, so that a resumed run warns as one that was
-    never stopped."""
+    """Warnings about a step, measured against the last steps, whose numbers are in the checkpoint."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
@@ -43,16 +42,13 @@ class Health:
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
         for name in WATCHED:
-            value = metrics.value(name)
+            value, before = metrics.value(name), max(self._seen.get(name, [0.0]))
             if value is not None and self._is_jump(name, abs(value)):
-                before = max(self._seen[name][:-1])
                 rows = ", ".join(heaviest_rows(run, batch, name))
+                named = f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
                 log.warning(
                     "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
-                    *(step, name, value, JUMP, before),
-                    f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
-                    if rows
-                    else "",
+                    *(step, name, value, JUMP, before, named if rows else ""),
                 )
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
@@ -76,14 +72,14 @@ class Health:
         self._seen = {name: list(values) for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
-        """Whether `value` is one against the steps before, among which it is from now on."""
+        """Whether `value` is a jump against the steps before; it is remembered."""
+        if not value < float("inf"):
+            return False
         seen = self._seen.setdefault(name, [])
         smallest = 0.0 if name.endswith("grad_norm") else SMALLEST_KL
-        jumps = len(seen) >= ENOUGH and not value <= max(JUMP * max(seen), smallest)
-        if value < float("inf"):
-            seen.append(value)
-            del seen[:-REMEMBERED]
-        return jumps and value < float("inf")
+        jumps = len(seen) >= ENOUGH and value > max(JUMP * max(seen), smallest)
+        self._seen[name] = [*seen, value][-REMEMBERED:]
+        return jumps
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
@@ -104,13 +100,10 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
 
 
 def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:
-    """The uids of the answers that weigh most in a metric, the heaviest first; none where no row's weight is known."""
+    """Names of the trajectories that weigh most in a metric, the heaviest first; none where weights are not known."""
     weights = _weights(run, batch, metric)
-    if weights is None:
-        return []
-    weights = weights.nan_to_num(torch.inf)
-    heaviest = weights.argsort(descending=True)[:ROWS_NAMED]
-    return [str(batch["trajectory_uid_name"][row]) for row in heaviest.tolist()]
+    heaviest = [] if weights is None else weights.nan_to_num(torch.inf).argsort(descending=True)[:ROWS_NAMED].tolist()
+    return [str(batch["trajectory_uid_name"][row]) for row in heaviest]
 
 
 def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor | None:

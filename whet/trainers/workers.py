@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that trains or reads a model."""
+"""The worker that trains or reads a model, and the training side of its link to rollout ranks in other processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.trainers.objectives import narrowed
-from whet.trainers.weight_sender import WeightSender
+from whet.weight_sync.buckets import Outlet, send
+from whet.weight_sync.routes import Ends, Site, Way, open_outlets
 
 
-class TrainWorker(WeightSender):
+class TrainWorker(Worker):
     """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
@@ -33,6 +34,7 @@ class TrainWorker(WeightSender):
         given = {"role": settings, "process_group": self.process_group, "device": self.device}
         self.settings = settings
         self.engine: TrainEngine = entry.make(given, entry.resolve_options(settings.engine.options, key))
+        self._outlets: dict[Way, Outlet] = {}
         self.start: dict[str, Any] | None = None
         if settings.lora is not None:
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
@@ -91,6 +93,35 @@ class TrainWorker(WeightSender):
                 f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "
                 f"{self.start['model_path']} are others; name the model that the run started from"
             )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def site(self) -> Site:
+        """Where this rank runs."""
+        return Site.here(self.address, self.device)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def open_outlets(self, ends: Ends, deadline_seconds: float) -> dict[Way, str]:
+        """Opens this rank's ends of links.  Returns their addresses."""
+        self._outlets = open_outlets(ends, self.address, deadline_seconds, self.device)
+        return {way: outlet.address for way, outlet in self._outlets.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def publish(self, version: int, dtype: str) -> str | None:
+        """Sends the weights of `version` in the rollout's dtype; every rank takes part, as making them whole may need
+        it.  Returns their digest; None on a rank that sends to nobody.
+
+        Raises: WeightSyncError; DeadlineError.
+        """
+        try:
+            return send(self.engine.named_weights(), version, list(self._outlets.values()), vars(torch)[dtype])
+        except BaseException:
+            self.close()  # whoever waits for this rank hears of it
+            raise
+
+    def close(self) -> None:
+        """Closes the links."""
+        for outlet in self._outlets.values():
+            outlet.close()
 
 
 class AdapterOffWorker(Worker):
