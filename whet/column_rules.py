@@ -22,10 +22,9 @@ V = TypeVar("V")
 def check_columns(
     tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
 ) -> int:
-    """How many rows all columns have (0 without columns). Raises DataError if one is not a column or they disagree.
+    """The number of rows of all columns, 0 without columns; where a `batch_size` is known they must agree with it.
 
-    `batch_size` is what they must agree with where it is known.
-    """
+    Raises: DataError where one is not a column or they disagree."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
@@ -103,7 +102,7 @@ Places = Sequence[npt.NDArray[np.int64]]
 
 
 def joined(parts: Sequence[Any], places: Places | None) -> Column:
-    """All parts of a column in one, the rows of each where `places` says, else end to end."""
+    """The parts of a column in one, the rows of each where `places` says, else end to end."""
     is_tensor = torch.is_tensor(parts[0])
     if places is None:
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)

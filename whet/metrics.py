@@ -74,7 +74,7 @@ class Metrics:
         return self._reduced(timings=False)
 
     def value(self, name: str) -> float | None:
-        """One of them now; None where nothing was recorded under the name."""
+        """The metric as it is now; None where nothing was recorded under the name."""
         series = self._series.get(name)
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
@@ -144,7 +144,7 @@ def watching(watch: Watch, counter: Counter = lambda done, total, note: None) ->
 
 @dataclass
 class _Series:
-    """All that was recorded under one name, as (value, weight)."""
+    """The numbers under one name, as (value, weight)."""
 
     reduction: Reduction
     numbers: list[tuple[Scalar, Scalar]] = field(default_factory=list)

@@ -33,7 +33,7 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class DataProtoItem:
-    """One row: columns without their batch dimension, objects as they are."""
+    """A row: columns without their batch dimension, objects as they are."""
 
     batch: TensorDict | None
     non_tensor_batch: dict[str, Any]
@@ -115,7 +115,7 @@ class DataProto:
         return list(self.columns())
 
     def columns(self) -> dict[str, Column]:
-        """All columns by name, tensors first."""
+        """The columns by name, tensors first."""
         return {**self.tensors(), **self.non_tensor_batch}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -323,7 +323,7 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DataProto:
-        """What `save` wrote, tensors on the CPU. Runs no code of the file's.
+        """Reads what `save` wrote, tensors on the CPU. Runs no code of the file's.
 
         Raises: FileNotFoundError; DataError for a file that is damaged or holds anything else.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a loss per token to one number.
+"""Aggregations: from a loss per token to one number.
 
 N (`num_tokens`) and S (`num_sequences`) are what `counts` gives, summed over the global mini-batch, and never those of
 the rows at hand, so that the results of any split (micro-batches, packing, processes) add up to the same loss and the

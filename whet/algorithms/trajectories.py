@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trajectory in several rows: a context that was rewritten on the way begins a new row, but the episode is one."""
+"""Trajectories in several rows: a context that was rewritten on the way begins a new row, but the episode is one."""
 
 from __future__ import annotations
 

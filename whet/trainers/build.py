@@ -193,7 +193,7 @@ def _prompts(
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
-    """What the plan of a run is made from; without lengths every prompt is taken to be as long as it may be."""
+    """The setup that a plan is made from; without lengths every prompt is taken to be as long as it may be."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
     objectives: dict[str, Objective] = {"actor": PolicyObjective.from_config(config)}
@@ -264,7 +264,7 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
 ) -> Collector:
-    """What runs the config's environment on an engine."""
+    """The collector that runs the config's environment on an engine."""
     return Collector(
         engine,
         tokenizer,
@@ -285,19 +285,14 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a config."""
     allowed = config.allowed_token_ids
+    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return SamplingParams(
         max_new_tokens=max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
         stop_token_ids=stop_ids,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
         stop=tuple(config.stop),
         bad_words=bad_word_ids(config.bad_words, tokenizer),
         allowed_token_ids=None if allowed is None else tuple(allowed),
+        **{name: config[name] for name in same},
     )
 
 

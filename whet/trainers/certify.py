@@ -38,7 +38,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """All answers of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
+    """The answers of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
 
     A state is what was said before; there are S of them. Rows are answers, K of them; all [K, L] but where said.
     """
@@ -91,7 +91,7 @@ class World:
         return right + 0.1 * torch.rand(len(self.answers), generator=draw, dtype=torch.float64)
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Of every token, 0 in the padding."""
+        """log pi of every token, 0 in the padding."""
         chosen = logits.log_softmax(-1)[self.states, self.tokens]
         return chosen.masked_fill(self.mask == 0, 0.0)
 
@@ -146,8 +146,8 @@ def certify(
 
 
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
-    """How far a form of the KL as a loss is from the gradient of each token's KL, with the states of the samples held
-    fixed, which are of a policy that is `staleness` away: |g - t| / |t|, all else giving no gradient."""
+    """|g - t| / |t| of a form of the KL as a loss, t the gradient of each token's KL with the states of samples held
+    fixed. These are of a policy that is `staleness` away; nothing else gives a gradient."""
     step = Step.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
     mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
@@ -186,7 +186,7 @@ class Step:
 
     @cached_property
     def scores(self) -> Tensor:
-        """What the answers earn, less what a config takes from long ones: that is part of what it maximises.   [K]"""
+        """Scores of the answers, less the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -242,7 +242,7 @@ class Step:
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
-    """Of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
+    """Gradient of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
     log_pi = world.log_probs(logits).sum(-1)
     log_ref = world.log_probs(world.table(4)).sum(-1)
     value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
@@ -250,7 +250,7 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Of the model's outputs for all answers, end to end, with respect to the logits.   [., S V]"""
+    """Jacobian of the model's outputs for all answers, end to end, with respect to the logits.   [., S V]"""
 
     def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
@@ -304,7 +304,7 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
 
 
 def multiplicity(group: Sequence[int]) -> int:
-    """In how many orders a group can be sampled."""
+    """The number of orders in which a group can be sampled."""
     same = [group.count(each) for each in set(group)]
     return math.factorial(len(group)) // math.prod(math.factorial(count) for count in same)
 
@@ -318,7 +318,7 @@ SUMS = "seq-mean-token-sum"
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
+    """The part that is certified, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
     name: str
@@ -334,8 +334,8 @@ def plain(**changed: Any) -> AlgorithmConfig:
 
 
 def rows() -> list[Row]:
-    """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is; then the
-    shipped recipes."""
+    """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, and weight),
+    then those of the shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})

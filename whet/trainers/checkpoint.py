@@ -165,7 +165,7 @@ def delete_oldest(checkpoints: Path, limit: int | None) -> None:
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """All but the newest `limit` checkpoints (None: nothing), the best, and the newest good one."""
+    """The checkpoints but for the newest `limit` (None: no limit), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)

@@ -38,7 +38,7 @@ PROVIDERS: dict[str, Provider] = {}
 
 
 class Role(Protocol):
-    """What computes model outputs: its method `forward` gives them [B, R] without gradient."""
+    """The object that computes model outputs: its method `forward` gives them [B, R] without gradient."""
 
     def start(self, method: str, *args: Any) -> PendingCall:
         """Begins a call of `method`."""
@@ -47,7 +47,7 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """What a provider may draw on: the step's groups, in the order of the batch's `uid`, and what made them."""
+    """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them."""
 
     config: TrainConfig
     roles: Mapping[str, Role]
@@ -56,7 +56,7 @@ class Sources:
     step: int
 
     def forward(self, role: str, batch: DataProto, output: str) -> torch.Tensor:
-        """One output of a role's model [B, R], at the temperature at which responses were sampled."""
+        """The output of a role's model [B, R], at the temperature at which responses were sampled."""
         return self.start(role, batch, output)()
 
     def start(self, role: str, batch: DataProto, output: str) -> Callable[[], torch.Tensor]:
@@ -142,7 +142,7 @@ class ColumnPlan:
 
 
 def _unscored(columns: Sequence[Column]) -> list[Column]:
-    """Those that need no scores, nor a column that needs some."""
+    """The columns that need no scores, nor a column that needs some."""
     later: set[str] = set()
     for column in columns:  # what one reads comes before it
         if column.when != "unscored" or not later.isdisjoint(column.reads):

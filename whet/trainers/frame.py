@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Frame:
-    """One run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
+    """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
     `train` runs in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line

@@ -64,7 +64,7 @@ class Health:
             )
 
     def state(self) -> dict[str, list[float]]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return self._seen
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:

@@ -41,7 +41,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Rows) -> str:
-    """Of all that a step reads of them; of an object that is not plain only the type counts."""
+    """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
     found = hashlib.sha256()
     for row in rows:
         read: tuple[Any, ...]

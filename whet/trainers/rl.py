@@ -41,7 +41,7 @@ def fit(run: Run) -> None:
 
 
 def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
-    """One batch of responses to the next prompts, sampled with the weights of the step before, scored, written to
+    """A batch of responses to the next prompts, sampled with the weights of the step before, scored, written to
     rollouts/, and with all columns that the algorithm reads. Models that need no scores read it while it is scored.
 
     Raises: RewardError and its like where every response failed."""

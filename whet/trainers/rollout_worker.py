@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
@@ -29,7 +29,7 @@ from whet.weight_sync.routes import Route, Site, open_inlet
 
 
 class RolloutWorker(Worker):
-    """One rank that samples: from the module of an actor in its process where it can, else from one of its own."""
+    """A rank that samples: from the module of an actor in its process where it can, else from one of its own."""
 
     def __init__(
         self, placement: Placement, config: RolloutConfig, dtype: str, tokenizer_path: str, model: ModelConfig
@@ -66,7 +66,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def pause(self) -> None:
-        """Stops sampling."""
+        """Stops sampling until `resume`."""
         self.engine.pause()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -76,7 +76,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def status(self) -> Status:
-        """What this rank's engine is doing."""
+        """The state of this rank's engine."""
         return self.engine.status()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -86,11 +86,15 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor beside it, and returns their digest: its module itself where
-        it is whole on this rank, both compute in the same dtype, and no adapter in it would slow down every token."""
+        """Takes the weights of `version` from the actor beside it: its module itself where it is whole on this rank,
+        computes in the same dtype, and has no adapter that slows down every token.  Returns their digest."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
-        self._attached = module is not None and self._computes_alike(actor, module)
+        self._attached = (
+            module is not None
+            and module.dtype == self.dtype == actor.settings.forward.dtype
+            and not adapted_layers(module)
+        )
         if module is not None and self._attached:
             return in_process.attach(self.engine, module, weights, version)
         if module is not None and not self._owns_module:
@@ -102,7 +106,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
-        """Where this rank runs."""
+        """The place where this rank runs."""
         return Site.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL)
@@ -140,7 +144,7 @@ class RolloutWorker(Worker):
             engine.onload()
 
     def close(self) -> None:
-        """Lets go of the link."""
+        """Closes the link."""
         if self._inlet is not None:
             self._inlet.close()
 
@@ -157,10 +161,6 @@ class RolloutWorker(Worker):
         self.engine.attach(module.to(self.device, self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
         self._owns_module = True
 
-    def _computes_alike(self, actor: TrainWorker, module: PreTrainedModel) -> bool:
-        alike = module.dtype == self.dtype and actor.settings.forward.dtype == self.dtype
-        return alike and not adapted_layers(module)
-
     def _engines_beside(self) -> dict[str, TrainEngine]:
         return {role: each.engine for role, each in self.neighbours.items() if isinstance(each, TrainWorker)}
 
@@ -172,14 +172,8 @@ def rollout_engine(
     device: torch.device,
 ) -> InProcessEngine[Any]:
     """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
-    entry = ROLLOUT_ENGINES[config.engine.name]
-    given = {
-        "dtype": dtype,
-        "max_batch_size": config.max_batch_size,
-        "load_tokenizer": load_tokenizer,
-        "device": device,
-    }
-    engine: InProcessEngine[Any] = entry.make(
-        given, entry.resolve_options(config.engine.options, "rollout.engine.options")
-    )
+    entry, size = ROLLOUT_ENGINES[config.engine.name], config.max_batch_size
+    given = {"dtype": dtype, "max_batch_size": size, "load_tokenizer": load_tokenizer, "device": device}
+    options = entry.resolve_options(config.engine.options, "rollout.engine.options")
+    engine: InProcessEngine[Any] = entry.make(given, options)
     return engine

@@ -35,7 +35,7 @@ from whet.weight_sync.between_pools import WeightSync
 
 @dataclass(kw_only=True)
 class Run(Frame):
-    """One training run. The loop reads it; only `step` and what roles hold change."""
+    """A training run. The loop reads it; only `step` and what roles hold change."""
 
     config: TrainConfig
     weight_sync: WeightSync
@@ -67,7 +67,7 @@ class Run(Frame):
         return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
-        """What column providers draw on in one step."""
+        """The sources of column providers in one step."""
         return Sources(self.config, self.roles, self.rollouts, groups, step)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -123,8 +123,8 @@ class Run(Frame):
         self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """One JSON object a trajectory, in rollouts/, with its text and its reward; a few of them as a table for the
-        trackers."""
+        """Writes a JSON object a trajectory, in rollouts/, with its text and its reward, and some of them as a table of
+        the trackers."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
@@ -138,7 +138,7 @@ class Run(Frame):
         self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
-        """One JSON object a row, in tokens/: each token as text, and its number in every column."""
+        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column."""
         every = self.config.trainer.log_tokens
         if every == 0 or step % every:
             return

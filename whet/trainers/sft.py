@@ -44,7 +44,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True)
 class SFTRun(Frame):
-    """One fine-tuning run. `callbacks` are called after every step."""
+    """A fine-tuning run. `callbacks` are called after every step."""
 
     columns_shown = COLUMNS
     tokens_metric = "sft/tokens"
@@ -151,7 +151,7 @@ def _train_sft(
 
 
 def setup(config: SFTConfig, lengths: Sequence[int] = ()) -> Setup:
-    """What the plan of a run is made from; without lengths every example is taken to be as long as it may be."""
+    """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
     lengths = tuple(lengths) or (config.data.max_length,)
     return Setup(config, {"actor": _settings(config, 1)}, {"actor": ImitationObjective()}, Lengths(lengths, 0))
 

@@ -26,7 +26,7 @@ from whet.weight_sync.routes import Ends, Site, Way, open_outlets
 
 
 class TrainWorker(Worker):
-    """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+    """A rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
@@ -41,7 +41,7 @@ class TrainWorker(Worker):
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch the engine is given here."""
+        """The number of the shard of a batch that the engine is given here."""
         return self.engine.dp_rank
 
     @property
@@ -61,7 +61,7 @@ class TrainWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`."""
+        """Takes an optimizer step on the mini-batch `batch`."""
         return self.engine.update(narrowed(batch, objective), objective)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -96,7 +96,7 @@ class TrainWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
-        """Where this rank runs."""
+        """The place where this rank runs."""
         return Site.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL)
@@ -129,17 +129,17 @@ class AdapterOffWorker(Worker):
 
     @property
     def dp_rank(self) -> int:
-        """As the actor's: its module is read."""
+        """The actor's, whose module is read."""
         return actor_beside(self).dp_rank
 
     @property
     def dp_size(self) -> int:
-        """As the actor's."""
+        """The actor's."""
         return actor_beside(self).dp_size
 
     @property
     def is_reporting(self) -> bool:
-        """As the actor's."""
+        """The actor's."""
         return actor_beside(self).is_reporting
 
     @register(Dispatch.DP_COMPUTE)
@@ -151,7 +151,7 @@ class AdapterOffWorker(Worker):
 
 
 def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
-    """What a checkpoint says of the model that an adapter is for; folders by their whole path, wherever it is read."""
+    """The model that an adapter is for, as a checkpoint notes it, with whole paths of folders."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
