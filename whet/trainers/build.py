@@ -45,12 +45,11 @@ from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers.columns import ColumnPlan, plan, updates_per_step
 from whet.trainers.correction import Chosen, Correction
-from whet.trainers.frame import opened_for
+from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.inputs import digests
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.restart import with_restarts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run

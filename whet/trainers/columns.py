@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from whet.algorithms.kl import kl_columns
 from whet.columns import COLUMNS, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
 from whet.config.schema import ActorConfig, TrainConfig
-from whet.controller.worker_group import PendingCall
+from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, RegistryError
 from whet.keyed import key
 from whet.masks import zero_outside
@@ -37,20 +36,12 @@ Provider = Callable[[DataProto, "Sources"], Values]
 PROVIDERS: dict[str, Provider] = {}
 
 
-class Role(Protocol):
-    """The object that computes model outputs: its method `forward` gives them [B, R] without gradient."""
-
-    def start(self, method: str, *args: Any) -> PendingCall:
-        """Begins a call of `method`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Sources:
     """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them."""
 
     config: TrainConfig
-    roles: Mapping[str, Role]
+    roles: Mapping[str, WorkerGroup]
     rollouts: Rollouts
     groups: Sequence[Group]
     step: int

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, EngineError, WhetError
+from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics, phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
@@ -32,6 +33,8 @@ from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
+C = TypeVar("C", TrainConfig, SFTConfig)
+R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
@@ -257,6 +260,25 @@ def opened_for(
 def run_folder(trainer: TrainerConfig) -> Path:
     """The folder that a run writes to."""
     return Path(trainer.run_dir or Path("runs", trainer.project_name, trainer.experiment_name))
+
+
+def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
+    """Returns what `attempt` does. Where it loses a worker it is called again, `trainer.max_restarts` times at most,
+    as if the program had been killed and started again: it goes on from the newest checkpoint.
+
+    Raises: what `attempt` raises, and LostWorkerError or DeadlineError once there are no restarts left."""
+    folder = Path.cwd()
+    for left in range(config.trainer.max_restarts - 1, -1, -1):
+        try:
+            return attempt(config)
+        except (LostWorkerError, DeadlineError) as error:
+            os.chdir(folder)  # user code may have left it
+            if config.trainer.resume == "never":  # the folder is this run's own by now
+                config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
+            last = checkpoint.newest(run_folder(config.trainer))
+            where = "afresh" if last is None else f"from {last}"
+            log.warning("%s; starting again %s (%d more of trainer.max_restarts)", error, where, left)
+    return attempt(config)
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:

@@ -26,11 +26,10 @@ from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column
-from whet.trainers.frame import Frame, opened_for
+from whet.trainers.frame import Frame, opened_for, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.inputs import digests
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.restart import with_restarts
 from whet.trainers.schedule import Schedule
 from whet.trainers.workers import TrainWorker, path_of, settings_of, settings_trained
 
