@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.algorithm import AlgorithmConfig
-from whet.config.checks import check_context
 from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -26,7 +25,7 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import Deadlines
 from whet.errors import ConfigError
-from whet.models.load import context_length, load_tokenizer, stop_token_ids
+from whet.models.load import stop_token_ids
 from whet.planning.memory import Lengths, Setup
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -54,7 +53,7 @@ from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.shape import Shaper
-from whet.trainers.workers import AdapterOffWorker, TrainWorker, path_of, settings_of, settings_trained
+from whet.trainers.workers import AdapterOffWorker, TrainWorker, path_of, settings_of, settings_trained, tokenizer_of
 from whet.types import Prompt
 from whet.weight_sync.between_pools import weight_sync
 
@@ -122,7 +121,8 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    tokenizer = _tokenizer(config)
+    others = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
+    tokenizer = tokenizer_of(config, *others)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
@@ -169,17 +169,6 @@ def build(
     return run
 
 
-def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy, which has to be that of all other models.  Raises: ModelError, ConfigError."""
-    model_path = path_of(config.model)
-    others = [config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()]
-    models = [path for path in (model_path, *others) if path is not None]
-    trusted = config.model.trust_remote_code
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, *models, trust_remote_code=trusted)
-    check_context(config, context_length(model_path, trust_remote_code=trusted))
-    return tokenizer
-
-
 def _prompts(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, data: Rows, val_data: Rows
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
@@ -207,8 +196,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
-        updates = steps * updates_per_step(role, config.data.train_batch_size)
-        return settings_trained(settings_of(model, role, path), model, role, updates, config.trainer.seed)
+        return settings_trained(config, role, steps * updates_per_step(role, config.data.train_batch_size), path)
 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
     actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze))

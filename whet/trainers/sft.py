@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from whet.config.checks import check_context
 from whet.config.schema import SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -20,7 +19,6 @@ from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
-from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
@@ -31,7 +29,7 @@ from whet.trainers.health import check_skipped
 from whet.trainers.inputs import digests
 from whet.trainers.objectives import ImitationObjective
 from whet.trainers.schedule import Schedule
-from whet.trainers.workers import TrainWorker, path_of, settings_of, settings_trained
+from whet.trainers.workers import TrainWorker, settings_trained, tokenizer_of
 
 COLUMNS = (
     Column("loss", ("sft/loss",), ".4f"),
@@ -117,9 +115,7 @@ def train_sft(
 def _train_sft(
     config: SFTConfig, data: Sequence[Mapping[str, Any]] | None, callbacks: Sequence[Callable[[SFTRun], None]]
 ) -> SFTRun:
-    model_path, trusted = path_of(config.model), config.model.trust_remote_code
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
-    check_context(config, context_length(model_path, trust_remote_code=trusted))
+    tokenizer = tokenizer_of(config)
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
     val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
@@ -174,7 +170,4 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
 
 
 def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
-    settings = settings_trained(
-        settings_of(config.model, config), config.model, config, total_steps, config.trainer.seed
-    )
-    return replace(settings, freeze=tuple(config.model.freeze))
+    return replace(settings_trained(config, config, total_steps), freeze=tuple(config.model.freeze))

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
 
-from whet.config.schema import ActorConfig, ModelConfig, RefConfig, SFTConfig
+from whet.config.checks import check_context
+from whet.config.schema import ActorConfig, ModelConfig, RefConfig, SFTConfig, TrainConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.errors import CheckpointError, ConfigError, EngineError, WorkerError
 from whet.metrics import Metrics
+from whet.models.load import context_length, load_tokenizer
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
@@ -202,15 +205,27 @@ def settings_of(model: ModelConfig, role: ActorConfig | RefConfig | SFTConfig, p
 
 
 def settings_trained(
-    settings: RoleSettings, model: ModelConfig, role: ActorConfig | SFTConfig, total_steps: int, seed: int
+    config: TrainConfig | SFTConfig, role: ActorConfig | SFTConfig, total_steps: int, path: str | None = None
 ) -> RoleSettings:
-    """The settings of the same role where it is trained, in `total_steps` optimizer steps."""
+    """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
+    model = config.model
     return replace(
-        settings,
+        settings_of(model, role, path),
         optim=role.optim,
         grad_clip=role.grad_clip,
         total_steps=total_steps,
         gradient_checkpointing=model.gradient_checkpointing,
         lora=model.lora if model.lora.rank is not None else None,
-        seed=seed,
+        seed=config.trainer.seed,
     )
+
+
+def tokenizer_of(config: TrainConfig | SFTConfig, *others: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the policy, which has to be that of the models at `others` too.
+
+    Raises: ModelError; ConfigError where the model's context is too short."""
+    path, trusted = path_of(config.model), config.model.trust_remote_code
+    models = [path, *(other for other in others if other is not None)]
+    tokenizer = load_tokenizer(config.model.tokenizer_path or path, *models, trust_remote_code=trusted)
+    check_context(config, context_length(path, trust_remote_code=trusted))
+    return tokenizer
