@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import algorithms, columns, config, migrating
+from docs.generate import algorithms, columns, config, layers, migrating
 from whet.cli.algorithms import certify_all
 
 DOCS = Path(__file__).parents[1]
@@ -16,13 +16,14 @@ PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to th
     "columns": columns.page,
     "config": config.page,
     "migrating": migrating.page,
+    "layers.svg": lambda _: layers.picture(layers.PAGE.read_text(encoding="utf-8")),
 }
 
 
 def main(names: list[str]) -> None:
     """Writes the pages of these names."""
     for name in names or PAGES:
-        file = DOCS / f"{name}.md"
+        file = DOCS / (name if "." in name else f"{name}.md")
         file.write_text(PAGES[name](file.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote {file}")
 

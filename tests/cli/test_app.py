@@ -148,5 +148,5 @@ def test_waiting_threads_yield_unless_the_user_says_otherwise(given: dict[str, s
     run = subprocess.run(
         [sys.executable, "-c", code], env={**bare, **given}, capture_output=True, text=True, timeout=60, check=True
     )
-    expected = [given.get("OMP_WAIT_POLICY"), given.get("GOMP_SPINCOUNT"), None] if given else [None, "1000", "1"]
+    expected = [given.get("OMP_WAIT_POLICY"), given.get("GOMP_SPINCOUNT"), None] if given else [None, "10000", "1"]
     assert run.stdout.splitlines()[-1] == str(expected)

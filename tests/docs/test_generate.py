@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from docs.generate import __main__ as generate
-from docs.generate import algorithms, columns, migrating
+from docs.generate import algorithms, columns, layers, migrating
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
@@ -71,3 +72,11 @@ def test_the_page_of_foreign_keys_has_the_tables_that_errors_are_answered_from()
 def test_the_page_of_columns_is_current_and_has_every_column() -> None:
     assert (DOCS / "columns.md").read_text() == columns.page(""), ADVICE
     assert all(columns.page("").count(f"\n| `{column.name}` |") == 1 for column in TABLE)
+
+
+def test_the_picture_of_the_layers_shows_the_imports() -> None:
+    drawn, made = ((DOCS / "layers.svg").read_text(), layers.picture(layers.PAGE.read_text()))
+    facts = re.compile(r"<title>(\w+): [\d,]+ lines; imports (.*)</title>")
+    assert facts.findall(drawn) == facts.findall(made), "`make pages` draws it anew"
+    assert len(facts.findall(made)) == made.count("<g>") > 30
+    assert ("types", "nothing") in facts.findall(made)

@@ -71,5 +71,5 @@ def test_threads_that_hold_the_processor_while_they_wait_are_a_note(monkeypatch:
     monkeypatch.delenv(POLICY)
     yield_soon()
     assert by_name(list(doctor._processor()))["threads"] == Finding(
-        "ok", "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=1000, KMP_BLOCKTIME=1)"
+        "ok", "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=10000, KMP_BLOCKTIME=1)"
     )

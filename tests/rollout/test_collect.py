@@ -19,7 +19,7 @@ from whet.rollout.collect import Collector
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
-from whet.types import Message, Prompt, Trajectory
+from whet.types import Failure, Message, Prompt, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=64)
 CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -68,6 +68,30 @@ class Insistent(Calculator):
             return Observation(done=True)
         self.asked = True
         return super().step("<calc>12*3</calc>")
+
+
+class World:
+    """Speaks first; lets the second response have two tokens; then shows the state instead of all that was said."""
+
+    async def reset(self, prompt, seed):
+        self.steps = 0
+        return Observation(done=False, messages=(Message("user", "1+1="),))
+
+    async def step(self, answer):
+        self.steps += 1
+        if self.steps == 1:
+            return Observation(done=False, messages=(Message("user", "and 5"),), max_tokens=2)
+        if self.steps == 2:
+            return Observation(done=False, messages=(Message("user", "7+7="),), context="replace", reward=0.5)
+        return Observation(done=False, truncated=True, fields={"cut": answer.finish_reason})
+
+
+class Over:
+    async def reset(self, prompt, seed):
+        return Observation(done=True)
+
+    async def step(self, answer):
+        raise AssertionError
 '''
 
 
@@ -204,6 +228,40 @@ def test_options_reach_the_environment(tokenizer: PreTrainedTokenizerBase, envir
         apply_chat_template=False,
     )
     assert dict(one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)).fields) == {"length": 3}
+
+
+def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
+    tokenizer: PreTrainedTokenizerBase, environments: str
+) -> None:
+    engine, prompt = Scripted(tokenizer, "2", "123", "14"), chat_prompt(tokenizer, "2+2=")
+    collector = Collector(engine, tokenizer, environment=f"{environments}:World")
+    answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
+    asked = (*prompt.messages, Message("user", "1+1="))
+    first, second, third = answer.turns
+    assert first.context_ids == tuple(tokenizer.encode(rendered(tokenizer, *asked)))
+    whole = rendered(tokenizer, *asked, Message("assistant", "2"), Message("user", "and 5"))
+    assert second.context_ids == tuple(tokenizer.encode(whole))
+    assert [request.params.max_new_tokens for request in engine.requests] == [40, 2, 40]
+    assert (second.finish_reason, len(second.token_ids), second.reward) == ("length", 2, 0.5)
+    assert third.context_ids == tuple(tokenizer.encode(rendered(tokenizer, Message("user", "7+7="))))
+    said = [(message.role, message.content) for message in answer.messages]
+    assert said == [
+        *(("user", "1+1="), ("assistant", "2"), ("user", "and 5")),
+        *(("assistant", "12"), ("user", "7+7="), ("assistant", "14")),
+    ]
+    assert [row.prompt_ids for row in rows_of(answer)] == [first.context_ids, third.context_ids]
+    assert dict(answer.fields) == {"cut": "stop"} and answer.failure is None
+
+    collector = Collector(engine, tokenizer, environment=f"{environments}:World", apply_chat_template=False)
+    answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
+    assert tokenizer.decode(list(answer.turns[0].context_ids)) == "2+2=1+1="
+    assert tokenizer.decode(list(answer.turns[2].context_ids)) == "7+7="
+
+
+def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    collector = Collector(Scripted(tokenizer, "2"), tokenizer, environment=f"{environments}:Over")
+    answer = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
+    assert answer.failure == Failure("environment", "reset ended the episode before its first response")
 
 
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:

@@ -29,6 +29,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(96 + token) for token in token_ids if token != END)
 
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        return [ord(letter) - 96 for message in messages for letter in str(message.content)]
+
     def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
         return [ord(letter) - 96 for message in new for letter in str(message.content)]
 
@@ -54,6 +57,8 @@ def step(text: str, uid: str) -> Observation | Failure:
     """An environment that goes on after responses of an even length, and breaks on some."""
     if text.endswith("ab") or uid == "0:1:2":
         return Failure("environment", f"broke on {text}")
+    if len(text) == 4:  # which lets go of all that was said
+        return Observation(done=False, messages=(Message("user", f"uvw{text[0]}"),), context="replace", max_tokens=3)
     if len(text) % 2:
         return Observation(done=True, reward=len(text) / 8, fields={"length": len(text)})
     return Observation(done=False, messages=(Message("tool", "xyz"),), reward=0.5)

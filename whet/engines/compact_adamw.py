@@ -128,7 +128,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 class Part(NamedTuple):
-    """What a rank has of a weight: consecutive rows, and of each a stretch."""
+    """A rank's part of a weight: consecutive rows, and a stretch of each."""
 
     own: torch.Tensor
     first_row: int
@@ -137,7 +137,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Part:
-        """Of a sharded weight this rank's, of any other all."""
+        """Returns this rank's part of a sharded weight, or the whole of any other."""
         columns = math.prod(weight.shape[1:]) if weight.dim() > 1 else weight.numel()
         if not isinstance(weight, DTensor):
             return cls(weight.detach(), 0, 0, columns)
@@ -150,7 +150,7 @@ class Part(NamedTuple):
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a weight."""
+    """Returns this rank's part of a weight."""
     return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
@@ -214,7 +214,7 @@ def chunks(rows: torch.Tensor) -> Iterator[slice]:
 
 
 class Codec(Protocol):
-    """How the moments of one parameter are kept."""
+    """Keeps the moments of one parameter."""
 
     def start(self, state: State, own: torch.Tensor) -> None:
         """Puts moments of 0 into `state`, for a weight or a rank's part of it."""

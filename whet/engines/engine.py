@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all training engines share: begin, schedule and finish of an update. Where weights and gradients lie is each
-one's own."""
+"""The base of training engines: begin, schedule and finish of an update. Each engine places weights and gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class Engine(ABC):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """How a model is spread over so many processes: here a whole one in each."""
+        """Returns how a model is spread over processes: here each has a whole one."""
         return Spread()
 
     def whole_module(self) -> PreTrainedModel | None:
@@ -75,17 +74,17 @@ class Engine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch this rank is given."""
+        """Number of the batch's shard that this rank reads."""
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """Shards that a batch is split into."""
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
     @property
     def is_reporting(self) -> bool:
-        """Whether results come from this rank."""
+        """True where results come from this rank."""
         return True
 
     @torch.no_grad()
@@ -106,8 +105,10 @@ class Engine(ABC):
         return outputs
 
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`; none where no token counts, as `empty_updates` then says, and
-        none where loss or gradient is not finite, as `skipped_updates` does (of the run), and `skipped_in_a_row`."""
+        """Takes one optimizer step on the mini-batch `batch`.
+
+        Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
+        (`skipped_updates` of the run, `skipped_in_a_row`)."""
         columns = _columns(batch)
         counts = self.begin(columns, objective)
         metrics = Metrics()
@@ -175,7 +176,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        """Whether all numbers are finite that this rank has of the trained weights."""
+        """Tells whether this rank's part of the trained weights is finite."""
         parts = [own_part(weight) for weight in self.model.parameters() if weight.requires_grad]
         return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts if part.numel())
 
@@ -324,8 +325,8 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
 
 
 def _rows(columns: Columns, rows: list[int]) -> Columns:
-    """These rows of all columns; no copy where they are all of them in order. Without rows a pass that counts for
-    nothing."""
+    """Returns these rows of all columns, without a copy where they are all rows in order; without rows, a pass that
+    counts for nothing."""
     if not rows:
         return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):
@@ -334,7 +335,7 @@ def _rows(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _idle(columns: Columns) -> Columns:
-    """One row of two tokens, for a pass beside ranks that still have rows."""
+    """Returns a row of two tokens, for a pass beside ranks that still have rows."""
     positions = columns["position_ids"]
     two = torch.arange(2, device=positions.device)
     return {

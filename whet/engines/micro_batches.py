@@ -54,7 +54,7 @@ def micro_batches(
 
 
 def _tokens(rows: list[int], lengths: Sequence[int], shared: Sequence[tuple[int, int]], read: set[int]) -> int:
-    """What `rows` add to a micro-batch in which the prompts `read` are."""
+    """Returns the tokens that `rows` add to a micro-batch that has the prompts `read`."""
     prompts = dict(shared[row] for row in rows if lengths[row])
     answers = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
     return answers + sum(length for prompt, length in prompts.items() if prompt not in read)

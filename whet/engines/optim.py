@@ -57,7 +57,7 @@ def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float
 
 
 class Optimizer(Protocol):
-    """What the engine asks of an optimizer."""
+    """An optimizer, as an engine uses it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> O
 
 
 def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Those of torch's kind that it is made of."""
+    """Returns the torch optimizers that it is made of."""
     if isinstance(optimizer, Together):
         return optimizer.optimizers
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -146,7 +146,7 @@ class Together:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all of them, in order."""
+        """Parameter groups of all optimizers, in order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,7 +160,7 @@ class Together:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Each one's state, by its place."""
+        """Returns the state of each optimizer, by its place."""
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loop asks of a training engine, and what an engine asks of an algorithm."""
+"""The contracts of a training engine with the loop, and of an algorithm with an engine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Columns = Mapping[str, Any]
 
 
 class Spread(NamedTuple):
-    """Where weights, gradients and optimizer state lie."""
+    """The place of weights, gradients and optimizer state."""
 
     shards: int = 1  # equal parts, one in a process; beyond them are copies
     on_host: bool = False  # always, and not on the accelerator that computes
 
 
 class Objective(Protocol):
-    """What the algorithm is to an engine; it never sees logits, and the engine never sees an algorithm."""
+    """The algorithm, as an engine sees it: it never sees logits, and the engine never sees an algorithm."""
 
     @property
     def name(self) -> str:
-        """What its metrics are grouped under: actor, critic, sft."""
+        """Area of its metrics: actor, critic, sft."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Objective(Protocol):
 
     @property
     def temperature(self) -> float:
-        """Of the distribution that log_probs and entropy are of."""
+        """Temperature of the distribution behind log_probs and entropy."""
         ...
 
     @property
@@ -49,11 +49,11 @@ class Objective(Protocol):
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """What losses are divided by. The engine sums it over the whole mini-batch, all ranks included."""
+        """Returns the divisors of losses. The engine sums them over the whole mini-batch, all ranks included."""
         ...
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """One micro-batch's share of the loss: the shares of any split sum to the mini-batch's loss."""
+        """Returns a micro-batch's share of the loss: the shares of any split sum to the mini-batch's loss."""
         ...
 
 
@@ -62,17 +62,17 @@ class TrainEngine(Protocol):
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch this rank is given; ranks that share a row's tokens or heads have the same."""
+        """Number of the batch's shard that this rank reads; equal on ranks that share a row's tokens or heads."""
         ...
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """Shards that a batch is split into."""
         ...
 
     @property
     def is_reporting(self) -> bool:
-        """Whether results come from this rank: one of those with the same `dp_rank`."""
+        """True on one of the ranks with the same `dp_rank`: results come from it."""
         ...
 
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ class TrainEngine(Protocol):
         ...
 
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`."""
+        """Takes one optimizer step on the mini-batch `batch`."""
         ...
 
     def whole_module(self) -> PreTrainedModel | None:
@@ -92,7 +92,7 @@ class TrainEngine(Protocol):
         ...
 
     def has_finite_weights(self) -> bool:
-        """Whether all numbers are finite that this rank has of the trained weights."""
+        """Tells whether this rank's part of the trained weights is finite."""
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training engine is built from: a model, what is trained of it, and how."""
+"""The settings that a training engine is built from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineSettings(Protocol):
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """One model that is trained, or only read. It travels to where its engine is built."""
+    """A model that is trained, or only read. The settings travel to the process that builds its engine."""
 
     model_path: str
     engine: EngineSettings
@@ -59,7 +59,7 @@ class RoleSettings:
 
     @property
     def forward(self) -> ForwardSettings:
-        """How its forward passes are computed."""
+        """Settings of its forward passes."""
         return ForwardSettings(
             packing=self.engine.packing is not False,
             share_prompts=self.engine.share_prompts,

@@ -65,7 +65,7 @@ class SingleEngine(Engine):
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """One file, by the first rank."""
+        """Writes one file, on the first rank."""
         if self.dp_rank == 0:
             serialization.save(path, {**self.state(), "start": start})
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from whet.types import FinishReason, Message, Prompt
+from whet.types import FinishReason, Media, Message, Prompt
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Observation:
     reward: float = 0.0  # paid for the response just given; the episode's score by the reward function comes on top
     fields: Mapping[str, Any] = field(default_factory=dict)  # kept with the trajectory: columns by name
     truncated: bool = False  # a limit of the environment ended the episode, not the task
-    media: tuple[Any, ...] = ()  # in the order of their placeholders in the messages
+    media: tuple[Media, ...] = ()  # in the order of their placeholders in the messages
     context: Literal["append", "replace"] = "append"  # whether the messages follow all that was said, or replace it
     state_key: str | None = None  # equal for equal states, for estimators that compare steps
     max_tokens: int | None = None  # of the next response
@@ -86,6 +86,8 @@ def read_observation(raw: object) -> Observation:
             raise TypeError(
                 f"Observation.messages[{place}].content is {_show(message.content)}; expected text or a list"
             )
+    if not isinstance(raw.media, tuple | list) or not all(isinstance(each, Media) for each in raw.media):
+        raise TypeError(f"Observation.media is {_show(raw.media)}; expected a tuple of Media")
     if not isinstance(raw.fields, Mapping) or not all(isinstance(name, str) for name in raw.fields):
         raise TypeError(f"Observation.fields is {_show(raw.fields)}; expected a dict with names as keys")
     if raw.context not in ("append", "replace"):

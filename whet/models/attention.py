@@ -24,7 +24,7 @@ SHORT = 8
 
 
 class PagedContext(Protocol):
-    """What a rollout engine passes as `paged=`."""
+    """The argument `paged=` that a rollout engine passes."""
 
     def attend(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a model folder, looked at before it is loaded: adapters over a base, and the weight files."""
+"""The contents of a model folder, checked before it is loaded: adapters over a base, and weight files."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WIDTH = 8  # of the copies that are compared
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The layer down(silu(gate(x)) * up(x))."""
 
     def __init__(self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def _same(module: nn.Module) -> bool:
-    """Whether module and counterpart, made small and of random weights, give the same for a few random rows."""
+    """Tells whether module and counterpart, small and with random weights, agree on a few random rows."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = copy.copy(module)

@@ -47,6 +47,11 @@ logger = logging.getLogger(__name__)
 
 Arch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
 
+# ChatML. It only ever appends: no turn is rendered differently because of what follows it, so that sampled tokens can
+# stay as they are over many turns. Tool results are given in a user turn, as Qwen's templates do.
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt").read_text(encoding="utf-8")
+
 END_OF_TEXT, END_OF_TURN, START_OF_TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 _TEMPLATE_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _ROWS_MULTIPLE = 8  # embedding rows a matrix multiplication likes
@@ -165,29 +170,29 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
         "dtype": "float32",
         **options,
     }
-    # What tells one architecture from another is kept: windows, caps, norms, fused and partly rotated projections.
     head: dict[str, Any] = {"head_dim": shape.head_dim}
-    if arch == "qwen2.5":
-        return Qwen2ForCausalLM(Qwen2Config(**options))
-    if arch == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**head, **options))
-    if arch == "qwen3_moe":
-        options |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **head, **options))
-    if arch == "llama":
-        return LlamaForCausalLM(LlamaConfig(**head, bos_token_id=None, **options))
-    if arch == "mistral":
-        return MistralForCausalLM(MistralConfig(sliding_window=4096, **head, bos_token_id=None, **options))
-    if arch == "phi":
-        options["rope_parameters"] = {**rope, "partial_rotary_factor": 0.75}
-        return Phi3ForCausalLM(Phi3Config(bos_token_id=None, **options))
-    head["query_pre_attn_scalar"] = shape.head_dim
-    head["bos_token_id"] = None
-    head["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(shape.num_layers)]
-    if arch == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(sliding_window=4096, **head, **options))
-    options["rope_parameters"] = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
-    return Gemma3ForCausalLM(Gemma3TextConfig(sliding_window=1024, **head, **options))
+    no_bos: dict[str, Any] = {"bos_token_id": None}
+    gemma = {
+        **head,
+        **no_bos,
+        "query_pre_attn_scalar": shape.head_dim,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(shape.num_layers)],
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
+    two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
+    # What tells one architecture from another is kept: windows, caps, norms, fused and partly rotated projections.
+    classes: dict[Arch, tuple[Any, Any, dict[str, Any]]] = {
+        "qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {}),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config, head),
+        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**head, **experts, "norm_topk_prob": True}),
+        "llama": (LlamaForCausalLM, LlamaConfig, {**head, **no_bos}),
+        "mistral": (MistralForCausalLM, MistralConfig, {**head, **no_bos, "sliding_window": 4096}),
+        "phi": (Phi3ForCausalLM, Phi3Config, {**no_bos, "rope_parameters": {**rope, "partial_rotary_factor": 0.75}}),
+        "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**gemma, "sliding_window": 4096}),
+        "gemma": (Gemma3ForCausalLM, Gemma3TextConfig, {**gemma, "sliding_window": 1024, "rope_parameters": two_ropes}),
+    }
+    model, config, own = classes[arch]
+    return cast(PreTrainedModel, model(config(**{**options, **own})))
 
 
 def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -226,93 +231,3 @@ def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) 
         pad_token=END_OF_TEXT,
         extra_special_tokens=[START_OF_TURN],
     )
-
-
-# ChatML. It only ever appends: no turn is rendered differently because of what follows it, so that sampled tokens can
-# stay as they are over many turns. Tool results are given in a user turn, as Qwen's templates do.
-CHAT_TEMPLATE = """\
-{%- macro text(content) -%}
-    {%- if content is string %}{{- content }}
-    {%- else %}
-        {%- for part in content %}
-            {%- if part.type != 'text' %}{{- raise_exception('this model reads text only') }}{%- endif %}
-            {{- part.text }}
-        {%- endfor %}
-    {%- endif %}
-{%- endmacro -%}
-{%- set has_system = messages and messages[0].role == 'system' -%}
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if has_system %}{{- text(messages[0].content) + '\\n\\n' }}{%- endif %}
-    {{- 'You can call these functions:\\n<tools>\\n' }}
-    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
-    {{- '</tools>\\nA call looks like this:\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call>' }}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + text(message.content) + '\\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- elif message.role in ['system', 'user', 'assistant'] %}
-        {%- if not (tools and has_system and loop.first) %}
-            {{- '<|im_start|>' + message.role + '\\n' + text(message.content or '') }}
-            {%- for call in message.tool_calls or [] %}
-                {%- set function = call.function or call %}
-                {{- '\\n' if message.content or not loop.first }}
-                {{- '<tool_call>\\n{"name": ' + function.name | tojson }}
-                {%- set arguments = function.arguments %}
-                {{- ', "arguments": ' + (arguments if arguments is string else arguments | tojson) }}
-                {{- '}\\n</tool_call>' }}
-            {%- endfor %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- else %}
-        {{- raise_exception('unknown role ' + message.role) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
-SAMPLE_TEXT = """\
-You are a helpful assistant. Think step by step, then give the final answer after ####.
-A farmer has 12 hens and each hen lays 5 eggs in a week. How many eggs does he collect in 3 weeks?
-Every week there are 12 * 5 = 60 eggs. In 3 weeks he collects 60 * 3 = 180 eggs.
-#### 180
-Maria buys 4 pencils for $0.75 each and a notebook for $2.50. How much does she spend altogether?
-The pencils cost 4 * 0.75 = $3.00. With the notebook, she spends 3.00 + 2.50 = $5.50 altogether.
-#### 5.5
-A train leaves the station at 9:15 and travels 180 miles at 60 miles per hour. When does it arrive?
-The trip takes 180 / 60 = 3 hours, so it arrives at 12:15.
-There were 96 students in the school. Half of them walk, a third take the bus, and the rest ride their bikes.
-Walking: 96 / 2 = 48. Bus: 96 / 3 = 32. Bikes: 96 - 48 - 32 = 16. The answer is 16.
-If John is twice as old as his sister and together they are 27 years old, then she is 27 / 3 = 9 and he is 18.
-What is the value of x if 3x + 7 = 22? First subtract 7 from both sides: 3x = 15. Then divide by 3: x = 5.
-Let f(x) = x^2 - 4x + 4 = (x - 2)^2. It is zero only at x = 2, and f(0) = 4, so the smallest value is 0.
-The area of a rectangle with sides 8 and 6 is 8 * 6 = 48; its perimeter is 2 * (8 + 6) = 28.
-The sum of the first 10 numbers is 10 * 11 / 2 = 55, which means that their average is 5.5.
-A shop sold 25% of its 340 apples on Monday and 20 more on Tuesday: 340 * 0.25 + 20 = 105 apples were sold.
-Therefore, the final answer is \\boxed{105}. Let us check: 340 - 105 = 235 apples are left.
-Solve for y: \\frac{y}{4} = 9, so y = 9 \\times 4 = 36. We know that \\sqrt{36} = 6 and 6 \\cdot 6 = 36.
-12 + 34 = 46, 99 - 57 = 42, 23 * 3 = 69, 84 / 7 = 12, 1,000 + 250 = 1,250, -8 + 3 = -5, 0.5 + 0.25 = 0.75.
-Because there are 60 minutes in an hour and 24 hours in a day, one day has 24 * 60 = 1440 minutes.
-Which of the following is correct? (A) 7 (B) 11 (C) 13 (D) 17. The correct choice is (B), since 5 + 6 = 11.
-"I don't think that's right," said Anna. "We'll need at least two more; they're too small, aren't they?"
-The quick brown fox jumps over the lazy dog while the children watch from behind the old wooden fence.
-def add(a, b):
-    return a + b
-
-for i in range(10):
-    if i % 2 == 0:
-        print(i, add(i, 1))
-<tool_call>
-{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}
-</tool_call>
-<tool_response>
-84
-</tool_response>
-<think>
-First, find how many there were before. Next, add what was given and take away what was lost.
-</think>
-So the total number of books that remain on the shelf is 31. Thank you for your question!
-"""

@@ -102,7 +102,7 @@ def load_value_model(path: str | Path, **options: Any) -> ValueModel:
 
 
 def outline(path: str | Path, *, is_value_model: bool = False, trust_remote_code: bool = False) -> TrainedModel:
-    """What `load_policy` or `load_value_model` gives, from the config alone. To be called under
+    """Returns the module of `load_policy` or `load_value_model` from the config alone. To be called under
     `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     with reading(path, "is not the config of a causal language model"):

@@ -9,14 +9,14 @@ import torch
 
 
 class LogitForm(NamedTuple):
-    """How a model's logits follow from z = hidden weight^T + bias: scale z, or cap tanh(scale z / cap)."""
+    """The form of a model's logits with z = hidden weight^T + bias: scale z, or cap tanh(scale z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> LogitForm:
-        """As the text config of a model says: Cohere and Granite scale, Gemma caps."""
+        """Reads the form from a model's text config: Cohere and Granite scale, Gemma caps."""
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
@@ -32,7 +32,7 @@ class LogitForm(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """One number for each of N tokens. What was not asked for is None."""
+    """Numbers [N] of tokens. A field that was not asked for is None."""
 
     log_probs: torch.Tensor  # [N] log_softmax(logits / temperature) at the target
     entropy: torch.Tensor | None  # [N] of softmax(logits / temperature)

@@ -133,7 +133,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights under their Hugging Face names, tied ones once, adapters added in."""
+    """Yields all weights under their Hugging Face names, tied ones once, adapters added in."""
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")

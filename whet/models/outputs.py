@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says of the sampled tokens of a batch, by name: the outputs that objectives and columns may need."""
+"""The outputs of a model for the sampled tokens of a batch, by name: objectives and columns ask for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whet.models.value_head import ValueModel
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """How a forward pass is computed; none of it changes what is computed beyond rounding."""
+    """Settings of a forward pass; they change its numbers by no more than rounding."""
 
     packing: bool = True
     share_prompts: bool = True  # rows with the same prompt read it once, where they are packed

@@ -64,7 +64,7 @@ class Bunch(Grid):
     has_gaps: bool  # whether some prefix is shorter
 
     def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
-        """Each own token's slot in the grid of keys, or of queries, and the width of that grid."""
+        """Returns each own token's slot in the grid of keys, or of queries, and the width of that grid."""
         if not with_prompts:
             return self.slots, self.width
         return self.slots + (self.slots // self.width + 1) * self.prefix_width, self.prefix_width + self.width
@@ -233,8 +233,8 @@ def rounded(count: int, step: int) -> int:
 
 
 class Spread(torch.autograd.Function):
-    """Each bunch's tokens to its grid, with the prompts that they share or without. One function for all bunches, so
-    that the gradient is one tensor and not a sum."""
+    """Copies the tokens of each bunch into its grid, with shared prompts or without. A single function does it for all
+    bunches, so that the gradient is one tensor and not a sum."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]

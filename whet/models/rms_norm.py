@@ -56,7 +56,7 @@ def reference(
 def gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of x and of the weight, where `scale` is what `normalise` gave.
+    """Returns the gradients of x and of the weight; `scale` comes from `normalise`.
 
     With u = x scale and g = grad weight: d x = scale (g - u mean(g u)), d weight = sum of grad u over rows.
     """

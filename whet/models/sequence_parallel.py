@@ -20,18 +20,18 @@ SEEN = {"full_attention", "sliding_attention"}  # layers in which attention alon
 
 @dataclass(frozen=True)
 class TokenShare:
-    """This rank's part of the tokens: they go to the ranks of `group` in order and in equal parts."""
+    """The part of the tokens that this rank has: ranks of `group` have equal parts, in order."""
 
     group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
-        """How many ranks share the tokens."""
+        """Ranks that share the tokens."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Which part is this rank's."""
+        """Number of this rank's part."""
         return dist.get_rank(self.group)
 
     def padded(self, count: int) -> int:

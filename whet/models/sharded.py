@@ -28,8 +28,8 @@ from whet.models.value_head import TrainedModel, ValueModel
 def empty_model(
     path: str | Path, device: torch.device, *, is_value_model: bool = False, trust_remote_code: bool = False
 ) -> TrainedModel:
-    """What `load_policy` or `load_value_model` gives, without weights (they are on the meta device) and with all else,
-    such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
+    """Returns the module of `load_policy` or `load_value_model` without weights (they stay on `meta`), and with
+    all else, such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
         model = outline(path, is_value_model=is_value_model, trust_remote_code=trust_remote_code)
     for weight in model.parameters():
@@ -107,7 +107,7 @@ def _give(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
-    """Each weight of the folder by name, to be read when it is indexed."""
+    """Returns the weights of the folder by name; each is read when it is indexed."""
     for path in weight_files(folder, allow_pickle=allow_pickle):
         if path.suffix != ".safetensors":
             yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers are sampled."""
+"""Sampling of responses."""

@@ -18,7 +18,7 @@ NOT_SAMPLED = -1  # turn id of text that the policy did not write
 
 @dataclass
 class Row:
-    """One append-only token sequence: a prompt, then sampled and read tokens in turn."""
+    """An append-only token sequence: a prompt, then sampled and read tokens in turn."""
 
     prompt_ids: tuple[int, ...]
     response_ids: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
-    """One row for each append-only token sequence of each trajectory, groups together, in order.
+    """Returns a row for each append-only token sequence of each trajectory, groups together, in order.
 
     `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
     A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
@@ -115,7 +115,7 @@ def with_scores(
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
-    """All rows, and the trajectory of each."""
+    """Returns all rows, and the trajectory of each."""
     rows: list[Row] = []
     owners: list[Trajectory] = []
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
@@ -131,7 +131,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
 def _with_scores(
     batch: DataProto, rows: Sequence[Row], owners: Sequence[Trajectory], columns: Sequence[str]
 ) -> DataProto:
-    """The columns that follow from what answers were paid, or from their failure."""
+    """Adds the columns that follow from rewards and failures."""
     part_names = sorted({name for trajectory in owners for name in trajectory.parts})
     paid = {
         "response_mask": _pad([row.mask for row in rows], 0, torch.int64),
@@ -146,7 +146,7 @@ def _with_scores(
 
 
 def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """What is said of tokens: [B, P], [B, R] and [B, L]."""
+    """Returns the columns of tokens: [B, P], [B, R] and [B, L]."""
     prompts, prompt_mask = _pad_left([row.prompt_ids for row in rows], pad_token_id)
     responses = _pad([row.response_ids for row in rows], pad_token_id, torch.int64)
     real = _pad([[1] * len(row.response_ids) for row in rows], 0, torch.int64)
@@ -164,7 +164,7 @@ def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Te
 
 
 def _owner_columns(owners: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """What is said of the trajectory that each row belongs to   [B]."""
+    """Returns the columns of trajectories   [B]."""
     return {
         "uid": _numbered([t.prompt.uid for t in owners]),
         "trajectory_uid": _numbered([t.uid for t in owners]),

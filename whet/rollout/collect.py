@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, check_message, encode_continuation, encode_rendered
+from whet.data.chat import as_text, check_message, encode_continuation, encode_rendered, encode_texts, render_chat
 from whet.environments.host import Deadlines, open_host
 from whet.environments.protocol import Observation
 from whet.errors import DataError
@@ -37,6 +37,15 @@ class TemplateCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, special tokens left out."""
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
+        if self.apply_chat_template:
+            options = self.chat_template_kwargs
+            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
+            return encode_rendered(self.tokenizer, [text])[0]
+        text = "".join(str(message.content) for message in messages)
+        return encode_texts(self.tokenizer, [text], add_special_tokens=True)[0]
 
     def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
         """The ids between a sampled turn and the next.  Raises: DataError."""

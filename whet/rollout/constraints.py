@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to logits before a token is drawn: allowed tokens, bad words, then penalties, in vLLM's order."""
+"""Changes of logits before a token is drawn: allowed tokens, bad words, then penalties, in vLLM's order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ class Constraints:
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens, at the start of a text and after a space.  Raises: DataError for a word that has none."""
+    """Returns each word as tokens, at the start of a text and after a space.
+
+    Raises: DataError for a word that has none."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ") or word

@@ -24,6 +24,10 @@ class Codec(Protocol):
         """The text of a response, special tokens left out."""
         ...
 
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
+        ...
+
     def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
         """The ids between a sampled turn and the next: the end of the turn, the new messages, the generation prompt.
 
@@ -97,16 +101,19 @@ class Episode:
     sample: int
     rules: Rules
     seed: int = 0  # of the environment, equal for the samples of a prompt
-    context_ids: tuple[int, ...] = ()
     turns: list[Turn] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)  # all that were exchanged after the prompt
     fields: dict[str, Any] = field(default_factory=dict)
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _attempt: int = 0
+    _turn_limit: int | None = None  # tokens that the environment allows the next response
 
     def __post_init__(self) -> None:
         self.uid = f"{self.prompt.uid}:{self.sample}"  # names the trajectory in the run
+        # The model reads a context: a conversation, its ids (the first `_row_start` of which are no response), media.
+        self.context_ids, self._row_start = self.prompt.token_ids, len(self.prompt.token_ids)
+        self._conversation, self._media = list(self.prompt.messages), self.prompt.media
 
     def start(self) -> list[Command]:
         """Begins."""
@@ -117,18 +124,16 @@ class Episode:
         if self.over:
             return []
         self.fields.update(observation.fields)
-        if not self.turns:
-            self.context_ids = self.prompt.token_ids
-        else:
+        is_done = observation.done or observation.truncated
+        if self.turns:
             last = self.turns[-1]
             if observation.reward:
                 last = self.turns[-1] = replace(last, reward=observation.reward)
-            if observation.done or last.finish_reason == "length":
+            if is_done or (last.finish_reason == "length" and self._turn_limit is None):
                 return self._end()
-            before = [*self.prompt.messages, *self.messages[:-1]]
-            self.messages += observation.messages
-            read = self.rules.codec.continuation(before, observation.messages, last)
-            self.context_ids = last.context_ids + last.token_ids + tuple(read)
+        elif is_done:
+            return self._end(Failure("environment", "reset ended the episode before its first response"))
+        self._read(observation)
         if len(self.turns) == self.rules.max_turns or self._left < 1:
             return self._end()
         return [Sample(self.uid, self._request())]
@@ -154,29 +159,47 @@ class Episode:
                 preemptions=whole.preemptions,
             )
         )
-        self.messages.append(Message("assistant", text))
+        said = Message("assistant", text)
+        self.messages.append(said)
+        self._conversation.append(said)
         return [Step(self.uid, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
 
     def on_failure(self, failure: Failure) -> list[Command]:
         """Ends the episode with a failure of its environment or of the engine."""
         return [] if self.over else self._end(failure)
 
+    def _read(self, observation: Observation) -> None:
+        """Puts an observation into the context, behind it or in its place."""
+        codec, new = self.rules.codec, observation.messages
+        self.messages += new
+        self._turn_limit = observation.max_tokens
+        is_replaced = observation.context == "replace"
+        if self.turns and not is_replaced:
+            last, before = self.turns[-1], self._conversation[:-1]
+            self.context_ids = last.context_ids + last.token_ids + tuple(codec.continuation(before, new, last))
+        self._conversation = [*new] if is_replaced else [*self._conversation, *new]
+        self._media = observation.media if is_replaced else self._media + observation.media
+        if is_replaced or (new and not self.turns):
+            self.context_ids = tuple(codec.opening(self._conversation))
+            self._row_start = len(self.context_ids)
+
     @property
     def _left(self) -> int:
         """Tokens that the response may still have."""
-        return self.rules.params.max_new_tokens - (len(self.context_ids) - len(self.prompt.token_ids))
+        return self.rules.params.max_new_tokens - (len(self.context_ids) - self._row_start)
 
     def _request(self) -> Request:
         rules, turn = self.rules, len(self.turns)
-        whole = self._left == rules.params.max_new_tokens
+        most = self._left if self._turn_limit is None else min(self._left, self._turn_limit)
+        whole = most == rules.params.max_new_tokens
         return Request(
             uid=f"{rules.purpose}:{rules.step}:{self.uid}:{turn}",
             prompt_ids=self.context_ids,
-            params=rules.params if whole else replace(rules.params, max_new_tokens=self._left),
+            params=rules.params if whole else replace(rules.params, max_new_tokens=most),
             key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
             attempt=self._attempt,
             sampled_ids=() if self._partial is None else self._partial.token_ids,
-            media=self.prompt.media,
+            media=self._media,
         )
 
     def _end(self, failure: Failure | None = None) -> list[Command]:

@@ -24,7 +24,7 @@ class Filter:
     max_refills: int = 4
 
     def keep(self, group: Group) -> bool:
-        """Whether a group is worth training on.  Raises: DataError for a metric that the reward does not report."""
+        """Tells whether a group is trained on.  Raises: DataError for a metric that the reward does not report."""
         values = [_metric(trajectory, self.metric) for trajectory in group.trajectories if not trajectory.failure]
         return self.keeps(values, **self.options)
 

@@ -98,7 +98,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """One tensor a layer, which grows by being copied."""
+        """Bytes of the cache: a tensor a layer, which grows by being copied."""
         rows, lengths = decoding.rows, decoding.lengths
         used = rows * (max(lengths.prompts) + lengths.response) * decoding.token_bytes
         used += used // decoding.layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine says of its memory before it exists."""
+"""The memory of a rollout engine, before it exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Lengths:
-    """What is known of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
+    """The lengths of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
     response; in supervised runs whole examples."""
 
     prompts: tuple[int, ...]

@@ -13,7 +13,7 @@ from whet.errors import EngineError, WeightSyncError
 
 
 class Policy:
-    """Nothing, another's module, or one of the engine's own, which it fills and may take off the device."""
+    """The module that is sampled from: none yet, another's, or the engine's own, which it fills and may offload."""
 
     def __init__(self) -> None:
         self.module: PreTrainedModel | None = None

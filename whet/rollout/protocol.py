@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them.
+    """A response to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them.
 
     `sampled_ids` are tokens of the response that an earlier attempt sampled. Draws, penalties, stops and
     `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt.
@@ -128,7 +128,7 @@ class Status:
 
 
 class RolloutEngine(Protocol):
-    """One replica that samples from a policy whose weights come from outside."""
+    """A replica that samples from a policy whose weights come from outside."""
 
     def submit(self, request: Request) -> bool:
         """Takes a request without waiting; False when the engine is full. A request that is there already, by uid and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a rollout as one engine: each takes the next requests as it has room, and none waits for another.
+"""The ranks of a rollout as one engine: each takes the next requests as it has room, and none waits for another.
 
 The choice of a rank changes no token: random draws are keyed by request and position, and a request gives the same
 tokens in any company.

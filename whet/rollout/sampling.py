@@ -76,7 +76,7 @@ class SamplingState:
         )
 
     def joined(self, other: SamplingState, of_all: Callable[[], SamplingState]) -> SamplingState:
-        """These rows, then the others. With constraints, whose tables must be made anew, it is `of_all()`."""
+        """Returns these rows, then the others. With constraints, whose tables must be made anew, it is `of_all()`."""
         if self.constraints is not None or other.constraints is not None:
             return of_all()
         most = max(self.stop_ids.shape[1], other.stop_ids.shape[1])

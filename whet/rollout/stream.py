@@ -29,48 +29,48 @@ T = TypeVar("T")
 
 
 class Outcomes(Protocol):
-    """Judgements to come."""
+    """Outcomes of reward functions to come."""
 
     def result(self) -> list[Outcome]:
-        """One for each item, in order; waits for them."""
+        """Returns an outcome for each item, in order; waits for them."""
         ...
 
 
 class Scorer(Protocol):
-    """What judges answers: a pool of reward processes."""
+    """A pool of reward processes, or another that scores responses."""
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
-        """Begins to judge, and returns at once."""
+        """Begins to score, and returns at once."""
         ...
 
     def close(self) -> None:
-        """Ends what judges."""
+        """Ends its processes."""
         ...
 
 
 class PromptSource(Protocol):
-    """Where prompts come from: the data loader."""
+    """The data loader, or another source of prompts."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Is shown how they were answered, those too that a filter drops."""
+        """Reads all groups that were sampled, with those that a filter drops."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Where the next `take` starts."""
+        """Returns the place where the next `take` starts."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from that place."""
         ...
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What `take` hands out, and what it has to say about it."""
+    """The groups that `take` hands out, and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -79,7 +79,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Sampled(Generic[T]):
-    """Sampled answers that may still be judged."""
+    """Sampled trajectories whose scores may still come."""
 
     groups: list[Group]  # without rewards, unless they are known
     result: Callable[[], T]  # the same answers judged; waits for that; to be called once
@@ -121,7 +121,7 @@ class Rollouts:
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
-        """`take` up to where all answers are sampled. A filter reads their scores, and has them waited for here."""
+        """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
         if self.prompts is None:
             raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
         metrics, prompts, params = Metrics(), self.prompts, self.params_at(step)
@@ -154,7 +154,7 @@ class Rollouts:
             self.scorer.close()
 
     def params_at(self, step: int) -> SamplingParams:
-        """How a step samples: within the length of its stage."""
+        """Returns the sampling parameters of a step, within the length of its stage."""
         begun = [start for start in self.length_stages if start <= step]
         if not begun:
             return self.params
@@ -210,11 +210,11 @@ class Rollouts:
         return Sampled(groups_of(trajectories), result)
 
     def state(self) -> Mapping[str, Any]:
-        """Where the next `take` starts."""
+        """Returns the place where the next `take` starts."""
         return {} if self.prompts is None else self.prompts.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from that place."""
         if self.prompts is not None:
             self.prompts.load_state(state)
 
@@ -273,7 +273,7 @@ class Rollouts:
 
 
 def _judged_all(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
-    """Each that has not failed with its outcome."""
+    """Returns the trajectories, with outcomes where they have not failed."""
     left = iter(outcomes)
     return [each if each.failure is not None else _judged(each, next(left)) for each in trajectories]
 

@@ -113,7 +113,7 @@ def _sharded(own: torch.Tensor, shape: torch.Size, weight: DTensor) -> DTensor:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong on the first rank where something did."""
+    """Returns the error of the first rank that failed."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {error}"

@@ -94,17 +94,17 @@ class FSDPEngine(Engine):
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch this rank is given."""
+        """Number of the batch's shard that this rank reads."""
         return self.ranks.dp_rank
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """Shards that a batch is split into."""
         return self.ranks.dp_size
 
     @property
     def is_reporting(self) -> bool:
-        """Whether results come from this rank."""
+        """True where results come from this rank."""
         return self.ranks.is_reporting
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class FSDPEngine(Engine):
                 module.reshard()
 
     def _states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What the optimizer keeps of each weight that it changes."""
+        """Returns the optimizer's state of each weight that it changes."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
@@ -171,7 +171,7 @@ class FSDPEngine(Engine):
         return self.ranks.rows_group
 
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
-        """As many on every rank: each pass gathers weights, which all take part in."""
+        """Returns as many passes on every rank: all ranks take part in gathering weights."""
         split = self._split(columns, block)
         most = torch.tensor(len(split))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
@@ -182,7 +182,7 @@ class FSDPEngine(Engine):
         return outputs
 
     def _keep_gradients(self) -> None:
-        """In float32, to which those of later passes are added, where weights are not."""
+        """Keeps gradients in float32, where weights are narrower, for later passes to be added."""
         if self._sums_wide:
             for weight in self._trained():
                 if weight.grad is not None and weight.grad.dtype != torch.float32:

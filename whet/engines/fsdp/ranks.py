@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of a role holds which shard of the weights, and which rows it reads."""
+"""The arrangement of a role's ranks: their shards of the weights and of the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """Which rows this rank reads."""
+        """Number of the rows' shard that this rank reads."""
         return dist.get_rank(self.group) // self.inner
 
     @property
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether this is the first of the inner ranks."""
+        """True on the first of the inner ranks."""
         return dist.get_rank(self.group) % self.inner == 0
 
 
@@ -81,7 +81,7 @@ def arrange(
 
 
 def divisors(number: int) -> list[int]:
-    """Rising."""
+    """Returns the divisors, rising."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

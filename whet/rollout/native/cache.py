@@ -57,19 +57,19 @@ class BlockCache:
         self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
 
     def take(self, count: int) -> list[int]:
-        """So many free blocks, lowest first, owned once."""
+        """Takes free blocks, lowest first, with one owner each."""
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._owners[block] = 1
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner for each block."""
+        """Adds an owner to each block."""
         for block in blocks:
             self._owners[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner less for each block."""
+        """Takes an owner from each block."""
         for block in reversed(blocks):
             self._owners[block] -= 1
             if self._owners[block] == 0:

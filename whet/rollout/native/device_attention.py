@@ -31,8 +31,8 @@ class BlockIndex:
     def of(
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
-        """From `paged_attention`'s arguments: `longest` is the number of tokens of the sequence that has most of them
-        in this batch, `context` the largest position + 1, `spare` a block that belongs to nobody."""
+        """Makes it from `paged_attention`'s arguments: `longest` is the number of tokens of the longest sequence here,
+        `context` the largest position + 1, `spare` a block that belongs to nobody."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()
         block = tables[row].gather(1, (positions // BLOCK_SIZE)[:, None]).squeeze(1)

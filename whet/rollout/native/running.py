@@ -19,7 +19,7 @@ from whet.types import FinishReason
 
 @dataclass
 class Columns:
-    """One number a running request   [n]"""
+    """Numbers of running requests   [n]"""
 
     tokens: torch.Tensor  # sampled last, to be fed next
     positions: torch.Tensor  # of that token in its sequence
@@ -36,7 +36,7 @@ class Columns:
         return cls(*(column.to(device) for column in columns))
 
     def joined(self, other: Columns) -> Columns:
-        """These rows, then the others."""
+        """Returns these rows, then the others."""
         return Columns(*(torch.cat(pair) for pair in zip(self._each(), other._each(), strict=True)))
 
     def only(self, kept: torch.Tensor) -> Columns:
