@@ -273,13 +273,11 @@ class DataProto:
         if mini_batch_size < 1:
             raise DataError(f"mini_batch_size={mini_batch_size}, expected at least 1 row")
         for epoch in range(epochs):
-            if seed is None:
-                yield from self.split(mini_batch_size)
-                continue
-            generator = torch.Generator().manual_seed(keyed.key(seed, "mini_batches", epoch))
-            order = torch.randperm(len(self), generator=generator)
-            for start in range(0, max(len(self), 1), mini_batch_size):
-                yield self[order[start : start + mini_batch_size]]
+            rows = self
+            if seed is not None:
+                generator = torch.Generator().manual_seed(keyed.key(seed, "mini_batches", epoch))
+                rows = self[torch.randperm(len(self), generator=generator)]
+            yield from rows.split(mini_batch_size)
 
     def pad_to_divisor(self, size_divisor: int) -> tuple[DataProto, int]:
         """(rows up to the next multiple of `size_divisor`, how many were added); `unpad` takes them off again.
@@ -367,14 +365,7 @@ class DataProto:
         return _assemble({name: change(column) for name, column in self.columns().items()}, self.meta_info, rows)
 
 
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """`data.pad_to_divisor(size_divisor)`."""
-    return data.pad_to_divisor(size_divisor)
-
-
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """`data.unpad(pad_size)`."""
-    return data.unpad(pad_size)
+pad_dataproto_to_divisor, unpad_dataproto = DataProto.pad_to_divisor, DataProto.unpad  # verl's functions
 
 
 def _from_parts(
