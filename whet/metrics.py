@@ -107,39 +107,34 @@ class Metrics:
 
 Watch = Callable[[str], AbstractContextManager[None]]
 Counter = Callable[[int, int, str], None]
-_watches: dict[int, list[Watch]] = {}  # by thread
-_counters: dict[int, list[Counter]] = {}
+_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Lets whoever watches this thread know that the block is a phase of the run; records nothing."""
+    """Tells the watchers of this thread that the block is a phase of the run; records nothing."""
     with ExitStack() as watched:
-        for watch in _watches.get(threading.get_ident(), ()):
+        for watch, _ in _watchers.get(threading.get_ident(), ()):
             watched.enter_context(watch(name))
         yield
 
 
 def counted(done: int, total: int, note: str = "") -> None:
-    """Lets whoever watches this thread know how much of the present phase is done."""
-    for counter in _counters.get(threading.get_ident(), ()):
+    """Tells the watchers of this thread how much of the present phase is done."""
+    for _, counter in _watchers.get(threading.get_ident(), ()):
         counter(done, total, note)
 
 
 @contextmanager
 def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
-    """Opens `watch(name)` around every phase in this thread, each block that `Metrics.time` times among them, for as
-    long as this one lasts: whoever wants to know which phase a run is in needs no line in the loop. `counter` is called
-    with what `counted` is told."""
-    thread = threading.get_ident()
-    watches, counters = _watches.setdefault(thread, []), _counters.setdefault(thread, [])
-    watches.append(watch)
-    counters.append(counter)
+    """Opens `watch(name)` around every phase in this thread, such as the blocks of `Metrics.time`, for as long as this
+    block lasts, so that showing the phase of a run takes no line of the loop. `counter` gets what `counted` gets."""
+    watchers, own = _watchers.setdefault(threading.get_ident(), []), (watch, counter)
+    watchers.append(own)
     try:
         yield
     finally:
-        watches.remove(watch)
-        counters.remove(counter)
+        watchers.remove(own)
 
 
 @dataclass
