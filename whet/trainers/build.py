@@ -27,13 +27,7 @@ from whet.environments.host import Deadlines
 from whet.errors import ConfigError
 from whet.models.load import stop_token_ids
 from whet.planning.memory import Lengths, Setup
-from whet.registry import (
-    ADV_ESTIMATORS,
-    FILTERS,
-    REWARDS,
-    VALUE_LOSSES,
-    load_target,
-)
+from whet.registry import FILTERS, REWARDS, VALUE_LOSSES, load_target
 from whet.rewards.pool import RewardPool
 from whet.rewards.weighted import WeightedRewards
 from whet.rollout.collect import Collector
@@ -121,8 +115,8 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    others = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = tokenizer_of(config, *others)
+    read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
+    tokenizer = tokenizer_of(config, *read)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
@@ -140,7 +134,6 @@ def build(
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         dtype = config.rollout.dtype or config.model.dtype
-        algorithm = config.algorithm
         run = Run(
             config=config,
             opened=opened,
@@ -150,14 +143,12 @@ def build(
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
             rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, modes),
             columns=columns,
-            estimator=Chosen.of(
-                ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options"
-            ),
+            estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
             policy_objective=PolicyObjective.from_config(config),
             value_objective=ValueObjective.from_config(config) if "critic" in roles else None,
             shaper=Shaper(config),
-            entropy_controller=entropy_controller(algorithm),
+            entropy_controller=_entropy_controller(config.algorithm),
             val_prompts=val_prompts,
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
@@ -307,7 +298,7 @@ def _rollouts(
     )
 
 
-def entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
+def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
     """The weight of the entropy bonus from step to step."""
     entropy, coef = algorithm.entropy, algorithm.entropy_coef
     if entropy.target is None:

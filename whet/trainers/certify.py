@@ -179,7 +179,7 @@ class Step:
         return cls(
             world,
             config,
-            Chosen.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options"),
+            Chosen.estimator(algorithm),
             Correction.from_config(config),
             objective if mode is None else replace(objective, aggregation=mode),
         )

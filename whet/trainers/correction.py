@@ -16,10 +16,11 @@ import torch
 from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.correction import gap
+from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Chosen:
     def of(cls, registry: Registry, name: str, options: Mapping[str, Any], where: str) -> Chosen:
         """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
         return cls(registry[name], registry[name].resolve_options(options, where))
+
+    @classmethod
+    def estimator(cls, algorithm: AlgorithmConfig) -> Chosen:
+        """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
+        return cls.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
 
     def __call__(self, batch: DataProto) -> torch.Tensor:
         """The column that it makes of a batch."""

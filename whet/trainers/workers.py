@@ -28,19 +28,10 @@ from whet.weight_sync.buckets import Outlet, send
 from whet.weight_sync.routes import Ends, Site, Way, open_outlets
 
 
-class TrainWorker(Worker):
-    """A rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+class EngineWorker(Worker):
+    """A rank that calls a training engine."""
 
-    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
-        super().__init__(placement)
-        entry, key = ENGINES[settings.engine.name], "engine.options"
-        given = {"role": settings, "process_group": self.process_group, "device": self.device}
-        self.settings = settings
-        self.engine: TrainEngine = entry.make(given, entry.resolve_options(settings.engine.options, key))
-        self._outlets: dict[Way, Outlet] = {}
-        self.start: dict[str, Any] | None = None
-        if settings.lora is not None:
-            self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
+    engine: TrainEngine
 
     @property
     def dp_rank(self) -> int:
@@ -49,7 +40,7 @@ class TrainWorker(Worker):
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """The number of shards that a batch is split into."""
         return self.engine.dp_size
 
     @property
@@ -61,6 +52,21 @@ class TrainWorker(Worker):
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
         return self.engine.forward(batch, frozenset(needs), temperature)
+
+
+class TrainWorker(EngineWorker):
+    """A rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
+        super().__init__(placement)
+        entry, key = ENGINES[settings.engine.name], "engine.options"
+        given = {"role": settings, "process_group": self.process_group, "device": self.device}
+        self.settings = settings
+        self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
+        self._outlets: dict[Way, Outlet] = {}
+        self.start: dict[str, Any] | None = None
+        if settings.lora is not None:
+            self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
 
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
@@ -127,30 +133,17 @@ class TrainWorker(Worker):
             outlet.close()
 
 
-class AdapterOffWorker(Worker):
+class AdapterOffWorker(EngineWorker):
     """The reference where the actor trains an adapter: the actor's own module, with the adapter off."""
 
-    @property
-    def dp_rank(self) -> int:
-        """The actor's, whose module is read."""
-        return actor_beside(self).dp_rank
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self.engine = actor_beside(self).engine
 
-    @property
-    def dp_size(self) -> int:
-        """The actor's."""
-        return actor_beside(self).dp_size
-
-    @property
-    def is_reporting(self) -> bool:
-        """The actor's."""
-        return actor_beside(self).is_reporting
-
-    @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
-        engine = actor_beside(self).engine
-        with with_adapter(engine).adapter_off():
-            return engine.forward(batch, frozenset(needs), temperature)
+        with with_adapter(self.engine).adapter_off():
+            return super().forward(batch, needs, temperature)
 
 
 def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
