@@ -45,6 +45,10 @@ FOREIGN_COLUMNS = {
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 
 
+class Resolved(dict[str, Any]):
+    """Options of a function that are complete and checked: `call` does not check them at every micro-batch."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One registered function, known without importing it."""
@@ -79,7 +83,7 @@ class Entry:
         """What the function returns for those things in `supplied` that it names before its `*`, and for `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
-    def resolve_options(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
         """Defaults overlaid with `given`, what the caller supplies left out.  `where` is the config key for errors.
         Raises: ConfigError."""
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
@@ -92,7 +96,7 @@ class Entry:
         if missing:
             raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
         self.check(given, f"{where}.")
-        return options
+        return Resolved(options)
 
     def check(self, given: Mapping[str, Any], prefix: str) -> None:
         """Refuses values that options do not take; of two options that the mark `ordered` names the first has to be
@@ -227,7 +231,8 @@ def call(
     for name, value in named.items():
         if value is REQUIRED:
             _supplied(name, supplied, entry)
-    entry.check(options, f"{entry.kind} {entry.name!r}: ")
+    if options and not isinstance(options, Resolved):
+        entry.check(options, f"{entry.kind} {entry.name!r}: ")
     return entry.load()(*arguments, **named)
 
 
