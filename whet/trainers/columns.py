@@ -104,6 +104,8 @@ class ColumnPlan:
     def add(self, batch: DataProto, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> DataProto:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
+        if not self.providers:
+            return batch
         left = [column for column in self.providers if column.name not in batch]
         if is_scored:
             batch = self._without_failed(batch)

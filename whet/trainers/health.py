@@ -42,7 +42,7 @@ class Health:
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
         for name in WATCHED:
-            value, before = metrics.value(name), max(self._seen.get(name, [0.0]))
+            value, before = metrics.value(name), max(self._seen.get(name) or [0.0])
             if value is not None and self._is_jump(name, abs(value)):
                 rows = ", ".join(heaviest_rows(run, batch, name))
                 named = f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"

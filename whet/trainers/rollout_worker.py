@@ -92,7 +92,7 @@ class RolloutWorker(Worker):
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
         self._attached = (
             module is not None
-            and module.dtype == self.dtype == actor.settings.forward.dtype
+            and module.dtype == self.dtype == torch_dtype(actor.settings.dtype)
             and not adapted_layers(module)
         )
         if module is not None and self._attached:
