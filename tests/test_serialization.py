@@ -164,7 +164,7 @@ def test_a_reader_and_a_killed_writer_leave_no_half_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("tensor", [torch.tensor(3.5).expand(1), torch.arange(6.0).view(3, 2)[1:2, 1]])
 def test_one_element_with_a_stride_of_its_own_travels(tensor: torch.Tensor) -> None:
     buffers: list[pickle.PickleBuffer] = []
-    payload = pickle.dumps(serialization.out_of_band(tensor), protocol=5, buffer_callback=buffers.append)
+    payload = pickle.dumps(serialization.OutOfBand(tensor), protocol=5, buffer_callback=buffers.append)
     assert torch.equal(pickle.loads(payload, buffers=buffers), tensor)
 
 

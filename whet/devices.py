@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -43,3 +46,16 @@ def backends(device_type: str) -> str:
     """The collectives of a process group, by kind of device: gloo between hosts, and the accelerator's own."""
     own = dist.get_default_backend_for_device(device_type)
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
+
+
+def open_store(address: str, deadline_seconds: float) -> dist.TCPStore:
+    """The place where processes find each other: on this address alone, and on a port that nobody can take first."""
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=deadline_seconds),
+        master_listen_fd=listener.detach(),
+    )

@@ -6,23 +6,35 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Writes a file beside its name and renames it: `path` is the old file or the new one, never half of one.
+@contextmanager
+def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
+    """Gives the name of a new file beside `path`, which takes its place at the end of the block: `path` is the old file
+    or the new one, never half of one.
 
-    A link under either name is replaced, not followed. A lone surrogate, which UTF-8 has no bytes for, is written as
-    its escape in JSON. With `synced` the file outlives a power cut.
+    A link under either name is replaced, not followed. With `synced` the file outlives a power cut.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
+    try:
+        partial.touch(exist_ok=False)
+        yield partial
         if synced:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
+    """Writes a whole file, `replacing` the old one. A lone surrogate, which UTF-8 has no bytes for, is written as its
+    escape in JSON."""
+    with replacing(path, synced=synced) as partial:
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 
 
 def remove(path: Path) -> None:

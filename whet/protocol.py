@@ -333,7 +333,7 @@ class DataProto:
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Values arrive on the CPU, without gradients. With pickle protocol 5 and a buffer callback, as Ray has them,
         the bytes of tensors stay out of the pickle and loading does not copy them."""
-        return _from_parts, tuple(serialization.out_of_band(self._parts()).values())
+        return _from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
 
     def __copy__(self) -> DataProto:
         return self.select()

@@ -8,12 +8,13 @@ is one safetensors file: every tensor as it is, and under "json" the objects, in
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -22,6 +23,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from whet import files
 from whet.errors import DataError
 from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
 
@@ -30,14 +32,29 @@ _TYPES = {cls.__name__: cls for cls in (Message, Prompt, Turn, Failure, Trajecto
 _TAG = "$type"
 
 
-def out_of_band(value: Any) -> Any:
-    """`value` for pickling: tensors in dicts, lists, tuples and object arrays give their bytes as protocol 5 buffers.
+def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
+    """Returns the pickle of `value`, and the bytes of the tensors in it, which are views of their own memory.
 
-    Unpickling gives the tensors back, on the CPU and without gradients, on the memory of the buffers (read-only memory
-    too: then writing into such a tensor is undefined). Of a view only its own elements travel, and an object that
-    stands in several places travels once.
-    """
-    return _pack(value, {})
+    `pickle.loads` gives the tensors back, on the CPU and without gradients, on the memory of the buffers (read-only
+    memory too: then writing into such a tensor is undefined). Of a view only its own elements travel, and an object
+    that stands in several places travels once.  Raises: whatever pickle raises for an object that cannot travel."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return stream.getbuffer(), buffers
+
+
+class OutOfBand:
+    """Stands for a value in a pickle of any kind, to which its tensors give their bytes as protocol 5 buffers; what is
+    loaded is the value."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        stream, buffers = dumps(self._value)
+        has_buffers = protocol.__index__() >= 5
+        return _loads, (bytes(stream), buffers if has_buffers else [bytearray(buffer.raw()) for buffer in buffers])
 
 
 def save(path: str | os.PathLike[str], value: Any) -> None:
@@ -48,10 +65,7 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     path, encoder = Path(path), _Encoder()
     document = {"version": _VERSION, "value": encoder.encode(value, "")}
     tensors = {**_apart(encoder.tensors), "json": _bytes_as_tensor(json.dumps(document).encode())}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch(exist_ok=False)
+    with files.replacing(path, synced=True) as partial:
         mode = partial.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
         try:
             safetensors.torch.save_file(tensors, partial)  # from where the tensors lie
@@ -59,15 +73,10 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
             name = next(name for name, tensor in tensors.items() if tensor.dtype in missing.args).partition(":")[2]
             raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot hold") from None
         partial.chmod(mode)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` wrote, tensors on the CPU. Raises: FileNotFoundError; DataError for a damaged or foreign file."""
+    """Reads a file of `save`, tensors on the CPU.  Raises: FileNotFoundError; DataError for one that is damaged."""
     try:
         with Path(path).open("rb") as file:  # safetensors opens by name twice: another file may stand there by then
             tensors = safetensors.torch.load_file(f"/dev/fd/{file.fileno()}")
@@ -92,45 +101,27 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: own(tensor) for name, tensor in hosted.items()}
 
 
-class _Buffered:
-    """Stands for a tensor in a pickle; what is loaded is the tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach().cpu().contiguous()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented  # it pickles as it likes
+        tensor = value.detach().cpu().contiguous()
         # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
-        octets = self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8).numpy()
-        buffer = pickle.PickleBuffer(octets.data) if protocol.__index__() >= 5 else bytearray(octets)
-        return _tensor_on, (buffer, self._tensor.dtype, tuple(self._tensor.shape))
+        octets = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+        return _tensor_on, (pickle.PickleBuffer(octets.data), tensor.dtype, tuple(tensor.shape))
+
+
+def _loads(stream: bytes, buffers: Sequence[Any]) -> Any:
+    return pickle.loads(stream, buffers=buffers)
 
 
 def _tensor_on(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor whose bytes `buffer` holds, on its memory."""
     if 0 in shape:  # torch refuses an empty buffer
         return torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():  # read-only memory is what Ray gives: `out_of_band` says what follows from it
+    with warnings.catch_warnings():  # read-only memory is what Ray gives: `dumps` says what follows from it
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
-
-
-def _pack(value: Any, packed: dict[int, Any]) -> Any:
-    """`value` with a _Buffered for each tensor. `packed` is by id: one object in many rows stays one in the pickle."""
-    if id(value) in packed:
-        return packed[id(value)]
-    result = value
-    if isinstance(value, torch.Tensor):
-        result = _Buffered(value)
-    elif type(value) is dict:
-        result = {key: _pack(item, packed) for key, item in value.items()}
-    elif type(value) is list or type(value) is tuple:
-        result = type(value)(_pack(item, packed) for item in value)
-    elif isinstance(value, np.ndarray) and value.dtype == object:
-        result = np.empty(value.shape, dtype=object)
-        for index in np.ndindex(value.shape):
-            result[index] = _pack(value[index], packed)
-    packed[id(value)] = result
-    return result
 
 
 class _Encoder:

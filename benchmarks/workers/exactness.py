@@ -12,7 +12,7 @@ from benchmarks.workers.turns import Turns
 from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.engines.role import RoleSettings
@@ -33,7 +33,7 @@ OBJECTIVE = PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high
 class GradientWorker(TrainWorker):
     """A training worker whose gradient can be read."""
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL)
     def gradient(self) -> torch.Tensor:
         """What the last update left, all weights end to end."""
         module = self.engine.whole_module()
@@ -109,7 +109,7 @@ def gradient(model_path: str, batch: DataProto, split: tuple[str, int, int]) -> 
     )
     try:
         roles["actor"].update(batch, OBJECTIVE)
-        found: torch.Tensor = roles["actor"].gradient()
+        found: torch.Tensor = roles["actor"].gradient()[0]
         return found
     finally:
         roles["actor"].close()

@@ -11,7 +11,7 @@ from benchmarks.workers.packing import ragged_batch
 from benchmarks.workers.pinned import PinnedActor
 from benchmarks.workers.turns import Turns
 from whet.config import TrainConfig, load_config
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup

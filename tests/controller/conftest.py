@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from whet.config.cluster import ClusterConfig
-from whet.controller import local
+from whet.controller.launch import launch
 from whet.controller.worker_group import WorkerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,10 +33,8 @@ def launch_on(request: pytest.FixtureRequest) -> Callable[[str], Launch]:
 
     def choose(backend: str) -> Launch:
         if backend == "local":
-            return partial(local.launch, deadline_seconds=180)
+            return partial(launch, deadline_seconds=180)
         request.getfixturevalue("ray_cluster")
-        from whet.controller.ray.launch import launch as launch_on_ray
-
-        return partial(launch_on_ray, cluster=ClusterConfig(backend="ray", deadline_seconds=180))
+        return partial(launch, deadline_seconds=180, on_ray=ClusterConfig(backend="ray", deadline_seconds=180))
 
     return choose

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class Actor(Worker):
         super().__init__(placement)
         self.weight = torch.full((3,), float(scale))
         self.seen: list[Any] = []
+        self.released = threading.Event()
 
     @register(Dispatch.DP_COMPUTE)
     def lengths(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], Metrics]:
@@ -61,14 +63,24 @@ class Actor(Worker):
     def own(self, item: str) -> str:
         return f"{item} at {self.rank} of {self.world_size}"
 
-    @register(Dispatch.RANK_ZERO)
-    def zero(self, *, name: str) -> str:
+    @register()
+    def say(self, *, name: str) -> str:
         return f"{name} {self.rank}"
 
-    @register(blocking=False)
+    @register()
     def remember(self, item: Any) -> list[Any]:
         self.seen.append(item)
         return list(self.seen)
+
+    @register()
+    def wait_for_release(self, seconds: float) -> bool:
+        """Whether `release` was called in time."""
+        return self.released.wait(seconds)
+
+    @register(beside=True)
+    def release(self) -> int:
+        self.released.set()
+        return self.rank
 
     @register()
     def add(self, amount: float) -> None:

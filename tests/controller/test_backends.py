@@ -44,9 +44,9 @@ def groups(
     assert notes == {f"closed by {rank}": "actor" for rank in range(world_size)}  # last built, first closed
     assert not [process for process in multiprocessing.active_children() if process.name.startswith("whet-")]
     with pytest.raises(
-        WorkerError, match=r"actor.zero: the workers are closed \(close\(\) was called\); launch them again"
+        WorkerError, match=r"actor.say: the workers are closed \(close\(\) was called\); launch them again"
     ):
-        groups["actor"].zero(name="too late")
+        groups["actor"].say(name="too late")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_one_row_over_all_ranks(actor: WorkerGroup) -> None:
 
 
 def test_blocks_stay_on_one_rank(actor: WorkerGroup) -> None:
-    answers = actor.ranks(list("aabbccdd"), block=2, workload=[1, 1, 9, 9, 8, 8, 1, 1])
+    answers = actor.ranks(list("aabbccdd"), block=2)
     assert [name for name, _ in answers] == list("aabbccdd")
     assert all(answers[row][1] == answers[row + 1][1] for row in range(0, 8, 2))
     assert {rank for _, rank in answers} == set(range(actor.world_size))
@@ -96,15 +96,23 @@ def test_blocks_stay_on_one_rank(actor: WorkerGroup) -> None:
 def test_the_other_modes(actor: WorkerGroup) -> None:
     world = actor.world_size
     assert actor.own([f"item {rank}" for rank in range(world)]) == [f"item {r} at {r} of {world}" for r in range(world)]
-    assert actor.zero(name="tracker") == "tracker 0"
+    assert actor.say(name="tracker") == [f"tracker {rank}" for rank in range(world)]
 
 
 def test_calls_are_served_in_the_order_in_which_they_were_started(actor: WorkerGroup) -> None:
-    calls = [actor.remember(item) for item in range(20)]  # registered with blocking=False
+    calls = [actor.start("remember", item) for item in range(20)]
     assert [call.result() for call in calls] == [[list(range(item + 1))] * actor.world_size for item in range(20)]
     assert all(call.done() for call in calls)
-    assert actor.start("zero", name="late").result() == "late 0"
+    assert actor.start("say", name="late").result()[0] == "late 0"
     assert actor.call("remember", 20) == [list(range(21))] * actor.world_size
+
+
+def test_a_method_may_run_beside_the_calls_in_order(actor: WorkerGroup) -> None:
+    waiting = actor.start("wait_for_release", 0.0 if actor.world_size == 1 else 20.0)  # in one process a call is a call
+    behind = actor.start("say", name="behind")
+    assert actor.call("release") == list(range(actor.world_size))
+    assert waiting.result() == [actor.world_size > 1] * actor.world_size
+    assert behind.result() == [f"behind {rank}" for rank in range(actor.world_size)]
 
 
 def test_processes_share_the_cores(actor: WorkerGroup) -> None:
@@ -127,7 +135,7 @@ def test_what_is_wrong_before_a_call_leaves_the_group_open(actor: WorkerGroup) -
         actor.ranks([1, 2, 3], block=2)
     with pytest.raises(WorkerError, match=r"actor.one_row_too_few returned {'rows': [0-9]} for a shard of"):
         actor.one_row_too_few([1, 2])
-    assert actor.zero(name="still here") == "still here 0"
+    assert actor.say(name="still here")[0] == "still here 0"
 
 
 def test_a_message_larger_than_any_buffer(actor: WorkerGroup) -> None:

@@ -26,8 +26,8 @@ TWO = [Layout(0, 2, True), Layout(1, 2, True)]
 TENSOR_PARALLEL = [Layout(0, 2, False), Layout(0, 2, True), Layout(1, 2, False), Layout(1, 2, True)]
 
 
-def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, workload: Any = None, **kwargs: Any) -> Plan:
-    return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block, workload)
+def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, **kwargs: Any) -> Plan:
+    return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block)
 
 
 def batch(lengths: Sequence[int]) -> DataProto:
@@ -47,12 +47,9 @@ def test_rows_go_by_the_tokens_of_attention_mask() -> None:
     assert given[1].kwargs == {"options": ("x", "y")}
 
 
-def test_list_items_go_by_their_tokens_or_by_the_given_workload() -> None:
+def test_list_items_go_by_their_tokens() -> None:
     turns = [Turn((), tuple(range(length)), (), "stop", 0) for length in (9, 2, 3, 4)]
     assert [given.args[0] for given in plan(TWO, turns).arguments.values()] == [turns[:1], turns[1:]]
-    for workload in ([1, 1, 1, 9], lambda turn: 9 if len(turn.token_ids) == 4 else 1):
-        by_workload = plan(TWO, turns, workload=workload).arguments
-        assert [given.args[0] for given in by_workload.values()] == [turns[3:], turns[:3]]
     names = plan(TWO, list("abcd"), block=2).arguments
     assert [given.args[0] for given in names.values()] == [["a", "b"], ["c", "d"]]
 
@@ -122,8 +119,6 @@ def test_the_other_modes() -> None:
     to_all = plan_call(Dispatch.ONE_TO_ALL, TWO, call, "actor.f")
     assert to_all.arguments == {0: call, 1: call}
     assert to_all.collect({1: "b", 0: "a"}) == ["a", "b"]
-    zero = plan_call(Dispatch.RANK_ZERO, TWO, call, "actor.f")
-    assert (zero.arguments, zero.collect({0: "a"})) == ({0: call}, "a")
     each = plan_call(Dispatch.ALL_TO_ALL, TWO, Arguments((["a", "b"],), {"y": [1, 2]}), "actor.f")
     assert each.arguments == {0: Arguments(("a",), {"y": 1}), 1: Arguments(("b",), {"y": 2})}
 
@@ -133,7 +128,6 @@ def test_the_other_modes() -> None:
     [
         ((3, "x"), {}, r"actor.update splits rows, and was given none"),
         (([1, 2], [1, 2, 3]), {}, r"list of 2 rows, list of 3 rows: all must have the same rows"),
-        (([1, 2],), {"workload": [1.0]}, r"1 workloads for 2 rows"),
         (([1, 2, 3],), {"block": 2}, r"3 rows do not split over 2 data-parallel ranks in blocks of 2"),
     ],
 )
@@ -145,7 +139,7 @@ def test_refuses_arguments_that_cannot_be_split(args: tuple[Any, ...], options: 
 def test_refuses_wrong_arguments_in_other_modes() -> None:
     with pytest.raises(DataError, match="one item for each of 2 ranks; it was given a list of 3"):
         plan_call(Dispatch.ALL_TO_ALL, TWO, Arguments(([1, 2, 3],), {}), "actor.f")
-    with pytest.raises(DataError, match="block or workload, which say how rows are split; it is one to all"):
+    with pytest.raises(DataError, match="block, which says how rows are split; it is one to all"):
         plan_call(Dispatch.ONE_TO_ALL, TWO, Arguments((), {}), "actor.f", block=2)
 
 
@@ -181,13 +175,11 @@ def test_overrides_stay_registered_and_may_register_anew() -> None:
         def add(self, amount: float) -> None:
             self.weight -= amount
 
-        @register(Dispatch.RANK_ZERO, blocking=False)
+        @register(Dispatch.ALL_TO_ALL)
         def read(self) -> None: ...
 
     found = registered_methods(Child)
-    assert found["add"] == registered_methods(Actor)["add"]
-    assert (found["add"].dispatch_mode, found["add"].blocking) == (Dispatch.ONE_TO_ALL, True)
-    assert (found["read"].dispatch_mode, found["read"].blocking) == (Dispatch.RANK_ZERO, False)
+    assert (found["add"], found["read"]) == (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
     assert "not_registered" not in found
     with pytest.raises(RegistryError, match="has a parameter 'block', which the dispatcher reads"):
 

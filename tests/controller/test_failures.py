@@ -44,7 +44,7 @@ def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
     with pytest.raises(WorkerError, match=r"^actor.add: what it is given cannot travel to another process"):
         actor.add(lambda: 1.0)
     assert running(pids) == pids  # nothing was sent, so nothing is lost
-    waiting = [actor.start("weak_link", 1, "raise"), actor.start("zero", name="never reached")]
+    waiting = [actor.start("weak_link", 1, "raise"), actor.start("say", name="never reached")]
     for call in waiting:
         with pytest.raises(WorkerError, match=WHO + r": weak_link raised ValueError: no such token: 7(\n|$)") as caught:
             call.result(deadline_seconds=10)
@@ -63,7 +63,7 @@ def test_a_death_is_named_soon(backend: str, started: tuple[WorkerGroup, list[in
     time.sleep(0.2)
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(LostWorkerError, match=WHO + r" died (by SIGKILL )?in weak_link") as caught:
+    with pytest.raises(LostWorkerError, match=WHO + r" died in weak_link: ") as caught:
         call.result()
     assert time.monotonic() - began < HEARD_SECONDS[backend]
     assert "memory" in str(caught.value)
@@ -76,7 +76,7 @@ def test_a_death_between_two_calls_is_named_by_the_next(
     actor, pids = started
     os.kill(pids[0], signal.SIGKILL)
     wait_until_gone(pids, seconds=HEARD_SECONDS[backend])  # of all ranks: without any call
-    said = r"actor, rollout rank 0( on [\d.]+)? died (by SIGKILL )?between two calls"
+    said = r"actor, rollout rank 0( on [\d.]+)? died between two calls: "
     with pytest.raises(LostWorkerError, match=rf"actor.add: the workers are closed \({said}"):
         actor.add(1.0)
     assert "between two calls" in caplog.text

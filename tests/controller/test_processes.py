@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 MAIN = """
 from controller_workers import Actor
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 
@@ -60,7 +60,7 @@ def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("crash", "WorkerError: actor rank 0 died with exit code 4 in weak_link; what it wrote to stderr says why"),
+        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; what it wrote to stderr says why"),
         ("exit", "WorkerError: actor rank 0: weak_link raised SystemExit: 3"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_command_line_program_ends_with_the_failure_of_its_worker(deed: str, m
 @pytest.mark.slow
 def test_an_unguarded_script_is_told_so(tmp_path: Path) -> None:
     _, stderr = run_main([script(tmp_path, "if True:")]).communicate(timeout=60)
-    assert "died with exit code 1 in __init__" in stderr
+    assert "died in __init__: exit code 1" in stderr
     assert 'A script that launches workers needs `if __name__ == "__main__":`' in stderr
 
 

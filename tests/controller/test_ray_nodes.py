@@ -52,7 +52,7 @@ if __name__ == "__main__":
         if sys.argv[1] == "call":
             call.result()
         time.sleep(float(sys.stdin.readline()))
-        actor.zero(name="too late")
+        actor.say(name="too late")
     except WhetError as error:
         say(kind=type(error).__name__, said=str(error), seconds=time.monotonic() - began)
     actor.close()

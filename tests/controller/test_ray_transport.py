@@ -14,8 +14,8 @@ from controller_workers import Actor, Rollout
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.ray.launch import launch
-from whet.controller.ray.session import connect
+from whet.controller.launch import launch
+from whet.controller.ray.session import connected
 from whet.controller.ray.watch import Watch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
@@ -82,7 +82,7 @@ def test_rays_dashboard_shows_roles_and_rank(launch_on: Callable[[str], Launch],
 def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
     cluster = ClusterConfig(backend="ray", n_gpus_per_node=2, deadline_seconds=1)
     with pytest.raises(WorkerError) as caught:
-        launch([WorkerSpec("actor", Actor)], [ResourcePool(2)], cluster)
+        launch([WorkerSpec("actor", Actor)], [ResourcePool(2)], 1, cluster)
     said = str(caught.value)
     assert said.startswith("1 node with 2 CPUs and 2 GPUs were not free within 1 s: the Ray cluster has ")
     assert "(8 CPUs, 0 GPUs), and {'CPU': 8.0} of all that is free" in said
@@ -101,8 +101,8 @@ def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
 )
 def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str, said: str) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match=said):
-        connect(ClusterConfig(backend="ray", address=address))
+    with pytest.raises(ConfigError, match=said), connected(ClusterConfig(backend="ray", address=address)):
+        pass
 
 
 def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:

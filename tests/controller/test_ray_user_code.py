@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,11 +59,17 @@ def settled(code: UserCode, tmp_path: Path) -> list[str]:
     return found
 
 
+def files_of(code: UserCode) -> list[Path]:
+    """Those that travel."""
+    return [Path("/", name) for name in zipfile.ZipFile(io.BytesIO(code.archive)).namelist()]
+
+
 def test_only_the_users_python_files_travel(project: Path) -> None:
     code = UserCode.of_this_process()
-    inside = [Path(file).relative_to(project).as_posix() for file in code.digests if Path(file).is_relative_to(project)]
+    files = files_of(code)
+    inside = [file.relative_to(project).as_posix() for file in files if file.is_relative_to(project)]
     assert sorted(inside) == ["beside.py", "lib/below/__init__.py", "lib/below/module.py"]
-    assert not [file for file in code.digests if "site-packages" in file]
+    assert not [file for file in files if "site-packages" in file.parts]
 
 
 def test_what_a_node_has_is_used_in_place(project: Path, tmp_path: Path) -> None:
@@ -87,5 +95,5 @@ def test_a_folder_of_everything_is_not_sent(
     project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("whet.controller.ray.user_code.MOST_FILES", 2)
-    assert not UserCode.of_this_process().digests
+    assert not files_of(UserCode.of_this_process())
     assert "has too many files to send its Python code to the nodes; start in a smaller one" in caplog.text

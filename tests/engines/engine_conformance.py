@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import register
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Placement, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup

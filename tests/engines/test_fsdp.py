@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from whet.environments.host import Deadlines, EnvironmentHost, ProcessHost, PureHost, Result, open_host
+from whet.environments.host import Deadlines, EnvironmentHost, InlineHost, ProcessHost, Result, open_host
 from whet.environments.protocol import Answer, Observation, read_observation
 from whet.errors import ConfigError
 from whet.registry import ENVIRONMENTS, register_environment
@@ -163,7 +163,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 def test_pure_environments_step_in_the_caller() -> None:
     host = open_host("calculator", {"role": "user"})
-    assert isinstance(host, PureHost)
+    assert isinstance(host, InlineHost)
     host.start("a", PROMPT, 0)
     host.start("b", PROMPT, 0)
     assert host.poll(60.0) == [("a", Observation(done=False)), ("b", Observation(done=False))]

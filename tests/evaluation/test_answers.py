@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from whet.errors import DataError
+from whet.errors import DataError, StorageError
 from whet.evaluation.answers import Journal, Row, by_prompt, read_answers
 
 PROMPTS = {0: "1+1=", 1: "1+2=", 2: "1+3="}
@@ -66,6 +66,33 @@ def test_answers_of_another_evaluation_are_not_taken(what: str, tmp_path: Path) 
     prompts = {**PROMPTS, 1: "2+2="} if what == "prompt" else PROMPTS
     assert Journal(tmp_path, settings, prompts, n, resume=what != "resume").rows == []
     assert (tmp_path / "answers.partial.jsonl").read_text() == ""
+
+
+def test_a_journal_writes_through_no_link_in_its_folder(tmp_path: Path) -> None:
+    folder, foreign = tmp_path / "out", tmp_path / "foreign"
+    folder.mkdir()
+    foreign.write_text("precious")
+    for name in ("config.yaml", "answers.partial.jsonl", "answers.jsonl", "summary.json"):
+        (folder / name).symlink_to(foreign)
+    journal = Journal(folder, "n: 2\n", PROMPTS, 2, resume=False)
+    journal.add(answers(0))
+    journal.finish({"accuracy": 1.0})
+    assert foreign.read_text() == "precious"
+    assert read_answers(folder) == answers(0)
+
+
+@pytest.mark.parametrize("line", ["nonsense\n", "5\n", "{}\n", '{"index": 1}\n{"index": 1}\n', "\udcff\n"])
+def test_a_damaged_journal_is_begun_again(line: str, tmp_path: Path) -> None:
+    Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True)
+    (tmp_path / "answers.partial.jsonl").write_bytes(line.encode("utf-8", "surrogateescape"))
+    assert Journal(tmp_path, "n: 2\n", PROMPTS, 2, resume=True).rows == []
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "n" * 300])
+def test_a_place_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"^output=.*expected a place that can be written to"):
+        Journal(tmp_path / place, "n: 2\n", PROMPTS, 2, resume=True)
 
 
 def test_what_is_no_file_of_answers(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from whet.config import GenerateConfig, load_config
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, StorageError
 from whet.evaluation.generate import generate
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids
@@ -138,6 +138,32 @@ def test_a_file_that_it_did_not_write_is_left_alone(config: MakeConfig, tmp_path
     with pytest.raises(DataError, match=r"answers\.jsonl:1 is no answer that `whet generate` wrote"):
         generate(config(chunk_size=20))
     assert output.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "5", "[]", '{"model": []}', '{"model": 1, "prompts": 1, "config": 5}', "\udcff"]
+)
+def test_a_damaged_note_is_refused(content: str, config: MakeConfig) -> None:
+    output = Path(str(config().output))
+    output.parent.mkdir()
+    output.write_text('{"index": 0}\n')
+    output.with_name("answers.jsonl.run.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"answers\.jsonl\.run\.json cannot be read"):
+        generate(config())
+
+
+def test_the_note_is_not_written_through_a_link(config: MakeConfig, prompts: Path) -> None:
+    output, before = Path(str(config().output)), prompts.read_bytes()
+    output.parent.mkdir()
+    for name in ("answers.jsonl.run.json", "answers.jsonl.run.json.new", ".answers.jsonl.run.json.partial"):
+        (output.parent / name).symlink_to(prompts)
+    generate(config(**{"data.max_response_length": 1}))
+    assert prompts.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_to(config: MakeConfig, prompts: Path) -> None:
+    with pytest.raises(StorageError, match=r"^output=.*expected a place that can be written to"):
+        generate(config(output=str(prompts / "below.jsonl")))
 
 
 def test_mistakes_are_found_before_anything_is_written(config: MakeConfig, prompts: Path, tmp_path: Path) -> None:

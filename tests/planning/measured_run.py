@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.tracking.resident import peak_resident_bytes, resident_bytes
+from whet.tracking.resident import status_bytes
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 
@@ -54,9 +54,9 @@ def peak_tensor_bytes(wanted: dict[str, Any]) -> int:
 if __name__ == "__main__":
     kind, file = sys.argv[1:]
     given = json.loads(Path(file).read_text())
-    before = resident_bytes()
+    before = status_bytes("VmRSS")
     if kind == "tensors":
         sys.stdout.write(json.dumps({"tensor_bytes": peak_tensor_bytes(given)}))
     else:
         run(given)
-        sys.stdout.write(json.dumps({"resident_bytes": peak_resident_bytes() - before}))
+        sys.stdout.write(json.dumps({"resident_bytes": status_bytes("VmHWM") - before}))

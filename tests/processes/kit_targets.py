@@ -2,6 +2,7 @@
 """Targets of the tests of the process kit."""
 
 import os
+import pickle
 import signal
 import time
 
@@ -32,7 +33,8 @@ def prepare(argument: bytes) -> Serve:
                 "big": "x" * 10**6,
                 "length": str(len(rest)),
             }
-            caller.send(number, said.get(verb, verb).encode())
+            answer = said.get(verb, verb)
+            caller.send(number, rest.encode() if verb == "raw" else pickle.dumps(answer if verb != "bytes" else b"x"))
 
     return serve
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.processes.children import Children, Event, Gone, Said, Talker
+from whet.processes.children import BROKEN, Answer, Children, Event, Gone, Talker
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,9 @@ def targets_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
 
 
-@pytest.fixture
-def children() -> Iterator[Children]:
-    made = Children("kit_targets:prepare", b"given")
+@pytest.fixture(params=[False, True], ids=["side by side", "in turn"])
+def children(request: pytest.FixtureRequest) -> Iterator[Children]:
+    made = Children("kit_targets:prepare", b"given", answers=(str,), in_turn=request.param)
     yield made
     made.close()
 
@@ -35,11 +35,16 @@ def wait_for(children: Children, count: int, seconds: float = 20.0) -> list[Even
     return events
 
 
+def call(children: Children, child: Talker, what: str, seconds: float = 100.0) -> None:
+    """The call is about its own first word."""
+    children.call(child, what.partition(" ")[0], what.encode(), seconds)
+
+
 def ask(children: Children, child: Talker, what: str) -> str:
-    children.send(child, 3, what.encode())
+    call(children, child, what)
     (event,) = wait_for(children, 1)
-    assert isinstance(event, Said) and event.child is child and event.number == 3
-    return event.content.decode()
+    assert isinstance(event, Answer) and event.child is child and event.about == what.partition(" ")[0]
+    return str(event.value)
 
 
 def is_running(pid: int) -> bool:
@@ -75,10 +80,10 @@ def test_poll_returns_when_it_is_told_to(children: Children) -> None:
     assert 0.19 < time.monotonic() - start < 2.0
     children.wake()
     assert children.poll() == []
-    children.send(child, 1, b"sleep 0.3")
-    children.send(child, 2, b"next")
+    call(children, child, "sleep 0.3")
+    call(children, child, "next")
     assert children.poll(0.0) == []
-    assert [event.number for event in wait_for(children, 2) if isinstance(event, Said)] == [1, 2]
+    assert [event.value for event in wait_for(children, 2) if isinstance(event, Answer)] == ["sleep", "next"]
 
 
 @pytest.mark.parametrize(
@@ -91,35 +96,58 @@ def test_poll_returns_when_it_is_told_to(children: Children) -> None:
 )
 def test_how_a_child_ended_is_told_after_what_it_said(children: Children, deed: str, why: str) -> None:
     child, other = children.start(), children.start()
-    for number, message in enumerate(["one", "big", deed]):
-        children.send(child, number, message.encode())
+    for message in ("one", "big", deed, "two", "three"):
+        call(children, child, message)
     one, big, gone = wait_for(children, 3)
-    assert isinstance(one, Said) and isinstance(big, Said)
-    assert (one.number, big.number, len(big.content)) == (0, 1, 10**6)
-    assert gone == Gone(child, why)
+    assert isinstance(one, Answer) and isinstance(big, Answer)
+    assert (one.value, len(big.value)) == ("one", 10**6)
+    assert gone == Gone(child, why, deed.partition(" ")[0], ("two", "three"))
     assert ask(children, other, "still here") == "still"
+
+
+@pytest.mark.parametrize("deed", ["raw x", "number 1000", "bytes"])
+def test_a_child_that_sends_no_answer_is_ended(children: Children, deed: str) -> None:
+    """No pickle; the number of no call; an object of another type."""
+    child, other = children.start(), children.start()
+    pid = int(ask(children, child, "pid"))
+    call(children, child, deed)
+    assert wait_for(children, 1) == [Gone(child, BROKEN, deed.partition(" ")[0])]
+    assert wait_until_gone([pid])
+    assert ask(children, other, "still here") == "still"
+
+
+def test_calls_in_turn_have_their_time_one_after_the_other() -> None:
+    for in_turn in (True, False):
+        children = Children("kit_targets:prepare", in_turn=in_turn)
+        child = children.start()
+        ask(children, child, "ready")
+        call(children, child, "sleep 0.4", 5.0)
+        call(children, child, "sleep 0.4", 0.6)
+        first, second = wait_for(children, 2) if in_turn else [*wait_for(children, 1), *wait_for(children, 1)]
+        assert isinstance(first, Answer)
+        assert isinstance(second, Answer) if in_turn else second == Gone(child, "is late", "sleep", is_late=True)
+        children.close()
 
 
 def test_a_child_is_killed_at_its_deadline_and_no_other(children: Children) -> None:
     child, other = children.start(), children.start()
     pid = int(ask(children, child, "pid"))
-    children.send(child, 1, b"sleep 1000")
-    child.deadline = time.monotonic() + 0.3
+    call(children, child, "sleep 1000", 0.3)
     assert ask(children, other, "meanwhile") == "meanwhile"
-    assert wait_for(children, 1) == [Gone(child, "is late", is_late=True)]
+    assert wait_for(children, 1) == [Gone(child, "is late", "sleep", is_late=True)]
     assert wait_until_gone([pid])
     assert ask(children, other, "still here") == "still"
-    children.send(child, 2, b"to nobody")
+    call(children, child, "to nobody", 0.05)
     assert children.poll(0.1) == []
 
 
-def test_a_message_that_came_in_time_counts_however_late_it_is_read(children: Children) -> None:
+def test_an_answer_that_came_in_time_counts_however_late_it_is_read(children: Children) -> None:
     child = children.start()
     ask(children, child, "ready")
-    children.send(child, 1, b"answer")
+    call(children, child, "answer", 0.5)
     select.select([child.connection], [], [], 20.0)
-    child.deadline = time.monotonic() - 0.1
-    assert children.poll() == [Said(child, 1, b"answer")]
+    time.sleep(0.6)
+    assert children.poll() == [Answer(child, "answer", "answer")]
 
 
 def test_a_killed_guard_or_template_is_no_end_of_the_others(children: Children) -> None:
@@ -150,7 +178,7 @@ def test_closing_ends_all_and_leaves_no_descriptor() -> None:
     children = Children("kit_targets:prepare")
     idle, busy = children.start(), children.start()
     pids = [int(ask(children, each, name)) for each in (idle, busy) for name in ("pid", "parent", "template")]
-    children.send(busy, 1, b"sleep 1000")
+    call(children, busy, "sleep 1000")
     start = time.monotonic()
     children.close([idle])
     assert time.monotonic() - start < 3.0

@@ -76,6 +76,13 @@ TABLE = [
     ("She did it 5 times.", "5", 1),
     ("3 million", "3", 0),
     ("minus 5", "5", 0),
+    ("negative 5", "5", 0),
+    ("double 5", "5", 0),
+    ("5 trillion", "5", 0),
+    ("5 hundred", "5", 0),
+    ("It is 2/\n3", "3", 0),
+    ("**It is:**\n3", "3", 1),
+    ("1.000.000", "0", 0),  # which math-verify reads as 1.0 times 0.0
     ("The answer is not 5", "5", 0),
     ("GSM8K", "8", 0),
     ("XDY2K", "2", 0),

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Placement, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup

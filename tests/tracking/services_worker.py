@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from whet.tracking import JsonlTracker
+from whet.tracking import JsonlTracker, cut_back
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Row
 
@@ -32,8 +32,8 @@ def rows(step: int) -> list[Row]:
 if __name__ == "__main__":
     folder, service, steps_done, last_step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     config = {"rollout": {"n": 4}, "trainer": {"logger": [service]}, "extra": {"judge's key": None}}
+    cut_back(folder / "metrics.jsonl", steps_done)
     file = JsonlTracker(folder / "metrics.jsonl")
-    file.cut_back(steps_done)
     [tracker] = open_services([service], TrackedRun(folder, "project", "sevens", config, steps_done))
     for step in range(steps_done + 1, last_step + 1):
         numbers = {"critic/score/mean": value(step), "val/open ai: 8k#/accuracy": float("nan"), "time/step": 0.1}

@@ -21,7 +21,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
-from whet.weight_sync.buckets import Outlet
+from whet.weight_sync.link import Outlet
 from whet.weight_sync.routes import Site
 
 
@@ -91,6 +91,18 @@ class Trainer(TrainWorker):
             raise ValueError("no such shard")
 
         self.engine.named_weights = broken
+
+    @register(Dispatch.ONE_TO_ALL)
+    def slow_down(self, seconds: float) -> None:
+        """Makes every weight take so long from now on."""
+        plain = self.engine.named_weights
+
+        def slow() -> Iterator[tuple[str, torch.Tensor]]:
+            for each in plain():
+                time.sleep(seconds)
+                yield each
+
+        self.engine.named_weights = slow
 
     @register(Dispatch.ONE_TO_ALL)
     def damage(self) -> None:

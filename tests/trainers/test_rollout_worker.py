@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import rollout_conformance as suite
 from sync_workers import Rollout, Trainer, log_probs
 
 from whet.config import TrainConfig
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -27,7 +28,7 @@ from whet.errors import WeightSyncError, WorkerError
 from whet.models.load import load_policy
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Completion, Request, generate
+from whet.rollout.protocol import Completion, Finished, Request, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import build, build_scorer, plan, worker_specs
 from whet.trainers.rl import fit
@@ -145,7 +146,7 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
 ) -> None:
     config = train_config()
     actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
-    engine = rollout._transport._workers["rollout"].engine  # type: ignore[attr-defined]
+    engine = rollout._transport.hosted.by_role["rollout"].engine  # type: ignore[attr-defined]
     sync = BetweenPools(actor, rollout, "float32", SECONDS)
     sync(0)
     actor.break_off()
@@ -232,6 +233,41 @@ def test_a_slow_rank_takes_less_and_changes_nothing(
     alone = NativeEngine()
     alone.attach(load_policy(model_folder), 0)
     assert generate(alone, made) == expected
+
+
+@pytest.mark.slow
+def test_requests_are_sampled_while_weights_arrive(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
+) -> None:
+    actor, rollout = two_roles(train_config({"rollout.max_batch_size": 4}), groups, (1, 2), sharded=False)
+    sync = weight_sync(actor, rollout, "float32", SECONDS)
+    sync(0)
+    made, engine, done = suite.requests(groups=60, n=4, longest=40), Replicas(rollout, 4, gathers=True), []
+    alone = NativeEngine()
+    alone.attach(load_policy(model_folder), 0)
+    expected = dict(zip([request.uid for request in made], generate(alone, made), strict=True))
+    actor.change(1)
+    actor.slow_down(0.02)
+    for request in made:
+        engine.submit(request)
+    while not done:
+        done += engine.poll(1.0)
+    with ThreadPoolExecutor(1) as thread:
+        before, coming = len(done), thread.submit(sync, 1)
+        while not coming.done():
+            done += engine.poll(0.05)
+        meanwhile = len(done) - before
+        coming.result()
+    while len(done) < len(made):
+        done += engine.poll(1.0)
+    assert meanwhile > 10
+    found = {event.uid: event.completion for event in done if isinstance(event, Finished)}
+    versions = {uid: [version for version, _ in each.versions] for uid, each in found.items()}
+    assert {tuple(each) for each in versions.values()} == {(0,), (0, 1), (1,)}
+    for uid, completion in found.items():
+        count = sum(tokens for version, tokens in completion.versions if version == 0)
+        assert completion.token_ids[:count] == expected[uid].token_ids[:count]
+        assert completion.log_probs[:count] == expected[uid].log_probs[:count]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from whet.devices import HOST
-from whet.weight_sync.routes import Ends, Route, Site, ends_of, plan, with_addresses
+from whet.weight_sync.routes import Route, Site, open_outlets, plan, with_addresses
 
 A, B, C = (Site(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
 
@@ -12,7 +12,6 @@ A, B, C = (Site(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
 def test_on_one_machine_the_first_training_rank_writes_for_all() -> None:
     routes = plan([A, A], [A, A, A])
     assert routes == [Route(0, "memory", 0, 0, False)] * 3
-    assert ends_of(routes, 2) == [Ends(by_memory=3), Ends()]
 
 
 def test_every_machine_has_a_writer_and_the_others_one_broadcast() -> None:
@@ -22,7 +21,6 @@ def test_every_machine_has_a_writer_and_the_others_one_broadcast() -> None:
         *((0, "memory"), (0, "broadcast")),
     ]
     assert [(route.rank, route.size) for route in routes if route.way == "broadcast"] == [(1, 3), (2, 3)]
-    assert ends_of(routes, 3) == [Ends(by_memory=1, by_broadcast=2), Ends(), Ends(by_memory=1)]
     opened = [{"memory": "/a", "broadcast": "a:1"}, {}, {"memory": "/b"}]
     assert [route.address for route in with_addresses(routes, opened)] == ["/b", "a:1", "/a", "a:1"]
 
@@ -31,7 +29,6 @@ def test_different_accelerators_talk_to_each_other() -> None:
     one, two, three = (Site("a", "10.0.0.1", f"GPU-{number}") for number in range(3))
     routes = plan([one], [two, three])
     assert routes == [Route(0, "broadcast", rank, 3, True) for rank in (1, 2)]
-    assert ends_of(routes, 1) == [Ends(by_broadcast=2, on_accelerator=True)]
     # One device for both, or a rank without one: by the host.
     assert plan([one], [one, two]) == [Route(0, "memory", 0, 0, False)] * 2
     assert plan([one], [A, two]) == [Route(0, "memory", 0, 0, False)] * 2
@@ -39,3 +36,12 @@ def test_different_accelerators_talk_to_each_other() -> None:
 
 def test_this_process_is_beside_itself() -> None:
     assert Site.here("127.0.0.1", HOST) == Site.here("127.0.0.1", HOST) != Site.here("10.0.0.1", HOST)
+
+
+def test_a_training_rank_opens_the_ends_of_its_own_routes() -> None:
+    routes = plan([A, A, B], [B, C, A, C])
+    opened = [open_outlets(routes, sender, "127.0.0.1", 1.0, HOST) for sender in range(3)]
+    assert [set(ends) for ends in opened] == [{"memory", "broadcast"}, set(), {"memory"}]
+    for ends in opened:
+        for end in ends.values():
+            end.close()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One control flow, many compute processes: workers by role, and the groups through which the loop calls them."""
+"""Workers by role in many processes, and the groups through which one control flow calls them."""

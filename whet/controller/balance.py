@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows go to which data-parallel rank."""
+"""The division of rows among data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def balanced_partition(workloads: Sequence[float], parts: int, block: int = 1) -
 
 
 def inverse_order(shards: Iterable[Sequence[int]]) -> list[int]:
-    """Where each row of the caller lies in the shards put end to end."""
+    """Returns the place of each row of the caller in the shards put end to end."""
     order = [row for shard in shards for row in shard]
     positions = [0] * len(order)
     for position, row in enumerate(order):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from whet.controller.balance import balanced_partition, inverse_order, sequence_workload
 from whet.controller.worker import Layout, Worker
@@ -19,32 +19,22 @@ from whet.metrics import Metrics
 from whet.protocol import DataProto
 
 F = TypeVar("F", bound=Callable[..., Any])
-Workload = Sequence[float] | Callable[[Any], float]
-RESERVED = ("block", "workload")  # keywords of a call that the dispatcher reads itself
+RESERVED = "block"  # keyword of a call that the dispatcher reads itself
 
 
 class Dispatch(enum.Enum):
-    """What a method's arguments and results mean to the ranks of its group."""
+    """The meaning of a method's arguments and results to the ranks of its group."""
 
     ONE_TO_ALL = "one to all"  # the same arguments to every rank; a list of results by rank
     ALL_TO_ALL = "all to all"  # every argument a list with one item a rank; a list of results by rank
-    RANK_ZERO = "rank zero"  # rank 0 alone
     DP_COMPUTE = "data-parallel compute"  # rows split over data-parallel ranks, results in the caller's row order
     GATHER = DP_COMPUTE
     MEGATRON_COMPUTE = DP_COMPUTE  # noqa: PIE796
 
 
 @dataclass(frozen=True)
-class Registration:
-    """What `@register` said of a method."""
-
-    dispatch_mode: Dispatch
-    blocking: bool
-
-
-@dataclass(frozen=True)
 class Arguments:
-    """What one rank's method is called with."""
+    """The arguments of one rank's method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -52,69 +42,69 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call: what each rank is given (a rank that is absent is not called), and how the results become one."""
+    """A call: what each rank is given (a rank that is absent is not called), and how the results become one."""
 
     arguments: Mapping[int, Arguments]
     collect: Callable[[Mapping[int, Any]], Any]
 
 
-_REGISTRATIONS: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDictionary()
+_MODES: WeakKeyDictionary[Callable[..., Any], Dispatch] = WeakKeyDictionary()
+_BESIDE = WeakSet[Callable[..., Any]]()
 
 
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Callable[[F], F]:
+def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, beside: bool = False) -> Callable[[F], F]:
     """Decorator that lets the loop call a worker's method through its group. Overriding methods need no mark of their
-    own. With `blocking=False` the group hands out a `PendingCall` in place of the result.
+    own.
 
-    Raises: RegistryError for a parameter called `block` or `workload`: these are the caller's word to the dispatcher.
+    A process serves calls one after the other, in order; methods marked `beside` run beside them, each in a thread of
+    its own. In the caller's own process every call is a plain call.
+
+    Raises: RegistryError for a parameter called `block`: this is the caller's word to the dispatcher.
     """
 
     def decorate(method: F) -> F:
-        if taken := [name for name in inspect.signature(method).parameters if name in RESERVED]:
+        if RESERVED in inspect.signature(method).parameters:
             raise RegistryError(
-                f"{method.__qualname__} has a parameter {taken[0]!r}, which the dispatcher reads; rename it"
+                f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads; rename it"
             )
-        _REGISTRATIONS[method] = Registration(dispatch_mode, blocking)
+        _MODES[method] = dispatch_mode
+        if beside:
+            _BESIDE.add(method)
         return method
 
     return decorate
 
 
-def registered_methods(cls: type[Worker]) -> dict[str, Registration]:
-    """The methods of a worker class that a group offers, by name. The word nearest to `cls` holds."""
-    found: dict[str, Registration] = {}
+def runs_beside(cls: type[Worker], method: str) -> bool:
+    """Tells whether calls of a method run beside others."""
+    return any(vars(base).get(method) in _BESIDE for base in cls.__mro__ if method in vars(base))
+
+
+def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
+    """The methods of a worker class that a group offers, by name, with their modes. The word nearest to `cls` holds."""
+    found: dict[str, Dispatch] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
-            if inspect.isfunction(member) and member in _REGISTRATIONS:
-                found[name] = _REGISTRATIONS[member]
+            if inspect.isfunction(member) and member in _MODES:
+                found[name] = _MODES[member]
     return found
 
 
-def plan_call(
-    mode: Dispatch,
-    layouts: Sequence[Layout],
-    arguments: Arguments,
-    caller: str,
-    block: int = 1,
-    workload: Workload | None = None,
-) -> Plan:
+def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int = 1) -> Plan:
     """The plan of one call on ranks with these layouts. `caller` names it in errors ("actor.update").
 
     Raises: DataError for arguments that cannot be given out in this mode.
     """
-    ranks = range(len(layouts))
     if mode is Dispatch.DP_COMPUTE:
-        return _data_parallel(layouts, arguments, caller, block, workload)
-    if block != 1 or workload is not None:
-        raise DataError(f"{caller} was given block or workload, which say how rows are split; it is {mode.value}")
-    if mode is Dispatch.RANK_ZERO:
-        return Plan({0: arguments}, lambda results: results[0])
+        return _data_parallel(layouts, arguments, caller, block)
+    if block != 1:
+        raise DataError(f"{caller} was given block, which says how rows are split; it is {mode.value}")
+    ranks = range(len(layouts))
+    given = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:
         _check_one_a_rank(arguments, len(layouts), caller)
-        return Plan(
-            {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks},
-            lambda results: [results[rank] for rank in ranks],
-        )
-    return Plan(dict.fromkeys(ranks, arguments), lambda results: [results[rank] for rank in ranks])
+        given = {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks}
+    return Plan(given, lambda results: [results[rank] for rank in ranks])
 
 
 def check_layouts(layouts: Sequence[Layout], role: str) -> None:
@@ -131,9 +121,7 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(
-    layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int, workload: Workload | None
-) -> Plan:
+def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> Plan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
     if not split:
         raise DataError(
@@ -145,7 +133,7 @@ def _data_parallel(
             "same rows (a list that is meant for every rank goes as a tuple)"
         )
     dp_size = layouts[0].dp_size
-    shards = balanced_partition(_workloads(split[0], workload, caller), dp_size, block)
+    shards = balanced_partition(_workloads(split[0]), dp_size, block)
     given = [_map(arguments, partial(_take, shard)) for shard in shards]
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
     return Plan(
@@ -154,14 +142,8 @@ def _data_parallel(
     )
 
 
-def _workloads(rows: DataProto | list[Any], workload: Workload | None, caller: str) -> list[float]:
-    """One number a row, from what the caller says, else from the tokens, else the same for all."""
-    if callable(workload):
-        return [workload(row) for row in rows]
-    if workload is not None:
-        if len(workload) != len(rows):
-            raise DataError(f"{caller} was given {len(workload)} workloads for {len(rows)} rows: one number a row")
-        return list(workload)
+def _workloads(rows: DataProto | list[Any]) -> list[float]:
+    """Returns a number for each row, from its tokens; the same for all where they have none."""
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
@@ -193,7 +175,7 @@ def _check_one_a_rank(arguments: Arguments, world_size: int, caller: str) -> Non
 
 
 def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str) -> Any:
-    """One result from those of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
+    """Joins the results of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
 
     A rank that was given no rows may return anything of no rows, or None.
     """
@@ -224,11 +206,8 @@ _KINDS = (tuple, Metrics, DataProto, list, dict)
 
 def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
     for result, shard in parts:
-        sizes = (
-            {name: len(column) for name, column in result.items()}
-            if isinstance(result, dict)
-            else {"rows": len(result)}
-        )
+        columns = result if isinstance(result, dict) else {"rows": result}
+        sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
             raise WorkerError(
                 f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result a row"

@@ -2,7 +2,8 @@
 """A worker process on this machine: it serves calls in order, until its caller has no more or is gone.
 
 Two threads: one reads, so that the caller can hand over the next call at any time; the main one runs the workers and
-answers. torch is loaded in each worker, not in the template that it is forked from.
+answers. A call of a method that runs beside others has a thread of its own. torch is loaded in each worker, not in the
+template that it is forked from.
 """
 
 from __future__ import annotations
@@ -40,23 +41,30 @@ def _host(main: dict[str, Any], caller: Caller) -> None:
     spawn.prepare(main)
     del vars(process.current_process())["_inheriting"]
 
+    from whet.controller import wire
     from whet.controller.hosted import Hosted
 
     workers = Hosted(pickle.loads(caller.receive()[1]))
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(caller.connection, inbox), daemon=True).start()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for the answer any more
-        while (call := inbox.get()) is not None:
-            answer = workers.answer(call[1])
+    sending = threading.Lock()
+
+    def serve(number: int, call: list[Frame]) -> None:
+        answer = workers.answer(call)
+        with sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
             caller.end_copy()
-            send(caller.connection, call[0], answer)
+            send(caller.connection, number, answer)
+
+    def read() -> None:
+        with contextlib.suppress(EOFError, OSError, BrokenMessageError):
+            while True:
+                call = wire.receive(caller.connection)
+                if workers.runs_beside(call[1]):
+                    threading.Thread(target=serve, args=call, daemon=True).start()
+                else:
+                    inbox.put(call)
+        inbox.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (call := inbox.get()) is not None:
+        serve(*call)
     workers.close()
-
-
-def _read(caller: socket.socket, inbox: Inbox) -> None:
-    from whet.controller import wire
-
-    with contextlib.suppress(EOFError, OSError, BrokenMessageError):
-        while True:
-            inbox.put(wire.receive(caller))
-    inbox.put(None)

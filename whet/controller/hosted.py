@@ -19,10 +19,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from whet import devices
 from whet.controller import wire
-from whet.controller.resource_pool import cores
+from whet.controller.dispatch import Arguments, runs_beside
+from whet.controller.resource_pool import ResourcePool, cores
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
-from whet.controller.worker_group import describe
-from whet.devices import HOST
 from whet.errors import WhetError, WorkerError
 
 BUILD = "__init__"  # the method name of the calls that build a worker: their payload is its WorkerSpec
@@ -32,79 +31,123 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process is told of its place, before it builds workers."""
+    """The place of a process, as it is told before it builds workers."""
 
-    pool: str
+    pool: ResourcePool
     rank: int  # in the pool
-    world_size: int  # of the pool
     device_index: int | None  # among the accelerators that the process sees; None without one of its own
     processes_here: int  # that share the cores
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
 
+    def take(self) -> torch.device:
+        """Takes this process's share of the cores.  Returns the device to compute on."""
+        torch.set_num_threads(max(1, cores() // self.processes_here))
+        if self.device_index is None:
+            return devices.HOST
+        torch.accelerator.set_device_index(self.device_index)
+        return devices.here()
+
+    def join(self, device: torch.device) -> None:
+        """Waits for the other ranks of the pool and makes the process group."""
+        interface = interface_of(self.address)
+        if interface is not None:  # unset, gloo asks what address the host's name has
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        timeout = timedelta(seconds=self.deadline_seconds)
+        torch.distributed.init_process_group(
+            devices.backends(device.type),
+            store=PrefixStore(self.pool.name, TCPStore(*self.store, is_master=False, timeout=timeout)),
+            rank=self.rank,
+            world_size=self.pool.processes,
+            timeout=timeout,
+        )
+
 
 class Hosted:
-    """The workers of this process."""
+    """The workers of this process. Without a seat it is the only one, and computes on the accelerator if there is one.
 
-    def __init__(self, seat: Seat, where: str = "") -> None:
-        self._seat, self._where = seat, where  # the latter, as " on 10.0.0.2", stands behind a rank in errors
-        self._by_role: dict[str, Worker] = {}
-        torch.set_num_threads(max(1, cores() // seat.processes_here))
-        if seat.device_index is not None:
-            torch.accelerator.set_device_index(seat.device_index)
-        self._device = HOST if seat.device_index is None else devices.here()
+    `where`, as " on 10.0.0.2", stands behind a rank in errors."""
+
+    def __init__(self, seat: Seat | None = None, where: str = "") -> None:
+        self._seat, self._where = seat, where
+        self.by_role: dict[str, Worker] = {}
+        self._device = devices.here() if seat is None else seat.take()
 
     def answer(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
         """Serves one call: a pickled (role, method), then the frames of its payload. The answer is (True, result) or
         (False, WhetError)."""
         role, method = pickle.loads(frames[0])
         try:
-            return _encode(self._serve(role, method, _decode(frames[1:])))
+            return _encode(self.call(role, method, _decode(frames[1:])))
         except (Exception, SystemExit) as error:
-            return wire.encode((False, _portable(error, f"{role} rank {self._seat.rank}{self._where}", method)))
+            return wire.encode((False, self._portable(error, role, method)))
+
+    def runs_beside(self, frames: Sequence[wire.Frame]) -> bool:
+        """Tells whether a call runs beside others."""
+        role, method = pickle.loads(frames[0])
+        return role in self.by_role and runs_beside(type(self.by_role[role]), method)
+
+    def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
+        """The result of a worker's method; of BUILD the new worker's layout.  Raises: what the worker raises."""
+        if isinstance(payload, WorkerSpec):
+            return self._build(payload)
+        return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
+
+    def describe(self, error: BaseException, role: str, method: str) -> WhetError:
+        """A caller's view of an exception in a worker: a WhetError stays what it is, with a note of where it arose;
+        anything else becomes a WorkerError with the original as its cause."""
+        if isinstance(error, WhetError):
+            error.add_note(f"raised in {self._name(role)}, {method}")
+            return error
+        wrapped = self._wrapped(error, role, method)
+        wrapped.__cause__ = error
+        return wrapped
 
     def close(self) -> None:
         """Lets the workers close, the last one built first: it may use the others."""
-        while self._by_role:
-            self._by_role.popitem()[1].close()
-        if torch.distributed.is_initialized():
+        while self.by_role:
+            self.by_role.popitem()[1].close()
+        if self._seat is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def _serve(self, role: str, method: str, payload: Any) -> Any:
-        if method == BUILD:
-            return self._build(payload)
-        return getattr(self._by_role[role], method)(*payload.args, **payload.kwargs)
-
     def _build(self, spec: WorkerSpec) -> Layout:
-        seat = self._seat
-        if seat.world_size > 1 and not torch.distributed.is_initialized():
-            _join(seat, self._device.type)
-        self._by_role[spec.role] = spec.build(
+        seat, rank, world_size = self._seat, 0, 1
+        if seat is not None:
+            rank, world_size = seat.rank, seat.pool.processes
+            if world_size > 1 and not torch.distributed.is_initialized():
+                seat.join(self._device)
+        worker = spec.build(
             Placement(
                 role=spec.role,
-                rank=seat.rank,
-                world_size=seat.world_size,
-                process_group=torch.distributed.group.WORLD if seat.world_size > 1 else None,
-                neighbours=self._by_role,
-                address=seat.address,
+                rank=rank,
+                world_size=world_size,
+                process_group=torch.distributed.group.WORLD if world_size > 1 else None,
+                neighbours=self.by_role,
+                address=LOOPBACK if seat is None else seat.address,
                 device=self._device,
             )
         )
-        return Layout.of(self._by_role[spec.role])
+        self.by_role[spec.role] = worker
+        return Layout.of(worker)
 
+    def _portable(self, error: BaseException, role: str, method: str) -> WhetError:
+        """The described error with its traceback as a note, in a form that the caller can unpickle."""
+        trace = f"in the worker process:\n{''.join(traceback.format_exception(error)).rstrip()}"
+        described = self.describe(error, role, method)
+        described.add_note(trace)
+        try:
+            pickle.loads(pickle.dumps(described))
+        except Exception:  # an error class of a user's own whose constructor takes more than a message
+            described = self._wrapped(error, role, method)
+            described.add_note(trace)
+        return described
 
-def open_store(address: str, deadline_seconds: float) -> TCPStore:
-    """Where processes find each other: on this address alone, and on a port that nobody can take first."""
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    return TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=deadline_seconds),
-        master_listen_fd=listener.detach(),
-    )
+    def _wrapped(self, error: BaseException, role: str, method: str) -> WorkerError:
+        return WorkerError(f"{self._name(role)}: {method} raised {type(error).__name__}: {error}")
+
+    def _name(self, role: str) -> str:
+        return f"{role} rank {0 if self._seat is None else self._seat.rank}{self._where}"
 
 
 def interface_of(address: str) -> str | None:
@@ -121,21 +164,6 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(found) == address:
                 return name
     return None
-
-
-def _join(seat: Seat, device_type: str) -> None:
-    """Waits for the other ranks of the pool and makes the process group."""
-    interface = interface_of(seat.address)
-    if interface is not None:  # unset, gloo asks what address the host's name has
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    timeout = timedelta(seconds=seat.deadline_seconds)
-    torch.distributed.init_process_group(
-        devices.backends(device_type),
-        store=PrefixStore(seat.pool, TCPStore(*seat.store, is_master=False, timeout=timeout)),
-        rank=seat.rank,
-        world_size=seat.world_size,
-        timeout=timeout,
-    )
 
 
 def _decode(frames: Sequence[wire.Frame]) -> Any:
@@ -155,16 +183,3 @@ def _encode(result: Any) -> list[wire.Frame]:
         raise WorkerError(
             f"its result, a {type(result).__name__}, cannot travel to another process: {error}"
         ) from error
-
-
-def _portable(error: BaseException, who: str, method: str) -> WhetError:
-    """The described error with its traceback as a note, in a form that the caller can unpickle."""
-    trace = f"in the worker process:\n{''.join(traceback.format_exception(error)).rstrip()}"
-    described = describe(error, who, method)
-    described.add_note(trace)
-    try:
-        pickle.loads(pickle.dumps(described))
-    except Exception:  # an error class of a user's own whose constructor takes more than a message
-        described = WorkerError(f"{who}: {method} raised {type(error).__name__}: {error}")
-        described.add_note(trace)
-    return described

@@ -1,86 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on this machine: in this process, or in processes of their own that talk over gloo or the accelerator's own
-collectives."""
+"""Workers in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from whet import devices
 from whet.controller.dispatch import Arguments
-from whet.controller.processes import ProcessTransport
-from whet.controller.resource_pool import ResourcePool, hosts_of
-from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
-from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, describe, groups_of
+from whet.controller.hosted import BUILD, Hosted
+from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker_group import Reply, closed_error
 from whet.errors import WhetError, WorkerError
-from whet.metrics import phase
 
 
-@phase("loading models")
-def launch(
-    specs: Sequence[WorkerSpec], pools: ResourcePool | Sequence[ResourcePool], deadline_seconds: float
-) -> dict[str, WorkerGroup]:
-    """A group for each spec, by role. Each process of a pool hosts a worker of every role of the pool, built in the
-    order given.
-
-    One pool of one process is this one: calls are direct, arguments are handed over as they are, and no deadline can
-    end them. All others are started anew: each imports the caller's main module, so a script needs
-    `if __name__ == "__main__":`. There `deadline_seconds` bounds the start, every collective and every wait for a call.
-    Nothing listens beyond the loopback address. The processes end with `close`, with the first failure, and with this
-    process, however it ends, and so does whatever they started.
-
-    Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
-    """
-    pools = hosts_of(specs, [pools] if isinstance(pools, ResourcePool) else pools)
-    transport: Transport
-    if len(pools) == 1 and pools[0].processes == 1:
-        transport, layouts = _build_here(specs)
-    else:
-        processes = ProcessTransport(pools, deadline_seconds)
-        transport, layouts = processes, processes.build(specs)
-    return groups_of(specs, layouts, transport, deadline_seconds)
-
-
-def _build_here(specs: Sequence[WorkerSpec]) -> tuple[Transport, dict[str, list[Layout]]]:
-    workers: dict[str, Worker] = {}
-    transport = _SameProcess(workers)
-    for spec in specs:
-        try:
-            workers[spec.role] = spec.build(Placement(spec.role, neighbours=workers, device=devices.here()))
-        except Exception as error:
-            transport.close()
-            described = describe(error, f"{spec.role} rank 0", "__init__")
-            raise described from described.__cause__
-    return transport, {role: [Layout.of(worker)] for role, worker in workers.items()}
-
-
-class _SameProcess:
+class SameProcess:
     """The transport to workers in this process: a call is a call."""
 
-    def __init__(self, workers: dict[str, Worker]) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
+        self.hosted = Hosted()
         self._closed_by: WhetError | None = None
 
-    def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        """As `RemoteTransport.build`."""
+        try:
+            return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
+        """As `Transport.send`."""
         if self._closed_by is not None:
             raise closed_error(role, method, self._closed_by)
         return {rank: self._reply(role, method, given) for rank, given in arguments.items()}
 
-    def _reply(self, role: str, method: str, arguments: Arguments) -> Reply:
+    def _reply(self, role: str, method: str, given: Arguments | WorkerSpec) -> Reply:
         reply: Reply = Future()
         try:
-            reply.set_result(getattr(self._workers[role], method)(*arguments.args, **arguments.kwargs))
+            reply.set_result(self.hosted.call(role, method, given))
         except Exception as error:
-            described = describe(error, f"{role} rank 0", method)
+            described = self.hosted.describe(error, role, method)
             self.abort(described)
             reply.set_exception(described)
         return reply
 
     def abort(self, error: WhetError) -> None:
+        """As `Transport.abort`."""
         self._closed_by = self._closed_by or error
 
     def close(self) -> None:
+        """As `Transport.close`."""
         self._closed_by = self._closed_by or WorkerError("close() was called")
-        while self._workers:  # the last one built first: it may use the others
-            self._workers.popitem()[1].close()
+        self.hosted.close()

@@ -17,12 +17,12 @@ from multiprocessing import connection
 from whet import devices
 from whet.controller import wire
 from whet.controller.host import SOCKET_BYTES, main_module
-from whet.controller.hosted import BUILD, LOOPBACK, Seat, open_store
+from whet.controller.hosted import BUILD, LOOPBACK, Seat
 from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
-from whet.processes.fork_server import Child, ForkServer
+from whet.processes.fork_server import Child, ForkServer, exit_text
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
@@ -43,7 +43,7 @@ class ProcessTransport(RemoteTransport[_Process]):
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
         self._server = ForkServer("whet.controller.host:prepare", pickle.dumps(main_module()), stdout=None)
-        self._store = open_store(LOOPBACK, deadline_seconds)
+        self._store = devices.open_store(LOOPBACK, deadline_seconds)
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
         found = devices.count()
         if 0 < found < len(everyone):
@@ -55,9 +55,8 @@ class ProcessTransport(RemoteTransport[_Process]):
             peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
             peer.socket.settimeout(deadline_seconds)
             seat = Seat(
-                pool=pool.name,
+                pool=pool,
                 rank=rank,
-                world_size=pool.processes,
                 device_index=number if found >= len(everyone) else None,
                 processes_here=len(everyone),
                 store=(LOOPBACK, self._store.port),
@@ -117,16 +116,11 @@ class ProcessTransport(RemoteTransport[_Process]):
                 self.settle(peer, answer, number)
 
     def _death(self, peer: _Process) -> LostWorkerError:
-        """The error that says how the process ended and what it was doing."""
         self._server.wait(peer.child, self.ECHO_SECONDS)
-        oldest = self.oldest(peer)
-        code = peer.child.exit_code
-        end = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
-        if oldest is None:
-            return LostWorkerError(f"{peer.name()} died {end} between two calls")
-        hint = "; what it wrote to stderr says why"
-        if code == -signal.SIGKILL:
-            hint = "; if nobody killed it, the machine ran out of memory"
-        elif oldest.method == BUILD:
-            hint += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
-        return LostWorkerError(f"{peer.name(oldest.role)} died {end} in {oldest.method}{hint}")
+        oldest, code = self.oldest(peer), peer.child.exit_code
+        reason = "its connection was closed" if code is None else exit_text(code)
+        if oldest is not None and code != -signal.SIGKILL:
+            reason += "; what it wrote to stderr says why"
+            if oldest.method == BUILD:
+                reason += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
+        return self.death(peer, oldest, reason)

@@ -18,12 +18,12 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from whet.controller import wire
-from whet.controller.dispatch import Arguments, Plan
+from whet.controller.dispatch import Arguments, Plan, runs_beside
 from whet.controller.hosted import BUILD
 from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker import Layout, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
-from whet.errors import WhetError, WorkerError
+from whet.errors import LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,12 @@ class Waiting:
     method: str
     reply: Reply = field(default_factory=Future)
     number: int = field(default_factory=count(1).__next__)
+    is_beside: bool = False  # others are served meanwhile
 
 
 @dataclass(frozen=True, eq=False)
 class Peer:
-    """One worker process, and the calls that it has yet to answer, oldest first."""
+    """A worker process, and the calls that it has yet to answer, oldest first."""
 
     pool: ResourcePool
     rank: int  # in the pool
@@ -49,7 +50,7 @@ class Peer:
 
     @property
     def where(self) -> str:
-        """What stands behind the rank in errors."""
+        """The text behind the rank in errors."""
         return ""
 
     def name(self, role: str = "") -> str:
@@ -75,11 +76,13 @@ class RemoteTransport(ABC, Generic[P]):
         self._state = threading.Lock()  # over _ended_by and every peer's `waiting`
         self._ended_by: WhetError | None = None
         self._is_built = False
+        self._classes: dict[str, type[Worker]] = {}  # by role
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Lets every process build its workers.  Returns the layout of each rank by role.
 
         Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. The processes are gone then."""
+        self._classes = {spec.role: spec.cls for spec in specs}
         try:
             calls = [self._build(spec) for spec in specs]
             layouts = {spec.role: call.result() for spec, call in zip(specs, calls, strict=True)}
@@ -101,8 +104,9 @@ class RemoteTransport(ABC, Generic[P]):
             ) from error
         payloads = {number: self.prepare(frames) for number, frames in encoded.items()}
         peers = [peer for peer in self.peers if role in peer.pool.roles]
+        is_beside = runs_beside(self._classes[role], method)
         return {
-            rank: self._send(peers[rank], Waiting(role, method), header, payloads[id(given)])
+            rank: self._send(peers[rank], Waiting(role, method, is_beside=is_beside), header, payloads[id(given)])
             for rank, given in arguments.items()
         }
 
@@ -115,7 +119,7 @@ class RemoteTransport(ABC, Generic[P]):
         self._end(WorkerError("close() was called"), is_orderly=True)
 
     def settle(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:
-        """Gives the oldest call of a process its answer, which is that of the call with this number."""
+        """Gives the call of a process that has this number its answer."""
         try:
             succeeded, result = wire.decode(frames)
         except Exception as error:
@@ -127,7 +131,9 @@ class RemoteTransport(ABC, Generic[P]):
         with self._state:
             if self._ended_by is not None:
                 return
-            waiting = peer.waiting.popleft() if peer.waiting and peer.waiting[0].number == number else None
+            waiting = next((each for each in peer.waiting if each.number == number), None)
+            if waiting is not None:
+                peer.waiting.remove(waiting)
         if waiting is None:
             self.abort(WorkerError(f"{peer.name()} answered a call that it was not given"))
         else:
@@ -138,9 +144,15 @@ class RemoteTransport(ABC, Generic[P]):
         with self._state:
             return peer.waiting[0] if peer.waiting else None
 
+    def death(self, peer: P, waiting: Waiting | None, reason: str, idle: str = "between two calls") -> LostWorkerError:
+        """The error for a process that died in a call, or while it was `idle`."""
+        if waiting is None:
+            return LostWorkerError(f"{peer.name()} died {idle}: {reason}")
+        return LostWorkerError(f"{peer.name(waiting.role)} died in {waiting.method}: {reason}")
+
     @abstractmethod
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """What `hand_over` is given of arguments, once for all ranks that share them."""
+        """Makes the payload of `hand_over` from arguments, once for all ranks that share them."""
 
     @abstractmethod
     def hand_over(self, peer: P, waiting: Waiting, header: bytes, payload: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers run on."""
+"""Pools of processes, in which workers run."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def hosts_of(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1

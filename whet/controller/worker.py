@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the far side of a call: a worker, one a role and process."""
+"""Workers, one a role and process: the far side of a call."""
 
 from __future__ import annotations
 
@@ -14,64 +14,34 @@ from whet.devices import HOST
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a worker finds itself: its backend makes one for it, and it is the first argument of its class."""
+    """The place of a worker, made by its backend: the first argument of its class."""
 
-    role: str
-    rank: int = 0
-    world_size: int = 1
-    process_group: torch.distributed.ProcessGroup | None = None
-    neighbours: Mapping[str, Worker] = field(default_factory=dict)
-    address: str = "127.0.0.1"
-    device: torch.device = HOST
+    role: str  # of its group: actor, critic, rollout, ...
+    rank: int = 0  # of its process, from 0
+    world_size: int = 1  # ranks of the role
+    process_group: torch.distributed.ProcessGroup | None = None  # the ranks; None where the process is alone
+    neighbours: Mapping[str, Worker] = field(default_factory=dict)  # see `Worker`
+    address: str = "127.0.0.1"  # under which workers elsewhere reach this machine, for stores and sockets of their own
+    device: torch.device = HOST  # that the roles of this process share
 
 
 class Worker:
-    """One rank of one role. Subclasses call `super().__init__(placement)` first and mark what the loop may call with
+    """A rank of a role. Subclasses call `super().__init__(placement)` first and mark what the loop may call with
     `@register`. Arguments are to be read, not written: within one process they are the caller's own objects.
+
+    `neighbours` are the workers of other roles in this process, by role; in `__init__` those that were built before.
+    A rollout worker takes the actor's module from there, without a copy.
     """
 
     def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-
-    @property
-    def role(self) -> str:
-        """What the group of this worker is called: actor, critic, rollout, ..."""
-        return self._placement.role
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker's process, from 0."""
-        return self._placement.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the role has."""
-        return self._placement.world_size
-
-    @property
-    def process_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks as torch.distributed knows them; None where the process is alone."""
-        return self._placement.process_group
-
-    @property
-    def neighbours(self) -> Mapping[str, Worker]:
-        """The workers of other roles in this process, by role; in `__init__` those that were built before this one.
-        A rollout worker takes the actor's module from here, without a copy."""
-        return self._placement.neighbours
-
-    @property
-    def address(self) -> str:
-        """Under which workers of other pools and nodes reach this machine: for stores and sockets of their own."""
-        return self._placement.address
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the roles of this process share."""
-        return self._placement.device
+        self.role, self.rank, self.world_size = placement.role, placement.rank, placement.world_size
+        self.process_group, self.neighbours = placement.process_group, placement.neighbours
+        self.address, self.device = placement.address, placement.device
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch this worker is given. Ranks that share a model (tensor parallel) report the same."""
+        """The number of the shard of a batch that this worker is given; ranks that share a model (tensor parallel)
+        report the same."""
         return self.rank
 
     @property
@@ -105,7 +75,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a worker reports of its place among the data-parallel ranks."""
+    """A worker's place among the data-parallel ranks, as it reports it."""
 
     dp_rank: int
     dp_size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one role, called as one object; and what a backend supplies so that it can be."""
+"""The ranks of a role, called as one object; and what a backend supplies so that it can be."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from whet.controller.dispatch import Arguments, Plan, Workload, check_layouts, plan_call, registered_methods
-from whet.controller.worker import Layout, Worker, WorkerSpec
+from whet.controller.dispatch import Arguments, Plan, check_layouts, plan_call, registered_methods
+from whet.controller.worker import Layout, Worker
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 Reply = concurrent.futures.Future[Any]
@@ -38,7 +38,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call under way. Calls to one process are served in the order in which they were started."""
+    """A call under way. Calls to one process are served in the order in which they were started, but for methods that
+    run beside others."""
 
     role: str
     method: str
@@ -74,7 +75,7 @@ class PendingCall:
 
 
 class WorkerGroup:
-    """All ranks of one role. The methods that its worker class registered are attributes of the group:
+    """The ranks of a role. The methods that its worker class registered are attributes of the group:
     `group.update(batch)` gives the arguments out as the method's dispatch mode says and returns the gathered result.
 
     Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
@@ -89,38 +90,36 @@ class WorkerGroup:
         self._layouts, self._transport, self._deadline_seconds = layouts, transport, deadline_seconds
         self._class_name, self._methods = cls.__qualname__, registered_methods(cls)
 
-    def call(self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> Any:
         """The gathered result of one call of `method` on every rank that its dispatch mode names.
 
         Where rows are split, `block` consecutive rows stay on one rank (2 for preference pairs, n for the samples of a
-        prompt), and `workload` is their relative cost: one number a row, or a function of one row. Unset, it is read
-        from the column `attention_mask` or from `token_ids` of list items.
+        prompt), and each rank has as much work, by the column `attention_mask` or the `token_ids` of list items.
 
         Raises: DataError for arguments that cannot be given out; what `PendingCall.result` raises.
         """
-        return self.start(method, *args, block=block, workload=workload, **kwargs).result()
+        return self.start(method, *args, block=block, **kwargs).result()
 
-    def start(
-        self, method: str, *args: Any, block: int = 1, workload: Workload | None = None, **kwargs: Any
-    ) -> PendingCall:
+    def start(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> PendingCall:
         """`call` without the wait (within one process the call is finished on return)."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
-        mode = self._methods[method].dispatch_mode
-        plan = plan_call(mode, self._layouts, Arguments(args, kwargs), caller, block, workload)
-        replies = self._transport.send(self.role, method, plan.arguments)
-        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+        return self._send(
+            method, plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
+        )
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
-        plan = Plan({rank: Arguments(args, {})}, lambda results: results[rank])
-        replies = self._transport.send(self.role, method, plan.arguments)
-        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
+        return self._send(method, Plan({rank: Arguments(args, {})}, lambda results: results[rank]))
 
     def close(self) -> None:
         """Lets the workers of all roles of the launch close, and ends their processes. May be called twice."""
         self._transport.close()
+
+    def _send(self, method: str, plan: Plan) -> PendingCall:
+        replies = self._transport.send(self.role, method, plan.arguments)
+        return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})  # absent while an object is being copied or unpickled
@@ -128,38 +127,13 @@ class WorkerGroup:
             raise AttributeError(
                 f"worker group {self.__dict__.get('role')!r} has no {name!r}; it has {', '.join(methods)}"
             )
-        return partial(self.call if methods[name].blocking else self.start, name)
+        return partial(self.call, name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
 
 
-def groups_of(
-    specs: Sequence[WorkerSpec], layouts: Mapping[str, Sequence[Layout]], transport: Transport, deadline_seconds: float
-) -> dict[str, WorkerGroup]:
-    """A group for each role of a launch.  Raises: WorkerError, and closes all, where layouts do not fit."""
-    try:
-        return {
-            spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
-            for spec in specs
-        }
-    except WorkerError:
-        transport.close()
-        raise
-
-
-def describe(error: BaseException, who: str, method: str) -> WhetError:
-    """What a caller is shown of an exception in a worker, `who` being its role and rank: a WhetError stays what it is,
-    with a note of where it arose; anything else becomes a WorkerError with the original as its cause."""
-    if isinstance(error, WhetError):
-        error.add_note(f"raised in {who}, {method}")
-        return error
-    wrapped = WorkerError(f"{who}: {method} raised {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
-    """What a call after the end is answered with; `closed_by` is what ended it."""
+    """Returns the error of a call after the end; `closed_by` is what ended it."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
     return kind(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers the model between its turns."""
+"""Environments, which answer the model between its turns."""

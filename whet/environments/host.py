@@ -9,22 +9,21 @@ processes forked from one that has loaded their class: a process an episode, or,
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import math
 import pickle
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
-from whet.environments.protocol import Answer, Observation, Resets, read_observation
-from whet.environments.running import EnvironmentSpec, Outcome, Running
+from whet.environments.protocol import Answer, Observation
+from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
 from whet.errors import describe
-from whet.processes.children import BROKEN, Children, Event, Said, Talker
+from whet.processes.children import Children, Event, Gone, Talker
 from whet.processes.user_code import pickle_code
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Prompt
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 Result = tuple[str, Outcome]  # of a start or a step: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
-GOES_ON = Observation(done=False)
 
 
 @dataclass(frozen=True)
@@ -49,28 +47,35 @@ class Deadlines:
         return {"reset": self.reset, "step": self.step, "close": self.close}[verb]
 
 
-class EnvironmentHost(Protocol):
+class EnvironmentHost(ABC):
     """Environments of episodes. An id is free again once its episode is closed."""
 
+    def __init__(self) -> None:
+        self._results: list[Result] = []
+
+    @abstractmethod
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
         """Makes and resets the environment of a new episode."""
-        ...
 
+    @abstractmethod
     def step(self, uid: str, answer: Answer) -> None:
         """Gives a response to the environment of an episode, whose last result is there."""
-        ...
 
+    @abstractmethod
     def close(self, uid: str) -> None:
         """Ends an episode, at any time; no result follows. To be called for each that was started."""
-        ...
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Closes all episodes and ends their processes."""
 
     def poll(self, timeout_seconds: float) -> list[Result]:
         """The results since the last call, as soon as there are any, at the latest after `timeout_seconds`."""
-        ...
+        results, self._results = self._results, []
+        return results
 
-    def shutdown(self) -> None:
-        """Closes all episodes and ends their processes."""
-        ...
+    def _forget(self, uid: str) -> None:
+        self._results = [result for result in self._results if result[0] != uid]
 
 
 def open_host(
@@ -88,7 +93,7 @@ def open_host(
     target = environment if ":" in environment else entry.function or environment
     spec = EnvironmentSpec(target, resolved)
     if entry.marks.get("pure"):
-        return PureHost(spec)
+        return InlineHost(spec, at_once)
     try:
         code = pickle_code(spec, target)
     except Exception as error:  # whatever an object that the class holds raises when it is pickled
@@ -102,60 +107,13 @@ def open_host(
     return ProcessHost(code, deadlines or Deadlines(), max_processes, is_shared=bool(entry.marks.get("shared")))
 
 
-class PureHost:
-    """Environments that only compute, in the caller's thread and without an event loop: a call costs microseconds."""
-
-    def __init__(self, spec: EnvironmentSpec) -> None:
-        self._make = spec.load()
-        self._open: dict[str, Any] = {}
-        self._is_long: dict[type, bool] = {}  # of classes: isinstance of a protocol takes longer than a whole step
-        self._results: list[Result] = []
-
-    def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """As EnvironmentHost.start."""
-        try:
-            environment: Any = self._make(prompt)
-            self._open[uid] = environment
-            if type(environment) not in self._is_long:
-                self._is_long[type(environment)] = isinstance(environment, Resets)
-            is_long = self._is_long[type(environment)]
-            self._results.append((uid, read_observation(environment.reset(prompt, seed)) if is_long else GOES_ON))
-        except Exception as error:  # the user's code
-            self._results.append((uid, Failure("environment", describe(error))))
-
-    def step(self, uid: str, answer: Answer) -> None:
-        """As EnvironmentHost.step."""
-        environment = self._open[uid]
-        try:
-            observation = environment.step(answer if self._is_long[type(environment)] else answer.text)
-            if inspect.iscoroutine(observation):
-                observation.close()
-                raise TypeError("its step is async, but it is registered with pure=True; register it without")
-            self._results.append((uid, read_observation(observation)))
-        except Exception as error:  # the user's code
-            self._results.append((uid, Failure("environment", describe(error))))
-
-    def close(self, uid: str) -> None:
-        """As EnvironmentHost.close."""
-        self._open.pop(uid, None)
-
-    def poll(self, timeout_seconds: float) -> list[Result]:
-        """As EnvironmentHost.poll; never waits, because nothing can come."""
-        results, self._results = self._results, []
-        return results
-
-    def shutdown(self) -> None:
-        """As EnvironmentHost.shutdown."""
-        self._open.clear()
-
-
-class InlineHost:
+class InlineHost(EnvironmentHost):
     """Environments in the caller's thread: each result is there when the call returns."""
 
     def __init__(self, spec: EnvironmentSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome]) -> None:
+        super().__init__()
         self._make, self._run = spec.load(), run
         self._open: dict[str, Running] = {}
-        self._results: list[Result] = []
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
         """As EnvironmentHost.start."""
@@ -169,13 +127,8 @@ class InlineHost:
     def close(self, uid: str) -> None:
         """As EnvironmentHost.close."""
         if (running := self._open.pop(uid, None)) is not None:
-            self._results = [result for result in self._results if result[0] != uid]
+            self._forget(uid)
             _note_close(uid, self._run(running.call("close")))
-
-    def poll(self, timeout_seconds: float) -> list[Result]:
-        """As EnvironmentHost.poll; never waits, because nothing can come."""
-        results, self._results = self._results, []
-        return results
 
     def shutdown(self) -> None:
         """As EnvironmentHost.shutdown."""
@@ -199,26 +152,25 @@ class _Episode:
 class _Call:
     episode: _Episode
     verb: str
-    deadline: float
     is_awaited: bool  # otherwise its result was given before
 
 
-class ProcessHost:
+class ProcessHost(EnvironmentHost):
     """Environments in processes: one each, at most `max_processes` at a time (later episodes wait for a place), or all
     in one. Where a shared process ends, the episode that was at work fails, and the others are replayed.
 
     One thread owns it. Waits: in `poll` alone."""
 
     def __init__(self, code: bytes, deadlines: Deadlines, max_processes: int, *, is_shared: bool) -> None:
-        self._children = Children("whet.environments.running:prepare", pickle.dumps((code, is_shared)))
+        super().__init__()
+        argument = pickle.dumps((code, is_shared))
+        self._children = Children("whet.environments.running:prepare", argument, answers=(Observation, Failure))
         self._end = weakref.finalize(self, self._children.close)  # at the latest when the interpreter ends
         self._deadlines, self._is_shared = deadlines, is_shared
         self._max_processes = 1 if is_shared else max_processes
         self._numbers = count(1)
         self._open: dict[str, _Episode] = {}
         self._queue: deque[_Episode] = deque()
-        self._calls: dict[Talker, dict[int, _Call]] = {}  # under way, oldest first
-        self._results: list[Result] = []
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
         """As EnvironmentHost.start."""
@@ -242,7 +194,7 @@ class ProcessHost:
         episode = self._open.pop(uid, None)
         if episode is None:
             return
-        self._results = [result for result in self._results if result[0] != uid]
+        self._forget(uid)
         if episode in self._queue:
             self._queue.remove(episode)
         elif episode.child is not None:
@@ -255,25 +207,23 @@ class ProcessHost:
             for event in self._children.poll(0.0 if self._results else max(0.0, until - time.monotonic())):
                 self._take(event)
             if self._results or time.monotonic() >= until:
-                results, self._results = self._results, []
-                return results
+                return super().poll(0.0)
 
     def shutdown(self) -> None:
         """As EnvironmentHost.shutdown."""
         for uid in list(self._open):
             self.close(uid)
-        while self._end.alive and any(self._calls.values()):
+        while self._end.alive and any(child.calls for child in self._children.running):
             self.poll(POLL_SECONDS)
         self._end()
 
     def _seat(self) -> None:
         """Gives waiting episodes a process, as far as there is room, and the calls that they have had."""
-        while self._queue and (self._is_shared or len(self._calls) < self._max_processes):
+        running = self._children.running
+        while self._queue and (self._is_shared or len(running) < self._max_processes):
             episode = self._queue.popleft()
-            episode.child = next(iter(self._calls), None) if self._is_shared else None
-            if episode.child is None:
-                episode.child = self._children.start()
-                self._calls[episode.child] = {}
+            shared = next(iter(running), None) if self._is_shared else None
+            episode.child = shared or self._children.start()
             steps = [("step", answer) for answer in episode.answers]
             *before, last = [("reset", episode.prompt, episode.seed), *steps]
             for call in before:
@@ -288,10 +238,7 @@ class ProcessHost:
             what = f"the prompt cannot be sent to the environment's process: {describe(error)}"
             self._give(episode, Failure("environment", what))
             return
-        number, deadline = next(self._numbers), time.monotonic() + self._deadlines.of(verb)
-        self._calls[episode.child][number] = _Call(episode, verb, deadline, is_awaited)
-        self._children.send(episode.child, number, content)
-        self._set_deadline(episode.child)
+        self._children.call(episode.child, _Call(episode, verb, is_awaited), content, self._deadlines.of(verb))
 
     def _give(self, episode: _Episode, outcome: Outcome) -> None:
         """Adds a result, unless the episode was closed meanwhile."""
@@ -299,49 +246,30 @@ class ProcessHost:
         if self._open.get(episode.uid) is episode:
             self._results.append((episode.uid, outcome))
 
-    def _set_deadline(self, child: Talker) -> None:
-        child.deadline = min((call.deadline for call in self._calls[child].values()), default=math.inf)
-
     def _take(self, event: Event) -> None:
-        if event.child not in self._calls:  # it was ended after it said this
+        if isinstance(event, Gone):
+            self._lose(event)
             return
-        if not isinstance(event, Said):
-            self._lose(event.child, event.why, is_late=event.is_late)
-            return
-        try:
-            outcome: Outcome | None = pickle.loads(event.content)
-        except Exception:  # the user's code may write anything
-            outcome = None
-        call = self._calls[event.child].pop(event.number, None)
-        if call is None or outcome is None:
-            self._children.kill(event.child)
-            self._lose(event.child, BROKEN)
-            return
-        self._set_deadline(event.child)
+        call, outcome = event.about, event.value
         if call.verb == "close":
             _note_close(call.episode.uid, outcome)
             if not self._is_shared:
                 self._children.kill(event.child)
-                del self._calls[event.child]
                 self._seat()
         elif call.is_awaited:
             self._give(call.episode, call.episode.failure or outcome)
         elif isinstance(outcome, Failure):
             call.episode.failure = outcome
 
-    def _lose(self, child: Talker, why: str, *, is_late: bool = False) -> None:
+    def _lose(self, gone: Gone) -> None:
         """Fails the episode that was at work in a process that is gone, and has the others begin again in another."""
-        calls = list(self._calls.pop(child).values())
-        here = [episode for episode in self._open.values() if episode.child is child]
-        now = time.monotonic()
-        at_work = next((call for call in calls if not is_late or call.deadline <= now), None)
-        what = f"the environment's process {why}"
-        if at_work is not None and is_late:
+        at_work, what = gone.at_work, f"the environment's process {gone.why}"
+        if at_work is not None and gone.is_late:
             what = f"{at_work.verb} took longer than {self._deadlines.of(at_work.verb):g} s; its process was killed"
-        failure = Failure("environment", what, timed_out=is_late)
+        failure = Failure("environment", what, timed_out=gone.is_late)
         if at_work is not None and at_work.verb == "close":
             _note_close(at_work.episode.uid, failure)
-        for episode in here:
+        for episode in [episode for episode in self._open.values() if episode.child is gone.child]:
             episode.child = None
             if self._is_shared and (at_work is None or episode is not at_work.episode):
                 self._queue.append(episode)

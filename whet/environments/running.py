@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from whet.types import Failure, Prompt
 
 log = logging.getLogger(__name__)
 Outcome = Observation | Failure
+GOES_ON = Observation(done=False)
+_FORMS: dict[type, tuple[bool, bool]] = {}  # by class
 
 
 @dataclass(frozen=True)
@@ -44,34 +46,54 @@ class Running:
 
     def __init__(self, make: Callable[[Prompt], Environment]) -> None:
         self._make = make
-        self._environment: Environment | None = None
+        self._environment: Any = None
 
     async def call(self, verb: str, *arguments: Any) -> Outcome:
         """Does "reset" with prompt and seed, "step" with an Answer, or "close"."""
-        methods: dict[str, Callable[..., Awaitable[Any]]]
+        methods: dict[str, Callable[..., Any]]
         methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
-            return read_observation(await methods[verb](*arguments))
+            result = methods[verb](*arguments)
+            return read_observation(await result if inspect.isawaitable(result) else result)
         except KeyboardInterrupt:  # a signal that stops the run
             raise
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
             return Failure("environment", describe(error))
 
-    async def _reset(self, prompt: Prompt, seed: int) -> Any:
+    def _reset(self, prompt: Prompt, seed: int) -> Any:
         self._environment = self._make(prompt)
-        if not isinstance(self._environment, Resets):
-            return Observation(done=False)
-        return await _awaited(self._environment.reset(prompt, seed))
+        return self._environment.reset(prompt, seed) if _form(self._environment)[0] else GOES_ON
 
-    async def _step(self, answer: Answer) -> Any:
+    def _step(self, answer: Answer) -> Any:
         assert self._environment is not None
-        return await _awaited(self._environment.step(answer if isinstance(self._environment, Resets) else answer.text))
+        return self._environment.step(answer if _form(self._environment)[0] else answer.text)
 
     async def _close(self) -> Any:
         environment, self._environment = self._environment, None
-        if isinstance(environment, Closes):
-            await _awaited(environment.close())
+        if _form(environment)[1]:
+            closed = environment.close()
+            if inspect.isawaitable(closed):
+                await closed
         return Observation(done=True)
+
+
+def _form(environment: Any) -> tuple[bool, bool]:
+    """Whether an environment is reset, and whether it is closed; asking a protocol takes longer than a whole step."""
+    kind = type(environment)
+    if kind not in _FORMS:
+        _FORMS[kind] = isinstance(environment, Resets), isinstance(environment, Closes)
+    return _FORMS[kind]
+
+
+def at_once(call: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """The outcome of a call that never waits, without an event loop: it costs microseconds."""
+    try:
+        call.send(None)
+    except StopIteration as ended:
+        outcome: Outcome = ended.value
+        return outcome
+    call.close()
+    return Failure("environment", "it waits, but it is registered with pure=True; register it without")
 
 
 def prepare(argument: bytes) -> Serve:
@@ -149,7 +171,3 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result

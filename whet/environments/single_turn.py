@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question, one answer."""
+"""A question and an answer."""
 
 from __future__ import annotations
 

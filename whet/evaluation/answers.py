@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from whet import files
 from whet.data.sources import read_rows
-from whet.errors import DataError
+from whet.errors import DataError, StorageError
 from whet.tracking.jsonl import json_line
 
 log = logging.getLogger(__name__)
@@ -59,31 +61,48 @@ class Journal:
 
     def __init__(self, folder: Path, settings: str, prompts: Mapping[int, str], n: int, *, resume: bool) -> None:
         self.folder = folder
-        self.rows = self._earlier(settings, prompts, n) if resume else []
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(settings, encoding="utf-8")
-        (folder / PARTIAL).write_text(_lines(self.rows), encoding="utf-8")
+        with output_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.rows = self._earlier(settings, prompts, n) if resume else []
+            files.write(folder / CONFIG, settings)
+            files.write(folder / PARTIAL, _lines(self.rows))
         if self.rows:
             log.info("%s has %d of %d prompts from before; going on", folder, len(self.rows) // n, len(prompts))
 
     def add(self, rows: Sequence[Row]) -> None:
         """Appends the answers to whole prompts."""
-        with (self.folder / PARTIAL).open("a", encoding="utf-8") as file:
+        with output_errors(self.folder), (self.folder / PARTIAL).open("a", encoding="utf-8") as file:
             file.write(_lines(rows))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Makes the file answers.jsonl, and writes summary.json."""
-        (self.folder / PARTIAL).replace(self.folder / NAME)
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        with output_errors(self.folder):
+            (self.folder / PARTIAL).replace(self.folder / NAME)
+            files.write(self.folder / "summary.json", json.dumps(summary, indent=1))
 
     def _earlier(self, settings: str, prompts: Mapping[int, str], n: int) -> list[Row]:
         config, partial = self.folder / CONFIG, self.folder / PARTIAL
         if not partial.exists() or not config.exists() or config.read_text(encoding="utf-8") != settings:
             return []
-        lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last end of a line one may be torn
-        answered = by_prompt(json.loads(line) for line in lines)
-        whole = [rows for index, rows in answered.items() if len(rows) == n and rows[0]["prompt"] == prompts.get(index)]
+        try:
+            lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last line end one may be torn
+            answered = by_prompt(json.loads(line) for line in lines)
+            whole = [all_ for at, all_ in answered.items() if len(all_) == n and all_[0]["prompt"] == prompts.get(at)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("%s cannot be read (%r); all prompts are answered again", partial, error)
+            return []
         return [row for rows in whole for row in rows]
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Raises: StorageError where the file or folder that `output` names cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"output={path}: {error.strerror}; expected a place that can be written to: name another one"
+        ) from error
 
 
 def _lines(rows: Iterable[Row]) -> str:

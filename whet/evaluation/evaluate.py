@@ -16,7 +16,7 @@ import numpy as np
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.controller.local import launch
+from whet.controller.launch import launch
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import WorkerSpec
 from whet.data.load import VAL, load_prompts

@@ -19,11 +19,13 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet import files
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
 from whet.data.load import load_prompts
 from whet.errors import ConfigError, DataError
+from whet.evaluation.answers import output_errors
 from whet.evaluation.evaluate import launch_rollout
 from whet.keyed import key
 from whet.metrics import counted, phase
@@ -69,8 +71,10 @@ def generate(config: GenerateConfig) -> Generated:
         where, source = config.data.filter, config.source_key
         prompts = load_prompts(data, tokenizer, source, where=where, seed=config.seed, with_answers=False).items
         answers = stack.enter_context(Answers(config, tokenizer, model_path))
-        _claim(output, _origin(config, prompts))
-        file = stack.enter_context(output.open("r+b"))
+        origin = _origin(config, prompts)
+        with output_errors(output):
+            _claim(output, origin)
+            file = stack.enter_context(output.open("r+b"))
         num_found = num_lines = _cut_back(file, output)
         stack.enter_context(phase(output.name))
         first = num_found // (config.chunk_size * n) * config.chunk_size
@@ -171,16 +175,18 @@ def _claim(output: Path, origin: dict[str, Any]) -> None:
     if output.exists() and output.stat().st_size:
         if not note.exists():
             raise ConfigError(f"{output} is there, and {note.name}, which `whet generate` writes, is not; move it away")
-        if differences := list(_differences(json.loads(note.read_text(encoding="utf-8")), origin)):
+        try:
+            differences = list(_differences(json.loads(note.read_text(encoding="utf-8")), origin))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{note} cannot be read ({error!r}); move it and {output.name} away") from error
+        if differences:
             raise ConfigError(
                 f"{output} was written otherwise: {'; '.join(differences)}. Go back to that, name another output, or "
                 "delete the file to start anew"
             )
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside = note.with_name(f"{note.name}.new")
-    beside.write_text(json.dumps(origin, indent=1, ensure_ascii=False), encoding="utf-8")
-    beside.replace(note)
+    files.write(note, json.dumps(origin, indent=1, ensure_ascii=False))
     output.touch()
 
 

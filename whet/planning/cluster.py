@@ -24,8 +24,7 @@ APART_SECONDS = 1.0
 def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str, list[Finding]]:
     """A section for the cluster and one for each node."""
     try:
-        from whet.controller.ray.probe import Probe
-        from whet.controller.ray.survey import survey
+        from whet.controller.ray.survey import survey, versions
     except ModuleNotFoundError:
         return {"cluster": [Finding("problem", "Ray", "not installed", pip_install("ray"))]}
     place = existing(run_dir.expanduser().absolute())
@@ -46,7 +45,7 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
         f"{len(alive)} at {address}",
         f"cluster.nnodes={config.cluster.nnodes}: add nodes with ray start --address={address}" if few else "",
     )
-    here = Probe().versions(PACKAGES)
+    here = versions(PACKAGES)
     sections = {"cluster": [count]}
     for report in reports:
         sections.setdefault(f"node {report.node.address}", []).extend(of_node(report, here, list(paths.values())))

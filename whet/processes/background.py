@@ -5,8 +5,9 @@ the program ends without them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -54,3 +55,21 @@ def within(seconds: float, call: Callable[[], T], late: str) -> T:
     if not wait([future], seconds).done:
         raise DeadlineError(late)
     return future.result()
+
+
+@contextmanager
+def every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Makes a call again and again, in a thread, while the block runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, daemon=True, name="whet-every")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

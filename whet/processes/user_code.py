@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -29,9 +31,10 @@ def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
 
 
 def pin(sources: dict[str, bytes]) -> None:
-    """Has modules that no installation made load from `sources`, by their path; a file that is not in there is read,
-    and put there. Compiled files beside them are not used: they may be of another version."""
+    """Has the user's modules, not installed ones or whet's own, load from `sources`, by their path; a file that is not
+    in there is read, and put there. Compiled files beside them are not used: they may be of another version."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = (*installed, f"{Path(__file__).parents[1]}{os.sep}")
     get_code = SourceFileLoader.get_code
 
     def pinned_code(loader: SourceFileLoader, name: str) -> CodeType | None:

@@ -12,11 +12,11 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import RewardError, last_line
-from whet.errors import describe as describe
+from whet.errors import RewardError, describe, last_line
 from whet.rewards.result import Outcome, failure, read_result, split_rows
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Further parameters are options, given in reward.kwargs."""
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
+    """An answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
 
     data_source: str
     solution_str: str
@@ -66,9 +66,9 @@ class RewardFunction:
         return self._form.takes_batch
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order. What the function raises is a Failure, its traceback logged once for
-        each line that raises. Async functions are awaited call by call (one that takes all answers may gather them).
-        """
+        """Returns an outcome for each item, in order. An exception of the function is a Failure, its traceback logged
+        once for each line that raises. Async functions are awaited call by call (one that takes all answers may gather
+        them)."""
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in self._score_call(call)]
 
@@ -138,10 +138,13 @@ class _Form:
     """How a function is called: the parameters that it is given, and their values for some items (for one item where it
     does not take a batch)."""
 
-    names: frozenset[str]
-    arguments: Callable[[Sequence[RewardItem]], dict[str, Any]]
+    values: Mapping[str, Callable[[Sequence[RewardItem]], Any]]  # by parameter
     takes_batch: bool
     split_rows: Callable[[object, int], list[object]] = split_rows
+
+    def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
+        """Returns what the function is given for these items."""
+        return {name: value(items) for name, value in self.values.items()}
 
 
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
@@ -153,58 +156,55 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "predict": attrgetter("solution_str"),
     "predict_str": attrgetter("solution_str"),
 }
-_COLUMNS = {f"{name}s": get for name, get in _FIELDS.items()}
 _ANSWER_FIELDS = {"solution_str", "predict", "predict_str"}  # a function that sees none of them judges nothing
-_ANSWER_COLUMNS = {f"{name}s" for name in _ANSWER_FIELDS}
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # what **kwargs receives
 
-# Annotations are read as text: they may name what is imported for type checkers only.
-_DICT = re.compile(r"([\w.]+\.)?(dict|Dict|Mapping|MutableMapping)\b")
-_LIST_OF_DICTS = re.compile(r"([\w.]+\.)?(list|List|Sequence|Iterable)\[" + _DICT.pattern)
-_DATA_PROTO = re.compile(r"\bDataProto\b")
+# The forms whose first parameter is everything, by its usual name. Annotations are read as text: they may name what is
+# imported for type checkers only.
+_DICT = r"([\w.]+\.)?(dict|Dict|Mapping|MutableMapping)\b"
+_WHOLE = {
+    "data": re.compile(r".*\bDataProto\b", re.DOTALL),
+    "reward_inputs": re.compile(r"([\w.]+\.)?(list|List|Sequence|Iterable)\[" + _DICT),
+    "reward_input": re.compile(_DICT),
+}
 
 
 def _recognise(parameters: Sequence[inspect.Parameter]) -> _Form | None:
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if named and named[0].name not in _FIELDS and named[0].name not in _COLUMNS:
+    common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
+    names = {p.name for p in named}
+    columns = {f"{name}s": get for name, get in _FIELDS.items()}
+    if named and named[0].name not in _FIELDS and named[0].name not in columns:
         whole = _recognise_whole(named[0].name, _annotation_text(named[0]))
         if whole is not None:
             return whole
-    names = {p.name for p in named}
-    if names & _ANSWER_COLUMNS:
-        columns = frozenset(
-            names & _COLUMNS.keys() | ({f"{name}s" for name in _COMMON_FIELDS} if takes_any_name else set())
-        )
-        return _Form(
-            columns,
-            lambda items: {name: [_COLUMNS[name](item) for item in items] for name in columns},
-            takes_batch=True,
-        )
-    if names & _ANSWER_FIELDS or takes_any_name:
-        fields = frozenset(names & _FIELDS.keys() | (_COMMON_FIELDS if takes_any_name else set()))
-        return _Form(fields, lambda items: {name: _FIELDS[name](items[0]) for name in fields}, takes_batch=False)
+    if names & {f"{name}s" for name in _ANSWER_FIELDS}:
+        taken = names & columns.keys() | {f"{name}s" for name in common}
+        return _Form({name: partial(_column, columns[name]) for name in taken}, takes_batch=True)
+    if names & _ANSWER_FIELDS or common:
+        taken = names & _FIELDS.keys() | common
+        return _Form({name: partial(_first, _FIELDS[name]) for name in taken}, takes_batch=False)
     return None
 
 
 def _recognise_whole(name: str, annotation: str) -> _Form | None:
     """The form of a function whose first parameter is everything: a dict, a list of them, or a DataProto."""
-    usual_name = name
-    if _DATA_PROTO.search(annotation):
-        usual_name = "data"
-    elif _LIST_OF_DICTS.match(annotation):
-        usual_name = "reward_inputs"
-    elif _DICT.match(annotation):
-        usual_name = "reward_input"
-    if usual_name == "data":
+    form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
+    if form == "data":
         from whet.rewards.data_proto import make_batch, split_batch_rows
 
-        return _Form(frozenset({name}), lambda items: {name: make_batch(items)}, True, split_batch_rows)
-    if usual_name == "reward_inputs":
-        return _Form(frozenset({name}), lambda items: {name: [_as_dict(item) for item in items]}, takes_batch=True)
-    if usual_name == "reward_input":
-        return _Form(frozenset({name}), lambda items: {name: _as_dict(items[0])}, takes_batch=False)
-    return None
+        return _Form({name: make_batch}, True, split_batch_rows)
+    if form == "reward_inputs":
+        return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
+    return _Form({name: partial(_first, _as_dict)}, takes_batch=False) if form == "reward_input" else None
+
+
+def _column(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> list[Any]:
+    return [get(item) for item in items]
+
+
+def _first(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> Any:
+    return get(items[0])
 
 
 def _as_dict(item: RewardItem) -> dict[str, Any]:
@@ -223,9 +223,9 @@ def _check_options(
 ) -> None:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = {p.name: p for p in parameters if p.kind not in variadic}
-    options = [name for name in own if name not in form.names]
+    options = [name for name in own if name not in form.values]
     for name in kwargs:
-        if name in form.names:
+        if name in form.values:
             raise RewardError(
                 f"reward.kwargs.{name}: {_show(function)} is given {name!r} by the run; take it out of reward.kwargs"
             )
@@ -243,14 +243,8 @@ def _check_options(
 
 
 def _annotation_text(parameter: inspect.Parameter) -> str:
-    if parameter.annotation is inspect.Parameter.empty:
-        return ""
-    text = (
-        parameter.annotation
-        if isinstance(parameter.annotation, str)
-        else inspect.formatannotation(parameter.annotation)
-    )
-    return text.strip("'\" ")
+    annotation = "" if parameter.annotation is parameter.empty else parameter.annotation
+    return (annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)).strip("'\" ")
 
 
 def _show(function: Callable[..., Any]) -> str:

@@ -16,7 +16,7 @@ SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 
 class RewardBatch(DataProto):
-    """What a function of `data: DataProto` is given.
+    """The argument of a function of `data: DataProto`.
 
     Tensors: `prompts` [B, P] (left-padded with 0), `responses` [B, R] (right-padded with 0), `input_ids` and
     `attention_mask` [B, P + R], `response_mask` [B, R] (1 on the response, 0 on its padding). Objects: `data_source`,
@@ -36,7 +36,7 @@ class RewardBatch(DataProto):
 
     @property
     def ground_truth(self) -> list[object]:
-        """What each answer is judged by."""
+        """The truth that each answer is judged by."""
         return list(self.non_tensor_batch["ground_truth"])
 
 
@@ -51,6 +51,8 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
         start = prompt_length - len(item.prompt_ids)
         input_ids[row, start : start + len(ids)] = ids
         attention_mask[row, start : start + len(ids)] = 1
+    columns = ("data_source", "ground_truth", "extra_info", "prompt_str", "solution_str")
+    objects = {name: [vars(item)[name] for item in items] for name in columns}
     plain = DataProto.from_dict(
         tensors={
             "prompts": input_ids[:, :prompt_length],
@@ -59,14 +61,7 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
             "attention_mask": attention_mask,
             "response_mask": attention_mask[:, prompt_length:],
         },
-        non_tensors={
-            "data_source": [item.data_source for item in items],
-            "ground_truth": [item.ground_truth for item in items],
-            "extra_info": [item.extra_info for item in items],
-            "reward_model": [{"ground_truth": item.ground_truth} for item in items],
-            "prompt_str": [item.prompt_str for item in items],
-            "solution_str": [item.solution_str for item in items],
-        },
+        non_tensors={**objects, "reward_model": [{"ground_truth": item.ground_truth} for item in items]},
     )
     return RewardBatch(plain.batch, plain.non_tensor_batch, plain.meta_info)
 

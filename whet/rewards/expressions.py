@@ -16,17 +16,18 @@ _WHOLE = (  # parts of an expression that may hold words, line ends and full sto
     r"(?<![\\$])\$(?!\s)(?:\\\$|[^$\n]){1,500}?(?<!\s)\$(?!\d)",
     r"\\[a-zA-Z]+\s*\{[^{}\n]{0,200}\}",
     r"(?<!\w)(?:and|or|sqrt|sin|cos|tan|cot|log|ln|exp|pi|infinity|percent)(?!\w)",
-    r"(?<!\w)(?:minus|not|twice|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
+    r"(?<!\w)(?:minus|negative|not|twice|double|triple|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
     r"(?:(?<=[\d)}$]\s)|(?<=\s\w\s))(?:plus|times|over|out of|mod|choose|base|remainder|(?:divided|multiplied) by"
     r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
-    r"(?<=[\d)}$]\s)(?:thousand|million|billion|squared|cubed|factorial)(?!\w)",
+    r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
 )
 # Two letters that are in neither list are a product. A word beside an operator belongs to the expression.
 _SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
 _LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
 _ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
 _GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
-    r"\n\s*(?:[-*+•>]\s)?|(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
+    r"(?<![\d\s)}][/^])\n\s*(?:[-*+•>]\s)?",
+    r"(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
     r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
     r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
     r"(?<![\w\\{+×÷·^])(?<![+×÷·^]\s)(?<!\s\*\s)(?<![\w)}]\*)"

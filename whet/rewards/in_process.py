@@ -11,9 +11,7 @@ from functools import partial
 from whet.errors import RewardError
 from whet.processes.background import Background
 from whet.rewards.adapter import RewardFunction, RewardItem, split_calls
-from whet.rewards.result import Outcome, failure
-
-CLOSED = "the reward pool is closed"
+from whet.rewards.result import CLOSED, Outcome, failure
 
 
 class InlineScorer:

@@ -59,7 +59,8 @@ _READING = {
 # math-verify takes the c of "x + c" for a unit.
 _VARIABLE_LAST = re.compile(r"[\d}\s]\s?(?!(?:[ckm]m|kg|ft)$)[a-zA-Z]{1,2}$")
 _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
-_SIDE_BY_SIDE = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d")
+# Of "2 3" math-verify makes 5, of "1.000.000" 0.
+_MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
@@ -152,7 +153,7 @@ def _parse(text: str, units: bool = True) -> Any:
     """The expression as math-verify reads it; None for one that it cannot read, misreads, or would not finish."""
     text = normalise(text)
     depths = open_brackets(text)
-    if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _SIDE_BY_SIDE.search(text):  # of "2 3" it makes 5
+    if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _MISREAD.search(text):
         return None
     percent = _PERCENT.fullmatch(text)
     latex = f"${percent[1]}$%" if percent else f"${text}$"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions in processes of their own: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`."""
+"""Score functions in processes of their own: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`;
+and several of them as one."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from whet.errors import describe
 from whet.processes.user_code import pickle_code
@@ -16,8 +18,9 @@ from whet.registry import REWARDS
 from whet.rewards.adapter import RewardItem
 from whet.rewards.in_process import InlineScorer, ThreadScorer
 from whet.rewards.processes import ProcessScorer
-from whet.rewards.result import Outcome
+from whet.rewards.result import Outcome, RewardResult
 from whet.rewards.worker import WorkerSpec
+from whet.types import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class RewardPool:
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """One outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
+        """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
         return self.submit_batch(items).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
@@ -76,12 +79,53 @@ class RewardPool:
         self.close()
 
 
-class _Scorer(Protocol):
-    def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]: ...
-    def close(self) -> None: ...
+@dataclass(frozen=True)
+class Combined:
+    """Judgements of several functions, to come."""
+
+    pending: Sequence[Future[list[Outcome]]]  # by function
+    combine: Callable[[Sequence[Outcome]], Outcome]
+
+    def result(self) -> list[Outcome]:
+        """Returns an outcome for each item, in order; waits for the functions."""
+        by_function = [future.result() for future in self.pending]
+        return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
 
 
-def _make_scorer(spec: WorkerSpec, num_workers: int, timeout_seconds: float) -> _Scorer:
+class WeightedRewards:
+    """reward = sum of weight * reward; accuracy and answer are those of the first function; parts are named
+    `<function>/<part>`.
+
+    An answer that one function failed on has failed. The functions judge at the same time, each in its own processes.
+    """
+
+    def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
+        self._pools = pools
+
+    def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
+        """Returns the outcomes to come, in order."""
+        return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for _, pool, _ in self._pools:
+            pool.close()
+
+    def _combine(self, outcomes: Sequence[Outcome]) -> Outcome:
+        reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
+        for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                return replace(outcome, message=f"{name}: {outcome.message}")
+            results.append(outcome)
+            reward += weight * outcome.reward
+            parts[name] = outcome.reward
+            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
+        return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted)
+
+
+def _make_scorer(
+    spec: WorkerSpec, num_workers: int, timeout_seconds: float
+) -> InlineScorer | ThreadScorer | ProcessScorer:
     if num_workers == 0:
         return InlineScorer(spec.load)
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes, and the one thread that owns them: it hands out tasks, takes answers, and replaces workers.
+"""Reward processes, and the one thread that owns them: it hands out tasks, takes outcomes, and replaces workers.
 
 Produces: outcomes, into the request that they belong to. Consumes: tasks, from a queue that any thread may add to.
 Waits: for all workers at a time, at most until the nearest deadline. Nobody else touches a worker, so there is no lock
@@ -13,27 +13,25 @@ import math
 import os
 import pickle
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 from whet.errors import RewardError, describe
-from whet.processes.children import BROKEN, Children, Event, Said, Talker
+from whet.processes.children import Children, Event, Gone, Talker
 from whet.rewards.adapter import RewardItem, split_calls
-from whet.rewards.result import Outcome, failure
-from whet.rewards.worker import Answer, Started, StartFailed
+from whet.rewards.result import CLOSED, Outcome, failure
+from whet.rewards.worker import Scored, Started
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # to import the user's module; one that needs torch on a busy machine takes half a minute
 MAX_KILLED_STARTS = 3  # in a row: a process that a signal ends while it starts (out of memory) is replaced before that
-# Quick tasks go several to a message: each message costs this thread a turn, and a turn costs up to 5 ms while the rest
-# of the program holds the interpreter lock. Tasks behind one that is late wait with it, so messages stay short.
-MESSAGE_SECONDS = 0.02
-MAX_TASKS_PER_MESSAGE = 8
+# A worker gets several quick tasks at a time: each round costs this thread a turn, and a turn costs up to 5 ms while
+# the rest of the program holds the interpreter lock. Tasks behind one that is late wait with it, so they are few.
+ROUND_SECONDS = 0.02
+MAX_TASKS_PER_ROUND = 8
 
 
 class _Request:
@@ -64,23 +62,14 @@ class _Request:
 class _Task:
     """The items of one call of the function: `count` of a request, from `start` on."""
 
-    number: int
     request: _Request
     start: int
     count: int
-    payload: bytes
+    content: bytes
 
-    def fail(self, message: str, *, timed_out: bool) -> None:
-        self.request.put(self.start, [failure(message, timed_out=timed_out)] * self.count)
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A process, and the tasks that it has, the first of which is running."""
-
-    child: Talker
-    running: deque[_Task] = field(default_factory=deque)
-    started: bool = False
+    def put(self, outcomes: list[Outcome] | Outcome) -> None:
+        """The outcomes, or the one of all items."""
+        self.request.put(self.start, outcomes if isinstance(outcomes, list) else [outcomes] * self.count)
 
 
 class ProcessScorer:
@@ -92,15 +81,15 @@ class ProcessScorer:
 
     def __init__(self, spec: bytes, *, shown_as: str, num_workers: int, timeout_seconds: float) -> None:
         self._shown_as, self._num_workers, self._timeout_seconds = shown_as, num_workers, timeout_seconds
-        self._children = Children("whet.rewards.worker:prepare", spec)
+        answers = (Started, Scored, RewardError)
+        self._children = Children("whet.rewards.worker:prepare", spec, answers=answers, in_turn=True)
         self._lock = threading.Lock()  # of the queue, and of what ended the thread
         self._queue: deque[_Task] = deque()
         self._ended: RewardError | None = None
-        self._workers: dict[Talker, _Worker] = {}
+        self._ready: dict[Talker, None] = {}  # the workers that have started
         self._sources: dict[str, bytes] = {}  # the user's files that all workers load, by path
         self._killed_starts = 0
-        self._numbers = count(1)
-        self._task_seconds = MESSAGE_SECONDS  # running mean; so the first message carries one task
+        self._task_seconds = ROUND_SECONDS  # running mean; so the first round is of one task
         self._closing = False
         self._owner = os.getpid()
         self._takes_batch: Future[bool] = Future()
@@ -139,14 +128,14 @@ class ProcessScorer:
         start = 0
         for call in split_calls(items, takes_batch=self._takes_batch.result()):
             try:
-                tasks.append(_Task(next(self._numbers), request, start, len(call), pickle.dumps(call)))
+                tasks.append(_Task(request, start, len(call), pickle.dumps(call)))
             except Exception as error:  # whatever an object of the user's raises when it is pickled
                 request.put(start, [failure(f"cannot be sent to a reward process: {describe(error)}")] * len(call))
             start += len(call)
         return tasks
 
     def _run(self) -> None:
-        ended = RewardError("the reward pool is closed")
+        ended = RewardError(CLOSED)
         try:
             for _ in range(self._num_workers):
                 self._start()
@@ -162,83 +151,57 @@ class ProcessScorer:
         self._end(ended)
 
     def _start(self) -> None:
-        child = self._children.start()
-        child.deadline = time.monotonic() + START_SECONDS
-        self._workers[child] = _Worker(child)
-        self._children.send(child, 0, pickle.dumps(self._sources))
+        self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
     def _hand_out(self) -> None:
-        for worker in self._workers.values():
-            if not worker.started or worker.running:
-                continue
+        for worker in [worker for worker in self._ready if not worker.calls]:
             with self._lock:
                 share = math.ceil(len(self._queue) / self._num_workers)
-                size = min(share, MAX_TASKS_PER_MESSAGE, max(1, int(MESSAGE_SECONDS / self._task_seconds)))
-                worker.running.extend(self._queue.popleft() for _ in range(size))
-            if worker.running:
-                message = pickle.dumps([(task.number, task.payload, task.count) for task in worker.running])
-                self._children.send(worker.child, 0, message)
-                self._set_deadline(worker)
-
-    def _set_deadline(self, worker: _Worker) -> None:
-        seconds = self._timeout_seconds * worker.running[0].count if worker.running else math.inf
-        worker.child.deadline = time.monotonic() + seconds
+                size = min(share, MAX_TASKS_PER_ROUND, max(1, int(ROUND_SECONDS / self._task_seconds)))
+                tasks = [self._queue.popleft() for _ in range(size)]
+            for task in tasks:
+                self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
 
     def _take(self, event: Event) -> None:
-        worker = self._workers.get(event.child)
-        if worker is None:  # it was killed after it said this
-            return
-        if not isinstance(event, Said):
-            self._replace(worker, event.why, is_late=event.is_late)
-            return
-        try:
-            message = pickle.loads(event.content)
-        except Exception:  # the user's code may write anything
-            message = None
-        if isinstance(message, StartFailed):
-            raise RewardError(f"{self._cannot_load}:\n{message.why}")
-        if isinstance(message, Started):
-            self._take_start(worker, message)
-        elif isinstance(message, Answer) and worker.running and worker.running[0].number == event.number:
-            task = worker.running.popleft()
-            self._set_deadline(worker)
-            self._note_seconds(message.seconds)
-            task.request.put(task.start, message.outcomes)
+        if isinstance(event, Gone):
+            self._replace(event)
+        elif isinstance(event.value, RewardError):
+            raise RewardError(f"{self._cannot_load}:\n{event.value}")
+        elif event.about is None:
+            self._take_start(event.child, event.value)
         else:
-            self._children.kill(worker.child)
-            self._replace(worker, BROKEN)
+            self._note_seconds(event.value.seconds)
+            event.about.put(event.value.outcomes)
 
-    def _take_start(self, worker: _Worker, message: Started) -> None:
+    def _take_start(self, worker: Talker, message: Started) -> None:
         if any(self._sources.get(path, source) != source for path, source in message.sources.items()):
-            self._children.kill(worker.child)  # a file changed between two starts
-            del self._workers[worker.child]
+            self._children.kill(worker)  # a file changed between two starts
             self._start()
             return
         self._sources |= message.sources
         self._killed_starts = 0
-        worker.started = True
-        worker.child.deadline = math.inf
-        if all(each.started for each in self._workers.values()) and not self._takes_batch.done():
+        self._ready[worker] = None
+        if len(self._ready) == self._num_workers and not self._takes_batch.done():
             self._takes_batch.set_result(message.takes_batch)
 
-    def _replace(self, worker: _Worker, why: str, *, is_late: bool = False) -> None:
+    def _replace(self, gone: Gone) -> None:
         """Fails the task that runs, puts those behind it back where they were, and starts another process."""
-        del self._workers[worker.child]
-        if not worker.started:
+        why = f"the reward process {gone.why}"
+        if gone.child not in self._ready:
             self._killed_starts += 1
             if "SIG" not in why or self._killed_starts == MAX_KILLED_STARTS:
                 late = f"it was not ready in {START_SECONDS:g} s"
-                raise RewardError(f"{self._cannot_load}: {late if is_late else f'the reward process {why}'}")
-        if worker.running:
-            task = worker.running.popleft()
-            if is_late:
-                self._note_seconds(self._timeout_seconds)
-                why = f"timed out after {self._timeout_seconds * task.count:g} s"
-            task.fail(why if is_late else f"the reward process {why}", timed_out=is_late)
-            with self._lock:
-                self._queue.extendleft(reversed(worker.running))
+                raise RewardError(f"{self._cannot_load}: {late if gone.is_late else why}")
+        elif gone.at_work is None:
+            logger.warning("%s, while it had nothing to do; another takes its place", why)
         else:
-            logger.warning("the reward process %s, while it had nothing to do; another takes its place", why)
+            if gone.is_late:
+                self._note_seconds(self._timeout_seconds)
+                why = f"timed out after {self._timeout_seconds * gone.at_work.count:g} s"
+            gone.at_work.put(failure(why, timed_out=gone.is_late))
+            with self._lock:
+                self._queue.extendleft(reversed(gone.waiting))
+        self._ready.pop(gone.child, None)
         self._start()
 
     @property
@@ -249,13 +212,12 @@ class ProcessScorer:
         self._task_seconds = max(0.9 * self._task_seconds + 0.1 * seconds, 1e-6)
 
     def _end(self, ended: RewardError) -> None:
-        workers = self._workers.values()
         with self._lock:
             self._ended = ended
-            waiting = [*self._queue, *(task for worker in workers for task in worker.running)]
+            waiting = [*self._queue, *(call.about for worker in self._ready for call in worker.calls.values())]
             self._queue.clear()
         for task in waiting:
             task.request.fail(ended)
         if not self._takes_batch.done():
             self._takes_batch.set_exception(ended)
-        self._children.close([worker.child for worker in workers if worker.started and not worker.running])
+        self._children.close([worker for worker in self._ready if not worker.calls])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a score function may return, and the one rule that reads it.
+"""Results of score functions, and the one rule that reads them.
 
 A number, or a dict: what trains is `reward`, else `score`, else `overall`; the 0/1 metric is `accuracy`, else `acc`,
 else whether the reward reaches the threshold; `pred` is the answer as it was read from the text, on which a majority
@@ -22,11 +22,12 @@ from whet.types import Failure
 REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
+CLOSED = "the reward pool is closed"
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What was said of one answer. All numbers are finite.
+    """The judgement of an answer. All numbers are finite.
 
     `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
     by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
@@ -61,20 +62,20 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[object]:
-    """What a function of all answers said of each: from a sequence or tensor by position, from a dict of columns by
-    row (a number that is no column is a part of every row).  Raises: RewardError where there are not `count` of them.
-    """
+    """Returns what a function of all answers said of each: from a sequence or tensor by position, from a dict of
+    columns by row (a number that is no column is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
-        columns = {name: _split_column(f"{name!r}", value, count) for name, value in raw.items() if _is_column(value)}
+        found = {name: _entries(value) for name, value in raw.items()}
+        columns = {name: _split_column(f"{name!r}", each, count) for name, each in found.items() if each is not None}
         numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}
         if uncolumned := [name for name in REWARD_KEYS if name in numbers]:
             raise RewardError(f"{uncolumned[0]!r} is one number for {count} answers; expected one for each")
         return [{**numbers, **{name: column[row] for name, column in columns.items()}} for row in range(count)]
-    if not _is_column(raw):
+    if (entries := _entries(raw)) is None:
         raise RewardError(
             f"the function returned {_show(raw)} for {count} answers; expected a list with a result for each"
         )
-    return _split_column("the result", raw, count)
+    return _split_column("the result", entries, count)
 
 
 def as_number(value: object) -> float | None:
@@ -120,9 +121,9 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
     """The reward, and the reward of each token where `value` is a row of them, which may go on over the padding."""
-    if as_number(value) is not None or not _is_column(value):
+    if as_number(value) is not None or (entries := _entries(value)) is None:
         return _finite(what, value), None
-    row = [_finite(f"{what} at token {position}", each) for position, each in enumerate(_to_list(value))]
+    row = [_finite(f"{what} at token {position}", each) for position, each in enumerate(entries)]
     if len(row) < num_response_tokens or not num_response_tokens:
         raise RewardError(
             f"{what} has {len(row)} numbers; expected one number, or one for each of {num_response_tokens} tokens"
@@ -147,20 +148,13 @@ def _finite(what: str, value: object) -> float:
     return number
 
 
-def _is_column(value: object) -> bool:
-    return (
-        isinstance(value, (Sequence, _Array))
-        and not isinstance(value, (str, bytes))
-        and isinstance(_to_list(value), list)
-    )
+def _entries(value: object) -> list[object] | None:
+    """The entries of a sequence or tensor; None where it is neither."""
+    found = value.tolist() if isinstance(value, _Array) else value
+    return list(found) if isinstance(found, Sequence) and not isinstance(found, (str, bytes)) else None
 
 
-def _to_list(value: object) -> Any:
-    return value.tolist() if isinstance(value, _Array) else list(value) if isinstance(value, Sequence) else value
-
-
-def _split_column(what: str, value: object, count: int) -> list[object]:
-    column: list[object] = _to_list(value)
+def _split_column(what: str, column: list[object], count: int) -> list[object]:
     if len(column) != count:
         raise RewardError(
             f"{what} has {len(column)} entries for {count} answers; expected one for each, in the same order"

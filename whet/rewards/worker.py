@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: loads one score function, then answers each task that it is given, in order.
+"""A reward process: loads one score function, then scores what it is given, in order.
 
-pool -> worker   source files, once; then lists of tasks (number, pickled items, how many they are)
-worker -> pool   Started or StartFailed, once; then one Answer a task, under its number
+The first call brings source files, and is answered with Started or a RewardError. Each call after it brings items, and
+is answered with Scored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from whet.errors import WhetError, describe
+from whet.errors import RewardError, WhetError, describe
 from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
 from whet.registry import REWARDS
@@ -42,24 +42,17 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Started:
-    """The function is loaded, and the worker waits for tasks."""
+    """The function is loaded, and the worker waits for items."""
 
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
 
 
 @dataclass(frozen=True)
-class StartFailed:
-    """Why the function cannot be loaded: what whet says of it, else the traceback."""
+class Scored:
+    """The outcomes of one call, or of all its items the one Failure; and how long the function took."""
 
-    why: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The outcomes of one task, and how long the function took."""
-
-    outcomes: list[Outcome]
+    outcomes: list[Outcome] | Outcome
     seconds: float
 
 
@@ -69,27 +62,26 @@ def prepare(spec: bytes) -> Serve:
 
 
 def _serve(spec_bytes: bytes, caller: Caller) -> None:
-    sources: dict[str, bytes] = pickle.loads(caller.receive()[1])
+    number, content = caller.receive()
+    sources: dict[str, bytes] = pickle.loads(content)
     pin(sources)
     try:
-        spec: WorkerSpec = pickle.loads(spec_bytes)
-        function = spec.load()
+        function = pickle.loads(spec_bytes).load()
     except BaseException as error:  # the user's module runs here; the pool raises what it says
         why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
-        caller.send(0, pickle.dumps(StartFailed(why)))
+        caller.send(number, pickle.dumps(RewardError(why)))
         return
-    caller.send(0, pickle.dumps(Started(function.takes_batch, sources)))
+    caller.send(number, pickle.dumps(Started(function.takes_batch, sources)))
     while True:
-        tasks: list[tuple[int, bytes, int]] = pickle.loads(caller.receive()[1])
-        for number, payload, count in tasks:
-            start = time.perf_counter()
-            outcomes = _outcomes(function, payload, count)
-            caller.send(number, pickle.dumps(Answer(outcomes, time.perf_counter() - start)))
+        number, content = caller.receive()
+        start = time.perf_counter()
+        outcomes = _outcomes(function, content)
+        caller.send(number, pickle.dumps(Scored(outcomes, time.perf_counter() - start)))
 
 
-def _outcomes(function: RewardFunction, payload: bytes, count: int) -> list[Outcome]:
+def _outcomes(function: RewardFunction, content: bytes) -> list[Outcome] | Outcome:
     try:
-        items = pickle.loads(payload)
+        items = pickle.loads(content)
     except Exception as error:  # an object whose class this process cannot import
-        return [failure(f"the item cannot be read in the reward process: {describe(error)}")] * count
+        return failure(f"the item cannot be read in the reward process: {describe(error)}")
     return function.score(items)

@@ -21,7 +21,7 @@ HEADER_EVERY = 20  # lines
 
 @dataclass(frozen=True)
 class Column:
-    """One number of the line: its title, and the metrics that it may be, the first that is there. It is not shown
+    """A number of the line: its title, and the metrics that it may be, the first that is there. It is not shown
     before its number differs from `unless`: a number, or the title of a column."""
 
     title: str
@@ -47,7 +47,7 @@ VALIDATION = "val/"  # metrics under this name get a line of their own
 
 
 class ConsoleTracker:
-    """One line a step: step, the columns that say something in this run, and the time left.
+    """Prints a line a step: step, the columns that say something in this run, and the time left.
 
     The time left is that of the steps to come at the mean pace of this process, what lies between steps included."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from whet.metrics import watching
+from whet.processes.background import every
 from whet.tracking.console import clock_time, shared_console
 
 STEP = "step"  # a phase that is not shown: those inside it are
@@ -47,20 +48,8 @@ class LongPhases:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Shows the phases of this thread while the block runs."""
-        over = threading.Event()
-
-        def look() -> None:
-            while not over.wait(LOOK_SECONDS):
-                self.look()
-
-        looking = threading.Thread(target=look, daemon=True, name="long phases")
-        looking.start()
-        try:
-            with watching(self.phase, self.count):
-                yield
-        finally:
-            over.set()
-            looking.join()
+        with every(LOOK_SECONDS, self.look), watching(self.phase, self.count):
+            yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a run went: seconds by phase, each second in the innermost phase that it fell into."""
+"""Seconds of a run by phase, each second in the innermost phase that it fell into."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: its name, and pairs of x and y in the order in which they were measured."""
+    """A curve: its name, and pairs of x and y in the order in which they were measured."""
 
     label: str
     x: Sequence[float]
@@ -34,7 +35,7 @@ def plot_learning_curve(
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for colour, each in zip(_cycle(COLOURS, len(series)), series, strict=True):
+    for colour, each in zip(cycle(COLOURS), series, strict=False):
         _draw(axes, each, colour)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
     axes.set_xlabel(x_label)
@@ -65,7 +66,3 @@ def _draw(axes: Axes, series: Series, colour: str) -> None:
     axes.plot(series.x, series.y, color=colour, linewidth=0.8, alpha=0.3)
     smooth = running_mean(series.y, max(1, len(series.y) // 30))
     axes.plot(series.x, smooth, color=colour, linewidth=2.2, label=series.label)
-
-
-def _cycle(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[i % len(colours)] for i in range(count)]

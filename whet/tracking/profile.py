@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,8 +24,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from whet.metrics import phase, watching
+from whet.processes.background import every
 from whet.tracking.phases import PhaseClock
-from whet.tracking.resident import resident_bytes
+from whet.tracking.resident import status_bytes
 
 log = logging.getLogger(__name__)
 STEP = "time/step"
@@ -110,25 +110,12 @@ class Timeline:
     @contextmanager
     def sampled(self) -> Iterator[None]:
         """Takes samples in a thread of its own for as long as the block lasts."""
-        over = threading.Event()
-
-        def take() -> None:
-            on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            self.samples.append((self._seconds(time.time_ns()), resident_bytes(), on_gpu))
-
-        def sample() -> None:
-            take()
-            while not over.wait(SAMPLE_SECONDS):
-                take()
-
-        thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
+        self._sample()
         try:
-            yield
+            with every(SAMPLE_SECONDS, self._sample):
+                yield
         finally:
-            over.set()
-            thread.join()
-            take()
+            self._sample()
 
     def add_tensors(self, trace: Path) -> None:
         """Reads from the trace what was allocated and freed on the host; what existed before the step is 0."""
@@ -143,7 +130,7 @@ class Timeline:
                 self.tensors.append((self._seconds(base + float(event["ts"]) * 1000), now))
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written: lists of numbers under the names of their columns."""
+        """Returns what is written: lists of numbers under the names of their columns."""
         seconds, resident, on_gpu = (list(column) for column in zip(*self.samples, strict=True))
         return {
             "samples": {"seconds": seconds, "resident_bytes": resident, "gpu_bytes": on_gpu},
@@ -175,6 +162,10 @@ class Timeline:
         panels[0].set(title=f"memory in step {step}")
         panels[-1].set(xlabel="seconds")
         figure.savefig(path)
+
+    def _sample(self) -> None:
+        on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        self.samples.append((self._seconds(time.time_ns()), status_bytes("VmRSS"), on_gpu))
 
     def _seconds(self, nanoseconds: float) -> float:
         return round((nanoseconds - self.started) / 1e9, 6)

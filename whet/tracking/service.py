@@ -40,7 +40,7 @@ SERVICES = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a service is told of a run."""
+    """A run, as a service is told of it."""
 
     folder: Path
     project: str
@@ -140,7 +140,7 @@ def _make(target: str, run: TrackedRun) -> Service:
 
 
 def _logged(run: TrackedRun) -> list[tuple[int, dict[str, float]]]:
-    """What the run has logged up to now, from its own files: for a service that lacks some of it."""
+    """Reads what the run has logged up to now, from its own files: for a service that lacks some of it."""
     steps: dict[int, dict[str, float]] = {}
     for path in (run.folder / name for name in METRIC_FILES):
         for record in read_records(path) if path.exists() else ():

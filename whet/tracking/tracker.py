@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loop knows of trackers."""
+"""Trackers, as the loop knows them."""
 
 from __future__ import annotations
 

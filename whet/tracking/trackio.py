@@ -13,7 +13,7 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class TrackioTracker:
-    """One record a step, with its tables. A run goes on by its name, which no other of the project has."""
+    """Hands over a record a step, with its tables. A run goes on by its name, which no other of the project has."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or _free_name(run.project, run.name)

@@ -14,9 +14,8 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class WandbTracker:
-    """One history row a step, with its tables. W&B takes no step that is not after the last one that it has: what it
-    has of a run that goes on is not sent again. Offline it cannot know, and the new folder has the run from its start.
-    """
+    """Sends a history row a step, with its tables. W&B takes no step that is not after the last one that it has, which
+    is not sent again where a run goes on. Offline it cannot know, and the new folder has the run from its start."""
 
     def __init__(self, run: TrackedRun) -> None:
         # A prompt for a key would wait for ever where nobody sits.

@@ -28,8 +28,7 @@ from whet.errors import ConfigError
 from whet.models.load import stop_token_ids
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, REWARDS, VALUE_LOSSES, load_target
-from whet.rewards.pool import RewardPool
-from whet.rewards.weighted import WeightedRewards
+from whet.rewards.pool import RewardPool, WeightedRewards
 from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.groups import Filter

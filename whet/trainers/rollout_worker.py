@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ from whet.rollout.in_process import InProcessEngine
 from whet.rollout.protocol import Event, Request, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
-from whet.weight_sync.buckets import Inlet, receive
+from whet.weight_sync.buckets import receive
 from whet.weight_sync.digest import Digest
+from whet.weight_sync.link import Inlet
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 
@@ -41,6 +43,7 @@ class RolloutWorker(Worker):
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
         self._queue = deque[Request]()  # that the engine had no room for
+        self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
         if not self.is_beside_actor():
             self._load()
 
@@ -52,14 +55,16 @@ class RolloutWorker(Worker):
         of the time, unless nothing is left before.
 
         Raises: EngineError, WeightSyncError."""
-        self._queue += requests
-        self.engine.abort(aborted)
         until, events = time.monotonic() + timeout_seconds, list[Event]()
+        self._queue += requests
+        with self._turn:
+            self.engine.abort(aborted)
         while True:
-            while self._queue and self.engine.submit(self._queue[0]):
-                self._queue.popleft()
-            events += self.engine.poll(max(0.0, until - time.monotonic()))
-            status = self.engine.status() if gathers else None
+            with self._turn:
+                while self._queue and self.engine.submit(self._queue[0]):
+                    self._queue.popleft()
+                events += self.engine.poll(max(0.0, until - time.monotonic()))
+                status = self.engine.status() if gathers else None
             is_idle = status is not None and not (status.running or status.waiting or self._queue)
             if (events and not gathers) or is_idle or time.monotonic() >= until:
                 return events
@@ -67,12 +72,14 @@ class RolloutWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def pause(self) -> None:
         """Stops sampling until `resume`."""
-        self.engine.pause()
+        with self._turn:
+            self.engine.pause()
 
     @register(Dispatch.ONE_TO_ALL)
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self.engine.resume()
+        with self._turn:
+            self.engine.resume()
 
     @register(Dispatch.ONE_TO_ALL)
     def status(self) -> Status:
@@ -114,16 +121,26 @@ class RolloutWorker(Worker):
         """Opens this rank's end of the link to the trainer."""
         self._inlet = open_inlet(route, deadline_seconds, self.device)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, beside=True)
     def receive(self, version: int) -> str:
-        """Takes the weights of `version` from the link, and returns their digest.
+        """Takes the weights of `version` from the link, and returns their digest. While requests are sampled they
+        are gathered in memory, and go in between two decode steps.
 
         Raises: WeightSyncError; DeadlineError.
         """
         assert self._inlet is not None
         digest = Digest()
         try:
-            self.engine.load(receive(self._inlet, version, digest), version)
+            weights = receive(self._inlet, version, digest)
+            with self._turn:
+                status = self.engine.status()
+                is_sampling = bool(status.running or status.waiting)
+                if not is_sampling:
+                    self.engine.load(weights, version)
+            if is_sampling:
+                gathered = [(name, weight.clone()) for name, weight in weights]
+                with self._turn:
+                    self.engine.load(gathered, version)
         except BaseException:
             self.close()  # the trainer, which waits for this rank, hears of it
             raise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.trainers.objectives import narrowed
-from whet.weight_sync.buckets import Outlet, send
-from whet.weight_sync.routes import Ends, Site, Way, open_outlets
+from whet.weight_sync.buckets import send
+from whet.weight_sync.link import Outlet
+from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
 class EngineWorker(Worker):
@@ -108,10 +110,10 @@ class TrainWorker(EngineWorker):
         """The place where this rank runs."""
         return Site.here(self.address, self.device)
 
-    @register(Dispatch.ALL_TO_ALL)
-    def open_outlets(self, ends: Ends, deadline_seconds: float) -> dict[Way, str]:
+    @register(Dispatch.ONE_TO_ALL)
+    def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links.  Returns their addresses."""
-        self._outlets = open_outlets(ends, self.address, deadline_seconds, self.device)
+        self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One version of the weights to all ranks of the rollout, as the controller has it done."""
+"""Sends a version of the weights to all ranks of the rollout, as the controller has it done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import WeightSyncError
-from whet.weight_sync.buckets import LinkClosedError
-from whet.weight_sync.routes import ends_of, plan, with_addresses
+from whet.weight_sync.link import LinkClosedError
+from whet.weight_sync.routes import plan, with_addresses
 
 WeightSync = Callable[[int], str]  # gives the rollout a version of the weights, and returns their digest
 
@@ -39,31 +38,24 @@ class BetweenPools:
         """Sends one version.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         if not self._is_open:
             self._open()
-        calls: list[Callable[[], Any]] = [
-            lambda: self._actor.publish(version, self._dtype),
-            lambda: self._rollout.receive(version),
-        ]
-        with ThreadPoolExecutor(
-            len(calls)
-        ) as threads:  # a pool of one process may be this one, where a call returns late
-            waiting = [threads.submit(call) for call in calls]
-            errors = [error for each in waiting if (error := each.exception()) is not None]
-        if errors:
-            raise min(
-                errors, key=lambda error: isinstance(error, LinkClosedError)
-            )  # who only lost the other comes last
+        with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this one, where a call returns late
+            waiting = [
+                threads.submit(self._actor.publish, version, self._dtype),
+                threads.submit(self._rollout.receive, version),
+            ]
+        if errors := [error for each in waiting if (error := each.exception()) is not None]:
+            raise min(errors, key=lambda error: isinstance(error, LinkClosedError))  # who only lost the other is last
         return _one([each for call in waiting for each in call.result()], version)
 
     def _open(self) -> None:
-        routes = plan(self._actor.site(), self._rollout.site())
-        ends, seconds = ends_of(routes, self._actor.world_size), self._deadline_seconds
-        opened = self._actor.open_outlets(ends, [seconds] * self._actor.world_size)
+        routes, seconds = plan(self._actor.site(), self._rollout.site()), self._deadline_seconds
+        opened = self._actor.open_outlets(routes, seconds)
         self._rollout.open_inlet(with_addresses(routes, opened), [seconds] * self._rollout.world_size)
         self._is_open = True
 
 
 def _one(digests: Iterable[str | None], version: int) -> str:
-    """What all ranks agree on."""
+    """The digest on which all ranks agree."""
     found = {digest for digest in digests if digest is not None}
     if len(found) != 1:
         raise WeightSyncError(

@@ -10,71 +10,21 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
+from pydantic import BaseModel, ValidationError
 
 from whet.errors import WeightSyncError
 from whet.weight_sync.digest import Digest, bytes_of
+from whet.weight_sync.link import Inlet, Outlet
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
-BUCKET_BYTES = 2**26
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece: its bytes are read as numbers where they lie
 LARGEST = 2**64 - 1  # of checksums
 _SIZES = struct.Struct("<QQ")
-
-
-class LinkClosedError(WeightSyncError):
-    """The other side let go of the link: it knows why."""
-
-
-class Outlet(Protocol):
-    """The sender's end of a link to one receiver or several."""
-
-    @property
-    def address(self) -> str:
-        """Where receivers find it."""
-        ...
-
-    def buffer(self) -> torch.Tensor:
-        """Bytes to write the next bucket into. Waits until nobody reads what was in them.
-        Raises: DeadlineError, LinkClosedError."""
-        ...
-
-    def post(self, used: int) -> None:
-        """Hands over the first `used` bytes of the buffer."""
-        ...
-
-    def finish(self) -> None:
-        """Waits until every receiver has verified all that was posted.  Raises: DeadlineError, LinkClosedError."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of the link. May be called twice."""
-        ...
-
-
-class Inlet(Protocol):
-    """A receiver's end of a link."""
-
-    def bucket(self) -> torch.Tensor:
-        """The bytes of the next bucket. Waits for it.  Raises: DeadlineError, LinkClosedError."""
-        ...
-
-    def release(self) -> None:
-        """The bucket was read, and may be overwritten."""
-        ...
-
-    def finish(self) -> None:
-        """All that was sent is verified."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of the link. May be called twice."""
-        ...
 
 
 def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
@@ -99,14 +49,15 @@ def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch
 
 
 def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole weights as they come, each verified before it is handed out and counted into `digest`.
+    """Yields whole weights as they come, each verified before it is handed out and counted into `digest`.
 
     A weight that came in one bucket lies there: it is to be copied before the next is asked for.
     Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
     """
     begun = torch.empty(0)  # the bytes of a weight that goes on in the next bucket
-    due: tuple[str, int] | None = None  # whose bytes go on, and from which on
-    while True:
+    due: tuple[str, int] | None = None  # its name, and the byte from which on it does
+    header = Header(version=version, digest=None, pieces=[])
+    while header.digest is None:
         bucket = inlet.bucket()
         header = Header.read(bucket)
         if header.version != version:
@@ -133,9 +84,7 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
                 f"version {version} of the weights arrived with digest {digest}, and was sent with {header.digest}"
             )
         inlet.release()
-        if header.digest is not None:
-            inlet.finish()
-            return
+    inlet.finish()
 
 
 def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -143,8 +92,7 @@ def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if weight.is_floating_point() else weight
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of one weight's bytes in a bucket, and what the weight is."""
 
     name: str
@@ -168,13 +116,12 @@ class Piece:
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a bucket holds. The last one of a version has the digest of all weights."""
+class Header(BaseModel):
+    """The content of a bucket. The last one of a version has the digest of all weights."""
 
     version: int
     digest: str | None
-    pieces: tuple[Piece, ...]
+    pieces: list[Piece]
 
     @classmethod
     def read(cls, bucket: torch.Tensor) -> Header:
@@ -182,15 +129,13 @@ class Header:
         octets = bucket[:HEADER_BYTES].cpu().numpy().tobytes()
         length, _ = _SIZES.unpack_from(octets)
         try:
-            fields: dict[str, Any] = json.loads(octets[_SIZES.size : _SIZES.size + length])
-            pieces = tuple(Piece(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in fields["pieces"])
-            return cls(fields["version"], fields["digest"], pieces)
-        except (ValueError, KeyError, TypeError) as error:
+            return cls.model_validate_json(octets[_SIZES.size : _SIZES.size + length])
+        except ValidationError as error:
             raise WeightSyncError(f"a bucket of weights came with a header that cannot be read: {error}") from error
 
 
 def used_bytes(bucket: torch.Tensor) -> int:
-    """How many bytes of a bucket are in use, from its first bytes."""
+    """The bytes of a bucket that are in use, from its first bytes."""
     used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
     return used
 
@@ -201,18 +146,18 @@ class _Packer:
     def __init__(self, outlet: Outlet, version: int, digest: Digest) -> None:
         self._outlet, self._version, self._digest = outlet, version, digest
         self._bucket: torch.Tensor | None = None
-        self._pieces: list[list[Any]] = []  # fields of each, with room for the checksum, which is read by `post`
+        self._pieces: list[Piece] = []  # with room for the checksum, which is read by `post`
         self._header_room = self._end = 0
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """Writes a weight into this bucket and as many more as it takes."""
         octets, start = bytes_of(weight), 0
-        about = [name, str(weight.dtype).removeprefix("torch."), list(weight.shape), LARGEST]
+        about = (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), LARGEST)
         while True:
             bucket = self._bucket_with_room(len(json.dumps(about)) + 64)  # 64: three numbers more
             size = min(len(octets) - start, len(bucket) - self._end)
             bucket[self._end : self._end + size].copy_(octets[start : start + size])
-            self._pieces.append([*about, start, size, self._end])
+            self._pieces.append(Piece(*about, start, size, self._end))
             self._header_room -= len(json.dumps(self._pieces[-1])) + 2
             self._end += -(-size // ALIGNMENT) * ALIGNMENT
             start += size
@@ -222,12 +167,11 @@ class _Packer:
     def post(self, is_last: bool = False) -> None:
         """Sends the bucket as it is; the last one says the digest of all weights."""
         bucket = self._bucket_with_room(0) if self._bucket is None else self._bucket
-        pieces = [[*piece[:3], self._digest.checksum(piece[0]), *piece[4:]] for piece in self._pieces]
-        digest = str(self._digest) if is_last else None
-        header = json.dumps({"version": self._version, "digest": digest, "pieces": pieces})
-        used = min(self._end, len(bucket))
-        front = _SIZES.pack(len(header), used) + header.encode()
-        bucket[: len(front)] = torch.frombuffer(bytearray(front), dtype=torch.uint8).to(bucket.device)
+        pieces = [piece._replace(checksum=self._digest.checksum(piece.name)) for piece in self._pieces]
+        header = Header(version=self._version, digest=str(self._digest) if is_last else None, pieces=pieces)
+        text, used = header.model_dump_json().encode(), min(self._end, len(bucket))
+        front = bytearray(_SIZES.pack(len(text), used) + text)
+        bucket[: len(front)] = torch.frombuffer(front, dtype=torch.uint8).to(bucket.device)
         self._outlet.post(used)
         self._bucket = None
 

@@ -8,21 +8,18 @@ store for it on the address under which others reach it; which of them may conne
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from whet.errors import DeadlineError
-from whet.weight_sync.buckets import BUCKET_BYTES, HEADER_BYTES, LinkClosedError, used_bytes
+from whet.devices import open_store
+from whet.weight_sync.buckets import HEADER_BYTES, used_bytes
+from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, Outlet
 
-SLOTS = 2
 
-
-class CollectiveOutlet:
+class CollectiveOutlet(Outlet):
     """The sender's end, for so many receivers; the group is made when the first bucket is asked for."""
 
     def __init__(
@@ -33,18 +30,10 @@ class CollectiveOutlet:
         device: torch.device | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._size, self._host, self._deadline_seconds = 1 + receivers, host, deadline_seconds
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=deadline_seconds),
-            master_listen_fd=listener.detach(),
-        )
-        self.address = f"{host}:{port}"
+        super().__init__(deadline_seconds)
+        self._size, self._host = 1 + receivers, host
+        self._store = open_store(host, deadline_seconds)
+        self.address = f"{host}:{self._store.port}"
         self._slots = torch.empty(SLOTS, bucket_bytes, dtype=torch.uint8, device=device)
         self._sending: list[list[dist.Work]] = [[] for _ in range(SLOTS)]
         self._group: Any = None
@@ -53,15 +42,15 @@ class CollectiveOutlet:
     def buffer(self) -> torch.Tensor:
         """The next slot, once it was sent."""
         if self._group is None:
-            with _named("waiting for rollout ranks to take weights", self._deadline_seconds):
-                self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self._deadline_seconds)
+            with self.waiting("waiting for rollout ranks to take weights"):
+                self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
         self._wait(self._posted % SLOTS)
         return self._slots[self._posted % SLOTS]
 
     def post(self, used: int) -> None:
         """Starts to send the slot: first its header, which says how much else there is."""
         slot, bucket = self._posted % SLOTS, self._slots[self._posted % SLOTS]
-        with _named("sending weights to rollout ranks", self._deadline_seconds):
+        with self.waiting("sending weights to rollout ranks"):
             parts = [bucket[:HEADER_BYTES], bucket[HEADER_BYTES:used]]
             self._sending[slot] = [_broadcast(self._group, part) for part in parts if len(part)]
         self._posted += 1
@@ -70,7 +59,7 @@ class CollectiveOutlet:
         """Waits until everything was sent and every receiver has verified it."""
         for slot in range(SLOTS):
             self._wait(slot)
-        with _named("waiting for rollout ranks to verify their weights", self._deadline_seconds):
+        with self.waiting("waiting for rollout ranks to verify their weights"):
             self._group.barrier().wait()
 
     def close(self) -> None:
@@ -80,12 +69,12 @@ class CollectiveOutlet:
         self._group = None
 
     def _wait(self, slot: int) -> None:
-        with _named("sending weights to rollout ranks", self._deadline_seconds):
+        with self.waiting("sending weights to rollout ranks"):
             while self._sending[slot]:
                 self._sending[slot].pop(0).wait()
 
 
-class CollectiveInlet:
+class CollectiveInlet(Inlet):
     """A receiver's end: `rank` of a group of `size`, in which the sender at `address` is rank 0."""
 
     def __init__(
@@ -97,13 +86,14 @@ class CollectiveInlet:
         device: torch.device | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._address, self._rank, self._size, self._deadline_seconds = address, rank, size, deadline_seconds
+        super().__init__(deadline_seconds)
+        self._address, self._rank, self._size = address, rank, size
         self._bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         self._group: Any = None
 
     def bucket(self) -> torch.Tensor:
         """The next bucket, once it is here."""
-        with _named("waiting for weights", self._deadline_seconds):
+        with self.waiting("waiting for weights"):
             if self._group is None:
                 self._group = self._joined()
             _broadcast(self._group, self._bucket[:HEADER_BYTES]).wait()
@@ -117,7 +107,7 @@ class CollectiveInlet:
 
     def finish(self) -> None:
         """Tells the sender that all is verified."""
-        with _named("telling that the weights are verified", self._deadline_seconds):
+        with self.waiting("telling that the weights are verified"):
             self._group.barrier().wait()
 
     def close(self) -> None:
@@ -127,9 +117,9 @@ class CollectiveInlet:
 
     def _joined(self) -> Any:
         host, _, port = self._address.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._deadline_seconds))
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.deadline_seconds))
         own = _address_towards(host, int(port))
-        return _group(store, self._rank, self._size, own, self._bucket.device, self._deadline_seconds)
+        return _group(store, self._rank, self._size, own, self._bucket.device, self.deadline_seconds)
 
 
 def spans(device: torch.device) -> bool:
@@ -168,16 +158,3 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-@contextmanager
-def _named(doing: str, deadline_seconds: float) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:  # gloo has one error for all
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            raise DeadlineError(
-                f"{doing}: the others did not come within {deadline_seconds:g} s; if it may take longer, raise "
-                f"cluster.deadline_seconds ({error})"
-            ) from error
-        raise LinkClosedError(f"{doing}: the other side is gone ({error}); its own error says why") from error

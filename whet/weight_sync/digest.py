@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,9 @@ class Digest:
         self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
 
     def checksum(self, name: str) -> int:
-        """The checksum of a weight that was counted in."""
+        """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the bits of a weight that was counted in, as a
+        table x of 64-bit words with rows of 512: whatever changes, moves or is missing changes it, but for what is made
+        to cancel out."""
         self._read()
         return self._checksums[name]
 
@@ -39,23 +40,11 @@ class Digest:
         if not self._unread:
             return
         read = torch.stack([sums for _, _, sums, _ in self._unread]).tolist()
-        for (name, what, _, size), sums in zip(self._unread, read, strict=True):
-            self._checksums[name] = found = _checksum(sums, size)
+        for (name, what, _, size), (columns, rows) in zip(self._unread, read, strict=True):
+            found = self._checksums[name] = (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
             text = f"{name} {what} {found}"
             self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         self._unread.clear()
-
-
-def checksum(weight: torch.Tensor) -> int:
-    """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the tensor's bits as a table x of 64-bit words with
-    rows of 512: whatever changes, moves or is missing changes it, but for what is made to cancel out."""
-    sums, size = _sums(weight)
-    return _checksum(sums.tolist(), size)
-
-
-def _checksum(sums: list[int], size: int) -> int:
-    columns, rows = sums
-    return (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
 
 
 def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -69,7 +58,7 @@ def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
         table = octets[: whole * row_bytes].view(torch.int64).view(whole, TABLE_WIDTH)
         by_row += (table.sum(1) * _odd_numbers(whole, octets.device)).sum()
         last += table.sum(0)
-    return torch.stack([(last * _columns(octets.device)).sum(), by_row]), size
+    return torch.stack([(last * _odd_numbers(TABLE_WIDTH, octets.device)).sum(), by_row]), size
 
 
 def bytes_of(weight: torch.Tensor) -> torch.Tensor:
@@ -77,11 +66,6 @@ def bytes_of(weight: torch.Tensor) -> torch.Tensor:
     flat = weight.detach().contiguous().view(-1)
     octets = flat.view(torch.uint8)
     return octets if octets.storage_offset() % 8 == 0 else octets.clone()
-
-
-@cache
-def _columns(device: torch.device) -> torch.Tensor:
-    return _odd_numbers(TABLE_WIDTH, device)
 
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends weights to whom, and how."""
+"""Routes of weights: who sends them to whom, and how."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from whet.weight_sync.buckets import Inlet, Outlet
 from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet, spans
+from whet.weight_sync.link import Inlet, Outlet
 from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 Way = Literal["memory", "broadcast"]
@@ -21,7 +21,7 @@ Way = Literal["memory", "broadcast"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rank runs."""
+    """The place of a rank."""
 
     machine: str  # equal where processes can share memory
     address: str  # under which other machines reach it
@@ -47,15 +47,6 @@ class Route:
     address: str = ""
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What one training rank opens."""
-
-    by_memory: int = 0  # receivers
-    by_broadcast: int = 0
-    on_accelerator: bool = False
-
-
 def plan(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
     """A route for each receiver.
 
@@ -76,31 +67,23 @@ def plan(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
     return routes
 
 
-def ends_of(routes: Sequence[Route], senders: int) -> list[Ends]:
-    """What each training rank opens for these routes."""
-    ends = [Ends() for _ in range(senders)]
-    for route in routes:
-        end = ends[route.sender]
-        if route.way == "memory":
-            ends[route.sender] = replace(end, by_memory=end.by_memory + 1)
-        else:
-            ends[route.sender] = replace(end, by_broadcast=end.by_broadcast + 1, on_accelerator=route.on_accelerator)
-    return ends
-
-
 def with_addresses(routes: Sequence[Route], opened: Sequence[dict[Way, str]]) -> list[Route]:
     """The routes with the addresses of what the training ranks opened."""
     return [replace(route, address=opened[route.sender][route.way]) for route in routes]
 
 
-def open_outlets(ends: Ends, address: str, deadline_seconds: float, device: torch.device) -> dict[Way, Outlet]:
-    """The ends of a sender that computes on `device`; a broadcast is found at `address`."""
+def open_outlets(
+    routes: Sequence[Route], sender: int, address: str, deadline_seconds: float, device: torch.device
+) -> dict[Way, Outlet]:
+    """The ends of a training rank that computes on `device`; a broadcast is found at `address`."""
+    own = [route for route in routes if route.sender == sender]
+    near, far = ([route for route in own if route.way == way] for way in ("memory", "broadcast"))
     outlets: dict[Way, Outlet] = {}
-    if ends.by_memory:
-        outlets["memory"] = SharedMemoryOutlet(ends.by_memory, deadline_seconds)
-    if ends.by_broadcast:
-        where = device if ends.on_accelerator else None
-        outlets["broadcast"] = CollectiveOutlet(ends.by_broadcast, address, deadline_seconds, where)
+    if near:
+        outlets["memory"] = SharedMemoryOutlet(len(near), deadline_seconds)
+    if far:
+        where = device if far[0].on_accelerator else None
+        outlets["broadcast"] = CollectiveOutlet(len(far), address, deadline_seconds, where)
     return outlets
 
 

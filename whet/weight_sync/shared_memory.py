@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets through memory that the processes of one machine share.
 
-The sender has two slots: while receivers read one it fills the other. A socket carries one byte for each bucket that is
-full and one back for each that was read. The memory has no name that could be left behind: it is handed over through
-the socket, whose folder only this user may enter, and it is gone with the last process that holds it.
+A socket carries one byte for each bucket that is full and one back for each that was read. The memory has no name that
+could be left behind: it is handed over through the socket, whose folder only this user may enter, and it is gone with
+the last process that holds it.
 """
 
 from __future__ import annotations
@@ -12,39 +12,30 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from whet.errors import DeadlineError
-from whet.weight_sync.buckets import BUCKET_BYTES, LinkClosedError
-
-SLOTS = 2
+from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, Outlet
 
 
-@dataclass
-class _Receiver:
-    socket: socket.socket
-    unread: int = 0  # buckets
-
-
-class SharedMemoryOutlet:
+class SharedMemoryOutlet(Outlet):
     """The sender's end, for so many receivers."""
 
     def __init__(self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._expected, self._deadline_seconds = receivers, deadline_seconds
+        super().__init__(deadline_seconds)
+        self._expected = receivers
         self._folder = tempfile.TemporaryDirectory(prefix="whet-weights-")
         self.address = str(Path(self._folder.name, "socket"))
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen(receivers)
         self._listener.settimeout(deadline_seconds)
-        self._file = _anonymous_file(SLOTS * bucket_bytes)
+        self._file = os.memfd_create("whet-weights")
+        os.ftruncate(self._file, SLOTS * bucket_bytes)
         self._slots = _mapped(self._file)
-        self._receivers: list[_Receiver] = []
+        self._unread: dict[socket.socket, int] = {}  # buckets, by receiver
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
@@ -56,10 +47,10 @@ class SharedMemoryOutlet:
     def post(self, used: int) -> None:
         """Tells every receiver that the slot is full."""
         self._posted += 1
-        for receiver in self._receivers:
-            with _named("sending weights to a rollout rank", self._deadline_seconds):
-                receiver.socket.sendall(b".")
-            receiver.unread += 1
+        for receiver in self._unread:
+            with self.waiting("sending weights to a rollout rank"):
+                receiver.sendall(b".")
+            self._unread[receiver] += 1
 
     def finish(self) -> None:
         """Waits until every receiver has read everything."""
@@ -67,57 +58,57 @@ class SharedMemoryOutlet:
 
     def close(self) -> None:
         """Lets go of sockets and memory."""
-        for each in (self._listener, *(receiver.socket for receiver in self._receivers)):
+        for each in (self._listener, *self._unread):
             each.close()
         self._folder.cleanup()
         with suppress(OSError):
             os.close(self._file)
 
     def _accept(self) -> None:
-        while len(self._receivers) < self._expected:
-            with _named("waiting for a rollout rank to take weights", self._deadline_seconds):
+        while len(self._unread) < self._expected:
+            with self.waiting("waiting for a rollout rank to take weights"):
                 connection, _ = self._listener.accept()
-                connection.settimeout(self._deadline_seconds)
-                self._receivers.append(_Receiver(connection))
+                connection.settimeout(self.deadline_seconds)
+                self._unread[connection] = 0
                 socket.send_fds(connection, [b"."], [self._file])
-            if len(self._receivers) == self._expected:
+            if len(self._unread) == self._expected:
                 self._folder.cleanup()
 
     def _wait_for(self, unread: int) -> None:
         """Until no receiver has more than so many buckets to read."""
-        for receiver in self._receivers:
-            while receiver.unread > unread:
-                with _named("waiting for a rollout rank to read its weights", self._deadline_seconds):
-                    _read(receiver.socket)
-                receiver.unread -= 1
+        for receiver in self._unread:
+            while self._unread[receiver] > unread:
+                with self.waiting("waiting for a rollout rank to read its weights"):
+                    _read(receiver)
+                self._unread[receiver] -= 1
 
 
-class SharedMemoryInlet:
+class SharedMemoryInlet(Inlet):
     """A receiver's end. It connects at once; the memory comes with the first bucket."""
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
-        self._deadline_seconds = deadline_seconds
+        super().__init__(deadline_seconds)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(deadline_seconds)
-        with _named(f"connecting to the weights at {address}", deadline_seconds):
+        with self.waiting(f"connecting to the weights at {address}"):
             self._socket.connect(address)
         self._slots: torch.Tensor | None = None
-        self._read = 0
+        self._num_read = 0
 
     def bucket(self) -> torch.Tensor:
         """The next slot, once it is full."""
-        with _named("waiting for weights", self._deadline_seconds):
+        with self.waiting("waiting for weights"):
             if self._slots is None:
-                _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)
+                _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # a ValueError where no file came
                 self._slots = _mapped(file)
                 os.close(file)
             _read(self._socket)
-        return self._slots[self._read % SLOTS]
+        return self._slots[self._num_read % SLOTS]
 
     def release(self) -> None:
         """Tells the sender that the slot was read."""
-        self._read += 1
-        with _named("giving a bucket of weights back", self._deadline_seconds):
+        self._num_read += 1
+        with self.waiting("giving a bucket of weights back"):
             self._socket.sendall(b".")
 
     def finish(self) -> None:
@@ -129,17 +120,6 @@ class SharedMemoryInlet:
         self._slots = None
 
 
-def _anonymous_file(size: int) -> int:
-    """A file in memory, without a name; where the system has none, one that was deleted at once."""
-    if "memfd_create" in vars(os):
-        file = os.memfd_create("whet-weights")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, size)
-    return file
-
-
 def _mapped(file: int) -> torch.Tensor:
     """The file's bytes as its slots; the tensor keeps the mapping alive."""
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8).view(SLOTS, -1)
@@ -148,16 +128,3 @@ def _mapped(file: int) -> torch.Tensor:
 def _read(connection: socket.socket) -> None:
     if not connection.recv(1):
         raise EOFError("it closed the connection")
-
-
-@contextmanager
-def _named(doing: str, deadline_seconds: float) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"{doing}: nothing came within {deadline_seconds:g} s; if it may take longer, raise "
-            "cluster.deadline_seconds"
-        ) from error
-    except (OSError, EOFError, ValueError) as error:  # ValueError: no file came with the first byte
-        raise LinkClosedError(f"{doing}: the other side is gone ({error}); its own error says why") from error

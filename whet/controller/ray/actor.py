@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on a node: one actor a rank, which hosts the workers of all roles of its pool."""
+"""Actors, one a rank: each hosts the workers of all roles of its pool."""
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, SupportsIndex
 import ray
 
 from whet import devices
-from whet.controller.hosted import Hosted, Seat, open_store
+from whet.controller.hosted import Hosted, Seat
 from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
 
@@ -35,20 +34,19 @@ class Message:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an actor runs."""
+    """The place of an actor."""
 
     address: str
     node_id: str
-    pid: int
     store_port: int | None  # of the pool's store, where this actor opened it
-    gpus: int
 
 
+BESIDE = "beside"
 is_rank = False  # whether this process is one
 
 
 class RankActor:
-    """One process of a pool. Its methods run one at a time, in the order of the calls."""
+    """A process of a pool. Its methods run one at a time, in the order of the calls, but for `serve_beside`."""
 
     def __init__(self, name: str) -> None:
         global is_rank
@@ -64,25 +62,24 @@ class RankActor:
         """Says where it is; from here on the user's code is found."""
         address = ray.util.get_node_ip_address()
         if opens_store:
-            self._store = open_store(address, deadline_seconds)
+            self._store = devices.open_store(address, deadline_seconds)
         code.settle()
-        return Site(
-            address,
-            ray.get_runtime_context().get_node_id(),
-            os.getpid(),
-            self._store.port if opens_store else None,
-            devices.count(),
-        )
+        return Site(address, ray.get_runtime_context().get_node_id(), self._store.port if opens_store else None)
 
     def sit(self, seat: Seat) -> None:
         """Takes its place among the ranks."""
         self._workers = Hosted(seat, f" on {seat.address}")
 
     def serve(self, header: bytes, payload: Message) -> Message:
-        """One call of a worker's method."""
+        """Serves a call of a worker's method."""
         if self._workers is None:
             raise WorkerError(f"{self._name} was called before it had a seat")
         return Message(self._workers.answer([memoryview(header), *payload.frames]))
+
+    @ray.method(concurrency_group=BESIDE)
+    def serve_beside(self, header: bytes, payload: Message) -> Message:
+        """Serves a call beside others."""
+        return self.serve(header, payload)
 
     def ping(self) -> None:
         """A sign of life."""

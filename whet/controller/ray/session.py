@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from whet.config.cluster import ClusterConfig
+from whet.controller.ray.watch import silence
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
 
@@ -47,19 +47,6 @@ class Node:
         return f"{self.address} ({', '.join(kinds)})"
 
 
-class Session:
-    """A connection to Ray, which ends with the launch that made it. `is_alone`: no node can join."""
-
-    def __init__(self, *, is_ours: bool, is_alone: bool) -> None:
-        self._is_open, self.is_alone = is_ours, is_alone
-
-    def close(self) -> None:
-        """Lets go of the cluster; one that was started for the run ends. May be called twice."""
-        if self._is_open:
-            self._is_open = False
-            attempt(SHUTDOWN_SECONDS, ray.shutdown)
-
-
 @dataclass(frozen=True)
 class Reservation:
     """A share of the cluster, and how it is divided."""
@@ -70,17 +57,16 @@ class Reservation:
     cpus: float  # of a process
     gpus: float
 
-    def give_back(self) -> None:
-        """Others may have it."""
-        remove_placement_group(self.group)
 
-
-def connect(cluster: ClusterConfig) -> Session:
-    """A connection to the cluster that the config names, or that is there, or to one that is started.
+@contextmanager
+def connected(cluster: ClusterConfig) -> Iterator[bool]:
+    """A connection to the cluster that the config names, or that is there, or to one that is started; both end with the
+    block if it made them. Gives whether the cluster was started for the run, so that no node can join.
 
     Raises: ConfigError where there is none at the address."""
     if ray.is_initialized():
-        return Session(is_ours=False, is_alone=False)
+        yield False
+        return
     named = cluster.address or os.environ.get("RAY_ADDRESS")
     address = named or read_ray_address() or "local"
     if address not in ("auto", "local") and (silence := _silence(address)) is not None:
@@ -98,10 +84,13 @@ def connect(cluster: ClusterConfig) -> Session:
                 f"the Ray cluster at {address} cannot be used: {error}; `ray status` says whether it runs, "
                 "cluster.address=local has one started for the run"
             ) from error
-    log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
-    if context.dashboard_url:
-        log.info("Ray's dashboard: http://%s", context.dashboard_url)
-    return Session(is_ours=True, is_alone=address == "local")
+    try:
+        log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
+        if context.dashboard_url:
+            log.info("Ray's dashboard: http://%s", context.dashboard_url)
+        yield address == "local"
+    finally:
+        attempt(SHUTDOWN_SECONDS, ray.shutdown)
 
 
 def alive_nodes() -> list[Node]:
@@ -110,7 +99,7 @@ def alive_nodes() -> list[Node]:
 
 
 def all_nodes() -> list[Node]:
-    """Those that are gone too, by address."""
+    """The machines of the cluster and those that are gone, by address."""
     nodes = [
         Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], each["Resources"], each["Alive"])
         for each in ray.nodes()
@@ -118,8 +107,8 @@ def all_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
-def reserve(processes: int, cluster: ClusterConfig, session: Session) -> Reservation:
-    """A place for so many processes, as many on each of `cluster.nnodes` nodes.
+def reserve(processes: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
+    """A place for so many processes, as many on each of `cluster.nnodes` nodes, where none can join if it `is_alone`.
 
     A node with fewer CPUs than processes is shared evenly. Nodes that are not there, or not free, are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can come; WorkerError at the deadline."""
@@ -132,7 +121,7 @@ def reserve(processes: int, cluster: ClusterConfig, session: Session) -> Reserva
     wanted = f"{count} node{'s' * (count > 1)} with {cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")
     there = f"the Ray cluster has {'; '.join(map(str, alive_nodes()))}"
     advice = "add nodes (`ray start --address=...`), or lower cluster.nnodes and cluster.n_gpus_per_node"
-    if not enough and session.is_alone:
+    if not enough and is_alone:
         raise ConfigError(f"the run asks for {wanted}, and {there}; {advice}")
     bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
     name = f"whet-{uuid.uuid4().hex}"
@@ -154,7 +143,7 @@ def reserve(processes: int, cluster: ClusterConfig, session: Session) -> Reserva
 
 
 def head_address() -> tuple[str, int]:
-    """Where the control store of the cluster listens."""
+    """Returns the address at which the control store of the cluster listens."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -166,15 +155,11 @@ def attempt(seconds: float, action: Callable[[], Any]) -> None:
 
 
 def _silence(address: str) -> OSError | None:
-    """Why nothing answers at host:port: Ray itself tries for half a minute."""
+    """Returns why nothing answers at host:port: Ray itself tries for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address={address} is no address; write host:port, auto or local")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
+    return silence(host.strip("[]"), int(port), CONNECT_SECONDS)
 
 
 @contextmanager

@@ -14,21 +14,26 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from whet.config.cluster import ClusterConfig
 from whet.controller import wire
 from whet.controller.hosted import Seat
-from whet.controller.ray.actor import Message, RankActor, Site
-from whet.controller.ray.session import Reservation, Session, all_nodes, attempt, head_address
+from whet.controller.ray import actor
+from whet.controller.ray.actor import BESIDE, Message, RankActor, Site
+from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import Peer, RemoteTransport, Waiting
 from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import Layout, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
@@ -58,23 +63,37 @@ class RayTransport(RemoteTransport[_Actor]):
 
     ECHO_SECONDS = 2.0
 
-    def __init__(
-        self, pools: Sequence[ResourcePool], session: Session, reserved: Reservation, deadline_seconds: float
-    ) -> None:
-        super().__init__(deadline_seconds)
-        self._session, self._reserved = session, reserved
+    def __init__(self, pools: Sequence[ResourcePool], cluster: ClusterConfig) -> None:
+        if actor.is_rank:
+            raise WorkerError(
+                "workers are launched inside of a worker, which imports the script that was started: it needs "
+                '`if __name__ == "__main__":` around what it runs'
+            )
+        super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
         everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        with ExitStack() as on_error:
+            is_alone = on_error.enter_context(connected(cluster))
+            self._reserved = reserve(len(everyone), cluster, is_alone=is_alone)
+            self._connection = on_error.pop_all()
         self.peers = [
             _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, number))
             for number, (pool, rank) in enumerate(everyone)
         ]
 
-    def meet(self) -> None:
-        """Waits until every actor runs and has the user's code, then tells each its place.
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        """As `RemoteTransport.build`; the actors meet first."""
+        try:
+            self._meet()
+            return super().build(specs)
+        except BaseException as error:
+            self.abort(WorkerError(f"the workers could not be started: {error}"))
+            self.close()
+            raise
 
-        Raises: WorkerError, LostWorkerError or DeadlineError."""
+    def _meet(self) -> None:
+        """Waits until every actor runs and has the user's code, then tells each its place."""
         code = ray.put(UserCode.of_this_process())
         sites = self._all("start", lambda peer: peer.handle.arrive.remote(code, peer.rank == 0, self.deadline_seconds))
         self.peers = [replace(peer, site=site) for peer, site in zip(self.peers, sites, strict=True)]
@@ -96,7 +115,7 @@ class RayTransport(RemoteTransport[_Actor]):
         super().close()
         for thread in self._threads:
             thread.join(2 * LOOK_SECONDS)
-        self._session.close()
+        self._connection.close()
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
         """A message, or where it lies in the object store."""
@@ -118,9 +137,15 @@ class RayTransport(RemoteTransport[_Actor]):
             self.abort(DISCONNECTED)
             return
         try:
-            peer.calls.put((waiting, peer.handle.serve.options(name=name).remote(header, payload)))
+            method = peer.handle.serve_beside if waiting.is_beside else peer.handle.serve
+            call = waiting, method.options(name=name).remote(header, payload)
         except RayError as error:
             self.abort(self._failure(peer, waiting, error))
+            return
+        if waiting.is_beside:
+            threading.Thread(target=self._take, args=(peer, *call), daemon=True).start()
+        else:
+            peer.calls.put(call)
 
     def end_processes(self, *, is_orderly: bool) -> None:
         """Lets workers close, then kills all actors and gives their nodes back."""
@@ -136,7 +161,7 @@ class RayTransport(RemoteTransport[_Actor]):
     def _kill(self) -> None:
         for peer in self.peers:
             ray.kill(peer.handle)
-        self._reserved.give_back()
+        remove_placement_group(self._reserved.group)
 
     def _start(self, pool: ResourcePool, rank: int, number: int) -> Any:
         name = f"{', '.join(pool.roles)} rank {rank}"
@@ -151,14 +176,15 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._reserved.group, placement_group_bundle_index=number // self._reserved.processes_here
             ),
         }
-        return ray.remote(RankActor).options(**options).remote(name)
+        # Threads for calls beside others; all other calls have one.
+        remote = ray.remote(concurrency_groups={BESIDE: 4})(RankActor)  # type: ignore[call-overload]
+        return remote.options(**options).remote(name)
 
     def _seat(self, peer: _Actor, site: Site, first: Site) -> Seat:
         assert first.store_port is not None
         return Seat(
-            pool=peer.pool.name,
+            pool=peer.pool,
             rank=peer.rank,
-            world_size=peer.pool.processes,
             device_index=0 if self._reserved.gpus else None,  # Ray shows an actor its own GPU only
             processes_here=self._reserved.processes_here,
             store=(first.address, first.store_port),
@@ -167,7 +193,7 @@ class RayTransport(RemoteTransport[_Actor]):
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any]) -> list[Any]:
-        """What the actors answer, by peer; what they are asked to do is named in errors."""
+        """Returns the answers of the actors, by peer; errors name `what` they are asked to do."""
         pending = {call(peer): peer for peer in self.peers}
         answers: dict[int, Any] = {}
         until = time.monotonic() + self.deadline_seconds
@@ -185,33 +211,34 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def _receive(self, peer: _Actor) -> None:
         while not self.ended.is_set():
-            waiting = None
             try:
-                waiting, answer = peer.calls.get(timeout=IDLE_SECONDS)
+                self._take(peer, *peer.calls.get(timeout=IDLE_SECONDS))
             except queue.Empty:
                 if not ray.is_initialized():
                     self.abort(DISCONNECTED)
                     return
-                answer = peer.handle.ping.remote()
-            try:
-                message = self._get(answer)
-            except RayError as error:
-                self.abort(self._failure(peer, waiting, error))
-                return
-            if waiting is not None and message is not None:
-                self.settle(peer, message.frames, waiting.number)
+                self._take(peer, None, peer.handle.ping.remote())
+
+    def _take(self, peer: _Actor, waiting: Waiting | None, answer: Any) -> None:
+        """Waits for the answer of a call, or of a ping."""
+        try:
+            message = self._get(answer)
+        except RayError as error:
+            self.abort(self._failure(peer, waiting, error))
+            return
+        if waiting is not None and message is not None:
+            self.settle(peer, message.frames, waiting.number)
 
     def _get(self, answer: Any) -> Any:
-        """What the reference holds; None once the launch has ended."""
+        """Returns the object of a reference; None once the launch has ended."""
         while not self.ended.is_set():
             with contextlib.suppress(GetTimeoutError):
                 return ray.get(answer, timeout=LOOK_SECONDS)
         return None
 
     def _failure(self, peer: _Actor, waiting: Waiting | None, error: RayError) -> WhetError:
-        """What Ray's error means."""
+        """Returns whet's error for Ray's."""
         who = peer.name(waiting.role if waiting else "")
-        what = f"in {waiting.method}" if waiting else "between two calls" if peer.site else "at its start"
         if isinstance(error, RayTaskError):  # not from a worker's method: those answer with what they raised
             return WorkerError(f"{who}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
         if peer.site is None and (raised := RAISED.findall(str(error))):
@@ -221,7 +248,7 @@ class RayTransport(RemoteTransport[_Actor]):
             )
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")
-        return LostWorkerError(f"{who} died {what}: {reason}")
+        return self.death(peer, waiting, reason, "between two calls" if peer.site else "at its start")
 
     def _lost(self, machine: str, reason: str) -> None:
         there = [peer.name() for peer in self.peers if peer.site is not None and peer.site.node_id == machine]

@@ -9,7 +9,6 @@ they mean here; elsewhere the files are unpacked into a temporary folder, which 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import logging
 import os
@@ -17,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import spawn
@@ -29,13 +29,12 @@ CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH",
 
 @dataclass(frozen=True)
 class UserCode:
-    """What the caller's process finds its code by."""
+    """The caller's code, and how its process finds it."""
 
     folder: str  # the working folder
     path: tuple[str, ...]  # entries of sys.path that are the user's
     main: Mapping[str, str]  # which module or file was started, as multiprocessing has it
-    digests: Mapping[str, str]  # of every file, by its path
-    archive: bytes  # the files, zipped
+    archive: bytes  # the files, zipped, each under its path
     environment: Mapping[str, str]
 
     @classmethod
@@ -43,18 +42,15 @@ class UserCode:
         """The code around the caller."""
         folder, path = str(Path.cwd()), [entry for entry in map(_whole, sys.path) if _is_users(entry)]
         sent = [entry for entry in path if not Path(entry, "whet", "controller").is_dir()]  # nodes have whet
-        digests, packed = {}, io.BytesIO()
+        packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in _python_files([folder, *sent]):
                 with contextlib.suppress(OSError):  # one that is not ours to read, or has just gone
-                    content = file.read_bytes()
-                    digests[str(file)] = hashlib.sha256(content).hexdigest()
-                    archive.writestr(str(file.relative_to(file.anchor)), content)
+                    archive.writestr(str(file.relative_to(file.anchor)), file.read_bytes())
         return cls(
             folder=folder,
             path=tuple(path),
             main={k: v for k, v in spawn.get_preparation_data("").items() if k.startswith("init_main") and v},
-            digests=digests,
             archive=packed.getvalue(),
             environment={name: value for name, value in os.environ.items() if name.startswith(CARRIED)},
         )
@@ -62,7 +58,8 @@ class UserCode:
     def settle(self) -> None:
         """Makes this process find the code, and imports the caller's main module as a spawned process does."""
         os.environ.update(self.environment)
-        root = "" if self._is_here() else self._unpacked()
+        with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
+            root = "" if self._is_here(archive.infolist()) else self._unpacked(archive)
         sys.path[:0] = [entry for entry in (f"{root}{each}" for each in self.path) if entry not in sys.path]
         main = dict(self.main)
         if "init_main_from_path" in main:
@@ -71,20 +68,17 @@ class UserCode:
             main = {}
         spawn.prepare({"dir": f"{root}{self.folder}", **main})
 
-    def _is_here(self) -> bool:
-        if not Path(self.folder).is_dir():
-            return False
+    def _is_here(self, files: list[zipfile.ZipInfo]) -> bool:
         try:
-            return all(
-                hashlib.sha256(Path(file).read_bytes()).hexdigest() == digest for file, digest in self.digests.items()
+            return Path(self.folder).is_dir() and all(
+                zlib.crc32(Path("/", file.filename).read_bytes()) == file.CRC for file in files
             )
         except OSError:
             return False
 
-    def _unpacked(self) -> str:
+    def _unpacked(self, archive: zipfile.ZipFile) -> str:
         root = tempfile.mkdtemp(prefix="whet-code-")
-        with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
-            archive.extractall(root)
+        archive.extractall(root)
         Path(f"{root}{self.folder}").mkdir(parents=True, exist_ok=True)
         return root
 
@@ -101,7 +95,7 @@ def _is_users(entry: str) -> bool:
 
 
 def _python_files(folders: list[str]) -> Iterator[Path]:
-    """Those below the folders, without hidden ones and virtual environments."""
+    """Yields Python files below the folders, without hidden ones and virtual environments."""
     found: dict[Path, None] = {}
     seen = 0
     for folder in dict.fromkeys(folders):

@@ -7,10 +7,13 @@ that is silent twice in a row is gone, or the network to it is cut. Ten seconds 
 
 from __future__ import annotations
 
-import asyncio
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+
+from whet.processes.background import Background
 
 PERIOD_SECONDS = 1.0
 SILENCE_SECONDS = 3.5  # one lost packet is sent again after 1 s, a second one after 2 s more
@@ -34,29 +37,29 @@ class Watch:
 
     def _run(self) -> None:
         suspected: set[str] = set()
+        threads = Background("whet-watch-one", len(self._addresses))
         while not self._stopped.wait(PERIOD_SECONDS):
-            failures = asyncio.run(_failures(self._addresses))
+            asked = {
+                name: threads.submit(partial(silence, *place, SILENCE_SECONDS))
+                for name, place in self._addresses.items()
+            }
+            failures = {name: error for name, answer in asked.items() if (error := answer.result()) is not None}
             for name, failure in failures.items():
                 if name in suspected or isinstance(failure, ConnectionRefusedError):
-                    address, port = self._addresses[name]
                     if not self._stopped.is_set():
-                        self._lost(name, _reason(failure, address, port))
-                    return
+                        self._lost(name, _reason(failure, *self._addresses[name]))
+                    self._stopped.set()
+                    break
             suspected = set(failures)
+        threads.close()
 
 
-async def _failures(addresses: Mapping[str, Address]) -> dict[str, OSError]:
-    """What went wrong, by name, with those that do not answer."""
-    answers = await asyncio.gather(*(_ask(*address) for address in addresses.values()))
-    return {name: failure for name, failure in zip(addresses, answers, strict=True) if failure is not None}
-
-
-async def _ask(address: str, port: int) -> OSError | None:
+def silence(host: str, port: int, seconds: float) -> OSError | None:
+    """Returns why nothing answers at an address; None where something does."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), SILENCE_SECONDS)
+        socket.create_connection((host, port), seconds).close()
     except OSError as error:  # TimeoutError is one
         return error
-    writer.close()
     return None
 
 

@@ -2,8 +2,8 @@
 from concurrent.futures import Future
 
 from whet.rewards.adapter import RewardItem
+from whet.rewards.pool import WeightedRewards
 from whet.rewards.result import RewardResult
-from whet.rewards.weighted import WeightedRewards
 from whet.types import Failure
 
 
@@ -23,6 +23,6 @@ def test_rewards_add_up_and_accuracy_and_answer_are_the_firsts():
     right = Said(RewardResult(1.0, 1.0, {"steps": 3.0}, extracted="72"), RewardResult(0.0, 0.0, extracted="71"))
     style = Said(RewardResult(0.5, 0.0, extracted="?"), Failure("reward", "late"))
     items = [RewardItem("a", "72", "72"), RewardItem("a", "71", "72")]
-    outcomes = WeightedRewards([("right", right, 1.0), ("style", style, 0.2)]).score(items)
+    outcomes = WeightedRewards([("right", right, 1.0), ("style", style, 0.2)]).submit_batch(items).result()
     parts = {"right": 1.0, "right/steps": 3.0, "style": 0.5}
     assert outcomes == [RewardResult(1.1, 1.0, parts, extracted="72"), Failure("reward", "style: late")]
