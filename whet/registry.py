@@ -21,7 +21,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ class Resolved(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered function, known without importing it."""
+    """A registered function, known without importing it."""
 
     kind: str
     name: str
@@ -80,7 +80,7 @@ class Entry:
         return self.function if self.function is not None else load_target(self.target)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """What the function returns for those things in `supplied` that it names before its `*`, and for `options`."""
+        """Calls the function with those things in `supplied` that it names before its `*`, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
@@ -119,7 +119,7 @@ class Entry:
 
 
 class Registry:
-    """All functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
+    """The functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
 
     def __init__(self, kind: str, folder: str, decorator: str, supplied: Sequence[str] | None = None) -> None:
         """`supplied` are the names that parameters before the `*` may have; unset, these are columns of a batch."""
@@ -136,7 +136,7 @@ class Registry:
         def decorate(function: F) -> F:
             entry = self.entry_of(function, name, marks)
             for each in (entry, *_alias_entries(entry, aliases)):
-                taken = self._live.get(each.name) or self._shipped().get(each.name)
+                taken = self._live.get(each.name) or self._shipped.get(each.name)
                 if taken is not None and taken.target != each.target:
                     raise RegistryError(
                         f"{self.kind} {each.name!r} is already {taken.target}; "
@@ -149,19 +149,19 @@ class Registry:
 
     def names(self) -> list[str]:
         """Every known name, aliases included, sorted."""
-        return sorted({**self._shipped(), **self._live})
+        return sorted({**self._shipped, **self._live})
 
     def __iter__(self) -> Iterator[Entry]:
         return (self[name] for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._live or name in self._shipped()
+        return name in self._live or name in self._shipped
 
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
             return self.registered(reference) or self.entry_of(reference, reference.__name__, {})
-        found = self._live.get(reference) or self._shipped().get(reference)
+        found = self._live.get(reference) or self._shipped.get(reference)
         if found is not None:
             return found
         if ":" in reference:
@@ -179,8 +179,9 @@ class Registry:
         own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
         return next(own, None)
 
+    @cached_property
     def _shipped(self) -> Mapping[str, Entry]:
-        return _read_shipped(self.kind, self.folder, self.decorator, self.supplied is None)
+        return _read_shipped(self)
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
         """The entry of a function object, from its signature.
@@ -337,60 +338,41 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
     ]
 
 
-@cache
-def _read_shipped(kind: str, folder: str, decorator: str, has_foreign_form: bool) -> Mapping[str, Entry]:
-    """Entries of the functions under `folder` that carry `decorator`, read from source."""
+def _read_shipped(registry: Registry) -> dict[str, Entry]:
+    """Entries of the functions in the registry's folder that carry its decorator, read from source."""
     found: dict[str, Entry] = {}
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
+    for path in sorted((PACKAGE / registry.folder).rglob("*.py")):
         module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
         for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
-            for use in node.decorator_list:
-                if not isinstance(use, ast.Call) or ast.unparse(use.func).rsplit(".", 1)[-1] != decorator:
+            for use in tuple(node.decorator_list):
+                if not isinstance(use, ast.Call) or ast.unparse(use.func).rsplit(".", 1)[-1] != registry.decorator:
                     continue
-                entry, aliases = _entry_from_source(node, use, kind, module, has_foreign_form)
-                for each in (entry, *_alias_entries(entry, aliases)):
-                    found[each.name] = each
+                marks = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
+                aliases = marks.pop("aliases", ())
+                own = registry.entry_of(_without_body(node), ast.literal_eval(use.args[0]), marks)
+                entry = replace(own, target=f"{module}:{node.name}", function=None)
+                found |= {each.name: each for each in (entry, *_alias_entries(entry, aliases))}
     return found
 
 
-def _entry_from_source(
-    node: ast.FunctionDef | ast.ClassDef, use: ast.Call, kind: str, module: str, has_foreign_form: bool
-) -> tuple[Entry, Any]:
-    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
-    aliases = keywords.pop("aliases", ())
-    arguments = node.args if isinstance(node, ast.FunctionDef) else _init_arguments(node)
-    positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args) if arg.arg != "self"]
-    is_foreign = has_foreign_form and not arguments.kwonlyargs
-    with_default = positional[len(positional) - len(arguments.defaults) :] if is_foreign else []
-    options: dict[str, Any] = {
-        arg.arg: _default(value) for arg, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    }
-    options |= {name: _default(value) for name, value in zip(with_default, arguments.defaults, strict=False)}
-    entry = Entry(
-        kind=kind,
-        name=ast.literal_eval(use.args[0]),
-        target=f"{module}:{node.name}",
-        parameters=tuple(name for name in positional if name not in with_default),
-        options=options,
-        doc=ast.get_docstring(node) or "",
-        marks=keywords,
-        accepts_any_option=arguments.kwarg is not None,
-        takes={arg.arg: read(ast.unparse(arg.annotation)) for arg in arguments.kwonlyargs if arg.annotation},
-    )
-    return entry, aliases
+def _without_body(node: ast.FunctionDef | ast.ClassDef) -> Callable[..., Any]:
+    """The function or class with its signature and docstring alone, for which no import of its file is needed."""
 
+    def strip(each: ast.FunctionDef | ast.ClassDef) -> ast.stmt:
+        made = [strip(inner) for inner in each.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
+        each.body, each.decorator_list = [ast.Expr(ast.Constant(ast.get_docstring(each))), *made], []
+        if isinstance(each, ast.ClassDef):
+            each.bases = []
+        elif each.args.kwonlyargs or each.name == "__init__":  # those before the `*` are no options
+            each.args.defaults = [ast.Constant(None) for _ in each.args.defaults]
+        return each
 
-def _init_arguments(node: ast.ClassDef) -> ast.arguments:
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return item.args
-    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[], vararg=None, kwarg=None)
-
-
-def _default(node: ast.expr | None) -> Any:
-    return REQUIRED if node is None else ast.literal_eval(node)
+    names: dict[str, Any] = {"__name__": fits.__module__}  # annotations of options have the names of that module
+    exec(compile(ast.fix_missing_locations(ast.Module([strip(node)], [])), node.name, "exec"), names)
+    found: Callable[..., Any] = names[node.name]
+    return found
 
 
 ADV_ESTIMATORS = Registry("advantage estimator", "algorithms", "register_adv_est")
@@ -402,6 +384,7 @@ FILTERS = Registry("filter", "algorithms", "register_filter")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
 REJECTIONS = Registry("rejection", "algorithms", "register_rejection")
 WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
+HINTS = Registry("hint source", "trainers", "register_hint")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
 SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
@@ -422,6 +405,7 @@ register_filter = FILTERS.register
 register_weight = WEIGHTS.register
 register_rejection = REJECTIONS.register
 register_wrapper = WRAPPERS.register
+register_hint = HINTS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
 register_sampler = SAMPLERS.register

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from whet.cli.algorithms import LEGEND, TITLES, Certified, cells_of, chosen_by, facts, notation, summary
+from collections.abc import Sequence
+
+from whet.cli.algorithms import LEGEND, TITLES, chosen_by, facts, notation, summary
 from whet.registry import KINDS, Registry
 
 HEAD = """\
@@ -31,16 +33,16 @@ Bias is no fault by itself: variance, length or safety was bought with it.
 """
 
 
-def page(certified: Certified) -> str:
+def page(certified: Sequence[Sequence[str]]) -> str:
     """The whole page."""
     legend = "\n".join(f"- {title}: {meaning}." for title, meaning in LEGEND.items())
     explained = CERTIFICATES.format(legend=legend)
     return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), explained, table(certified)])
 
 
-def table(certified: Certified) -> str:
+def table(certified: Sequence[Sequence[str]]) -> str:
     """The certificates as a Markdown table."""
-    lines = [("", "", *TITLES), ["---"] * (2 + len(TITLES)), *cells_of(certified)]
+    lines = [("", "", *TITLES), ["---"] * (2 + len(TITLES)), *certified]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -60,7 +60,7 @@ def test_what_would_be_refused_is_told_beside_the_tree(capsys: pytest.CaptureFix
 def test_meanings_replace_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = printed(capsys, "train", "gsm8k", "--meanings", "algorithm.loss_options.clip_ratio_low=0.1")
     lines = out.splitlines()
-    assert next(line for line in lines if line.startswith("  n: 8")).endswith("# answers a prompt")
+    assert next(line for line in lines if line.startswith("  n: 8")).endswith("# responses a prompt")
     assert next(line for line in lines if "clip_ratio_low" in line).endswith("# options of the loss")
 
 

@@ -83,7 +83,7 @@ def test_it_takes_and_refuses_what_the_loader_does(recipe: str, tmp_path: Any) -
 
 
 def test_an_editor_can_offer_what_is_registered() -> None:
-    assert len(choices(TrainConfig)) == 15
+    assert len(choices(TrainConfig)) == 16
     for key, choice in choices(TrainConfig).items():
         *sections, name = key.split(".")
         part = SCHEMA
@@ -91,4 +91,4 @@ def test_an_editor_can_offer_what_is_registered() -> None:
             part = SCHEMA["$defs"][part["properties"][each]["anyOf"][0]["$ref"].rpartition("/")[2]]
         assert part["properties"][name]["examples"] == choice.registry.names()
     n = SCHEMA["$defs"]["RolloutConfig"]["properties"]["n"]
-    assert (n["description"], n["default"]) == ("answers a prompt", 8)
+    assert (n["description"], n["default"]) == ("responses a prompt", 8)

@@ -77,5 +77,5 @@ def test_a_path_that_goes_below_a_value_stops_at_the_value() -> None:
 
 
 def test_the_meaning_of_an_option_is_that_of_its_mapping() -> None:
-    assert meaning(TrainConfig, "rollout.n") == "answers a prompt"
+    assert meaning(TrainConfig, "rollout.n") == "responses a prompt"
     assert meaning(TrainConfig, "algorithm.adv_options.gamma") == "options of the estimator"

@@ -57,11 +57,11 @@ def test_resuming_continues_the_same_order_however_it_is_taken(
 
 
 def test_row_numbers_come_in_the_order_of_the_prompts() -> None:
-    order, loader = OrderLoader(5, seed=3), PromptLoader(prompts(5), seed=3)
+    order, loader = OrderLoader(range(5), seed=3), PromptLoader(prompts(5), seed=3)
     pairs = order.take_named(12)
     assert [f"{name}:{2 * row}" for name, row in pairs] == uids(loader, 12)
     assert order.state() == loader.state() == {"epoch": 2, "index": 2}
-    assert OrderLoader(5, seed=3).take(12) == [row for _, row in pairs]
+    assert OrderLoader(range(5), seed=3).take(12) == [row for _, row in pairs]
 
 
 def test_a_state_of_more_prompts_is_refused() -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.prompts import PromptFormat, PromptSet, build_prompts, fit_prompts
+from whet.config.schema import DataConfig
+from whet.data import prompts
+from whet.data.prompts import PromptFormat, fit_prompts
 from whet.data.sources import read_rows
 from whet.errors import ConfigError, DataError
 from whet.types import Message, Prompt
@@ -21,12 +23,16 @@ VERL_ROW = {
 GSM8K_ROW = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"}
 
 
-def texts(tokenizer: PreTrainedTokenizerBase, built: PromptSet) -> list[str]:
-    return [tokenizer.decode(list(prompt.token_ids)) for prompt in built.prompts]
+def build_prompts(rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, **keys: Any) -> tuple[Prompt, ...]:
+    return prompts.build_prompts(rows, prompt_format, DataConfig(**keys))
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, built: Sequence[Prompt]) -> list[str]:
+    return [tokenizer.decode(list(prompt.token_ids)) for prompt in built]
 
 
 def test_verl_rows(tokenizer: PreTrainedTokenizerBase) -> None:
-    [prompt] = build_prompts([VERL_ROW], PromptFormat(tokenizer)).prompts
+    [prompt] = build_prompts([VERL_ROW], PromptFormat(tokenizer))
     assert prompt.messages == (Message("system", "Be brief."), Message("user", "1 + 1?"))
     assert prompt.ground_truth == "2"
     assert prompt.data_source == "openai/gsm8k"
@@ -41,7 +47,7 @@ def test_gsm8k_rows_keep_the_published_answer(tokenizer: PreTrainedTokenizerBase
     built = build_prompts(
         [GSM8K_ROW], PromptFormat(tokenizer), prompt_key="question", answer_key="answer", data_source="gsm8k"
     )
-    [prompt] = built.prompts
+    [prompt] = built
     assert prompt.ground_truth == "1 + 1 = 2\n#### 2"
     assert (prompt.data_source, prompt.extra_info) == ("gsm8k", {})
     assert texts(tokenizer, built) == ["<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"]
@@ -49,7 +55,7 @@ def test_gsm8k_rows_keep_the_published_answer(tokenizer: PreTrainedTokenizerBase
 
 def test_the_other_fields_of_a_plain_row_are_extra_info(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"prompt": "2 + 2?", "answer": 4, "level": 3, "tests": ["a"], "data_source": "mine"}
-    [prompt] = build_prompts([row], PromptFormat(tokenizer), data_source="config").prompts
+    [prompt] = build_prompts([row], PromptFormat(tokenizer), data_source="config")
     assert (prompt.ground_truth, prompt.data_source) == (4, "mine")
     assert prompt.extra_info == {"answer": 4, "level": 3, "tests": ["a"]}
 
@@ -57,7 +63,7 @@ def test_the_other_fields_of_a_plain_row_are_extra_info(tokenizer: PreTrainedTok
 def test_of_several_names_of_a_field_the_first_there_is(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"Problem": "1+1", "Answer": 2, "year": 2024}, {"problem": "2+2", "answer": None, "solution": "4"}]
     keys = {"prompt_key": ["problem", "Problem"], "answer_key": ["answer", "Answer", "solution"]}
-    prompts = build_prompts(rows, PromptFormat(tokenizer), data_source_key="year", data_source="else", **keys).prompts
+    prompts = build_prompts(rows, PromptFormat(tokenizer), data_source_key="year", data_source="else", **keys)
     assert [(str(p.messages[0].content), p.ground_truth, p.data_source) for p in prompts] == [
         ("1+1", 2, "2024"),
         ("2+2", "4", "else"),
@@ -76,8 +82,8 @@ def test_ids_are_those_of_apply_chat_template(tokenizer: PreTrainedTokenizerBase
         expected = tokenizer.apply_chat_template(
             messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        assert list(built.prompts[index].token_ids) == expected
-        assert built.prompts[index].index == index
+        assert list(built[index].token_ids) == expected
+        assert built[index].index == index
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_the_system_prompt_comes_before_prompts_without_one(
     tokenizer: PreTrainedTokenizerBase, prompt: object, expected_roles: list[str]
 ) -> None:
     built = build_prompts([{"prompt": prompt}], PromptFormat(tokenizer, system_prompt="default"))
-    messages = built.prompts[0].messages
+    messages = built[0].messages
     assert [message.role for message in messages] == expected_roles
     assert messages[0].content == ("own" if isinstance(prompt, list) and len(prompt) == 2 else "default")
 
@@ -101,13 +107,13 @@ def test_format_prompt_sees_the_content_and_the_fields(tokenizer: PreTrainedToke
     template = "{{ content | trim }} ({{ level }}{% if hints %}, {{ hints[0] }}{% endif %})\nThink first."
     row = {"prompt": " 1 + 1? ", "level": 2, "hints": ["add"]}
     expected = "1 + 1? (2, add)\nThink first."
-    inline = build_prompts([row], PromptFormat(tokenizer, format_prompt=template)).prompts
+    inline = build_prompts([row], PromptFormat(tokenizer, format_prompt=template))
     assert inline[0].messages == (Message("user", expected),)
     (tmp_path / "math.jinja").write_text(template + "\n")
-    from_file = build_prompts([row], PromptFormat(tokenizer, format_prompt=str(tmp_path / "math.jinja"))).prompts
+    from_file = build_prompts([row], PromptFormat(tokenizer, format_prompt=str(tmp_path / "math.jinja")))
     assert from_file == inline
     spoken = {**row, "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": " 1 + 1? "}]}
-    [prompt] = build_prompts([spoken], PromptFormat(tokenizer, format_prompt=template)).prompts
+    [prompt] = build_prompts([spoken], PromptFormat(tokenizer, format_prompt=template))
     assert prompt.messages == (Message("system", "S"), Message("user", expected))
 
 
@@ -133,11 +139,11 @@ def test_over_long_prompts_are_dropped_with_a_count(
 ) -> None:
     rows = [{"prompt": "1" * n, "answer": "x"} for n in (5, 50, 6, 60)]
     whole = build_prompts(rows, PromptFormat(tokenizer))
-    limit = len(whole.prompts[2].token_ids)
-    assert [len(prompt.token_ids) - limit for prompt in whole.prompts] == [-1, 44, 0, 54]  # a token a digit
+    limit = len(whole[2].token_ids)
+    assert [len(prompt.token_ids) - limit for prompt in whole] == [-1, 44, 0, 54]  # a token a digit
     built = build_prompts(rows, PromptFormat(tokenizer), max_prompt_length=limit)
-    assert (built.num_dropped, built.prompts) == (2, (whole.prompts[0], whole.prompts[2]))
-    assert [prompt.uid for prompt in built.prompts] == ["0:0", "0:2"]
+    assert built == (whole[0], whole[2])
+    assert [prompt.uid for prompt in built] == ["0:0", "0:2"]
     assert (
         f"dropped 2 of 4 prompts over data.max_prompt_length={limit} tokens (the longest has {limit + 54})"
         in caplog.text
@@ -193,7 +199,7 @@ def test_rows_without_answers_are_announced_and_refused_among_rows_with_answers(
 ) -> None:
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "label": "2"}]
     built = build_prompts(rows[1:], PromptFormat(tokenizer))
-    assert [prompt.ground_truth for prompt in built.prompts] == [None]
+    assert [prompt.ground_truth for prompt in built] == [None]
     assert "none of 1 rows has an answer" in caplog.text
     with pytest.raises(
         DataError, match=r"row 1 has no answer, and 1 of 2 rows have one .*data\.filter\.answer\.not=null"
@@ -204,7 +210,7 @@ def test_rows_without_answers_are_announced_and_refused_among_rows_with_answers(
 def test_fields_of_media_that_hold_nothing_are_no_media(tokenizer: PreTrainedTokenizerBase) -> None:
     content = [{"type": "text", "text": "hi"}]
     rows = [{"prompt": "hi", "images": [], "audio": None}, {"prompt": [{"role": "user", "content": content}]}]
-    built = build_prompts(rows, PromptFormat(tokenizer)).prompts
+    built = build_prompts(rows, PromptFormat(tokenizer))
     assert built[0].token_ids == built[1].token_ids
 
 
@@ -215,7 +221,7 @@ def test_an_empty_prompt_is_named_before_it_is_drawn(
     with pytest.raises(DataError, match=r"row 1: the prompt is empty.*data\.filter\.FIELD\.not=''"):
         build_prompts([{"prompt": "1"}, {"prompt": ""}], raw)
     with pytest.raises(DataError, match=r"row 7: the prompt is empty"):
-        fit_prompts([Prompt("0:7", 7, (), (), "mine", None)], raw, 8)
+        fit_prompts([Prompt("0:7", 7, (), (), "mine", None)], raw, DataConfig(max_prompt_length=8))
 
 
 def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrainedTokenizerBase]) -> None:
@@ -242,6 +248,5 @@ def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerBase) -> None:
     lengths = [
         len(tokenizer.encode(f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n")) for row in rows
     ]
-    assert built.num_dropped == sum(length > 300 for length in lengths) > 0
-    assert len(built.prompts) + built.num_dropped == 1319
-    assert all(rows[prompt.index]["answer"] == prompt.ground_truth for prompt in built.prompts)
+    assert 0 < len(built) == sum(length <= 300 for length in lengths) < 1319
+    assert all(rows[prompt.index]["answer"] == prompt.ground_truth for prompt in built)

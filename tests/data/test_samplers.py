@@ -24,7 +24,7 @@ def loaded(*sizes: int, weights: list[float] | None = None) -> Loaded[Prompt]:
     """Prompts whose row number is twice their place, and whose level is their place."""
     prompts = [Prompt(f"0:{2 * i}", 2 * i, (), (i,), "s", None, {"level": i}) for i in range(sum(sizes))]
     shares = weights or [None] * len(sizes)
-    return Loaded(tuple(prompts), tuple(Part("s", n, n, n, 0, w) for n, w in zip(sizes, shares, strict=True)))
+    return Loaded(tuple(prompts), tuple(Part("s", n, n, n, w) for n, w in zip(sizes, shares, strict=True)))
 
 
 def places(prompts: list[Prompt]) -> list[int]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from whet.config.schema import SupervisedDataConfig
+from whet.data import supervised
 from whet.data.prompts import PromptFormat
-from whet.data.supervised import SupervisedExample, build_examples
+from whet.data.supervised import SupervisedExample
 from whet.errors import DataError
 from whet.models.init import init_model
 from whet.types import Message
@@ -45,8 +47,14 @@ def learned(tokenizer: PreTrainedTokenizerBase, example: SupervisedExample) -> l
     return [tokenizer.decode(run) for run in runs if run]
 
 
+def build_examples(
+    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, **keys: Any
+) -> tuple[SupervisedExample, ...]:
+    return supervised.build_examples(rows, prompt_format, SupervisedDataConfig(**keys))
+
+
 def one(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any) -> SupervisedExample:
-    [example] = build_examples([row], PromptFormat(tokenizer, **options)).examples
+    [example] = build_examples([row], PromptFormat(tokenizer, **options))
     return example
 
 
@@ -62,7 +70,7 @@ def test_the_keys_and_the_prompt_format_are_the_users(with_template: WithTemplat
     prompt_format = PromptFormat(base, apply_chat_template=False, format_prompt="Q{{ n }}: {{ content }}=")
     rows = [{"question": "1+1", "solution": "2", "n": 5}]
     built = build_examples(rows, prompt_format, prompt_key="question", response_key="solution")
-    [example] = built.examples
+    [example] = built
     assert base.decode(list(example.input_ids)) == "Q5: 1+1=2<|im_end|>"
     assert learned(base, example) == ["2<|im_end|>"]
 
@@ -141,15 +149,14 @@ def test_long_examples_are_cut_dropped_or_refused(
         {"prompt": "1", "response": "1" * 30},
         {"prompt": "1" * 30, "response": "1"},
     ]
-    whole = build_examples(rows, prompt_format).examples
+    whole = build_examples(rows, prompt_format)
     limit = len(whole[0].input_ids)
     cut = build_examples(rows, prompt_format, max_length=limit)
-    assert (cut.num_truncated, cut.num_dropped) == (1, 1)  # of the third only prompt would be left
     shortened = SupervisedExample(whole[1].input_ids[:limit], (*[0] * (limit - 2), 1, 1))
-    assert cut.examples == (whole[0], shortened)
+    assert cut == (whole[0], shortened)  # of the third only prompt would be left
     assert f"cut 1 and dropped 1 of 3 examples over max_length={limit} tokens" in caplog.text
     dropped = build_examples(rows, prompt_format, max_length=limit, overlong="drop")
-    assert (dropped.examples, dropped.num_truncated, dropped.num_dropped) == ((whole[0],), 0, 2)
+    assert dropped == (whole[0],)
     with pytest.raises(DataError, match=rf"row 1 has {limit + 29} tokens, over max_length={limit}"):
         build_examples(rows, prompt_format, max_length=limit, overlong="error")
     with pytest.raises(DataError, match=r"no example is left of 3 rows \(max_length=2, overlong=drop\)"):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from whet.checkpoints.export import export
 from whet.config import EvalConfig, load_config
 from whet.errors import CheckpointError, ConfigError, RewardError
 from whet.evaluation.answers import Row, by_prompt
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
 from whet.trainers.build import train
-from whet.trainers.export import export
 
 MakeConfig = Callable[..., EvalConfig]
 Rows = list[dict[str, str]]

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 import rollout_conformance
 import test_outputs
 
+from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.config.schema import LoraConfig
 from whet.models.init import Arch, init_model
@@ -28,7 +29,6 @@ from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import RolloutEngine
 from whet.trainers.build import train
-from whet.trainers.export import export
 
 ARCHS = [arch for arch in get_args(Arch) if arch not in ("qwen2.5", "qwen3")]  # those have tests everywhere
 WINDOW = 8  # tokens: shorter than the sequences, so that a window that is not kept shows

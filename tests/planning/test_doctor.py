@@ -31,7 +31,7 @@ def test_every_section_and_what_is_installed_by_version(tmp_path: Path) -> None:
 def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extra_a_note() -> None:
     absent, old = Requirement("no-such-package>=1"), Requirement("torch>=999")
     assert doctor._package(absent) == Finding(
-        "problem", "no-such-package", "not installed", "pip install 'no-such-package>=1'"
+        "no-such-package", "not installed", "pip install 'no-such-package>=1'", is_problem=True
     )
     wrong = doctor._package(old)
     assert (wrong.status, wrong.advice) == ("problem", "whet needs torch>=999: install that")
@@ -51,9 +51,8 @@ def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_place_that_cannot_be_written_to_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_writable", lambda folder: folder != tmp_path)
     runs = by_name(list(doctor._places(tmp_path / "run")))["runs"]
-    assert runs == Finding(
-        "problem", "runs", f"{tmp_path / 'run'} cannot be written to", "choose another place with trainer.run_dir"
-    )
+    assert (runs.status, runs.found) == ("problem", f"{tmp_path / 'run'} cannot be written to")
+    assert runs.advice == "choose another place with trainer.run_dir"
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,5 +70,5 @@ def test_threads_that_hold_the_processor_while_they_wait_are_a_note(monkeypatch:
     monkeypatch.delenv(POLICY)
     yield_soon()
     assert by_name(list(doctor._processor()))["threads"] == Finding(
-        "ok", "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=10000, KMP_BLOCKTIME=1)"
+        "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=10000, KMP_BLOCKTIME=1)"
     )

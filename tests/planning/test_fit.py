@@ -124,10 +124,10 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
     assert first.startswith(f"this run needs about {size(device.needed)} of memory in its ")
     assert "and each accelerator has" in first
     assert [each for each in advice if "cluster" in each] == []
-    named = [override for override, _ in fit._candidates(setup, device)]
+    named = list(fit._candidates(setup, device))
     assert {"actor.engine.name=fsdp", "ref.engine.name=fsdp", "rollout.free_cache_engine=true"} <= set(named)
     alone = replace(build.setup(train_config(), [16]), device=setup.device)
-    assert not [override for override, _ in fit._candidates(alone, rooms(alone)[1]) if "engine.name" in override]
+    assert not [override for override in fit._candidates(alone, rooms(alone)[1]) if "engine.name" in override]
 
 
 def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.models.init import init_model
+from whet.planning.forecast import row_lengths
 from whet.planning.memory import Setup, plan_memory
-from whet.trainers.forecast import setup_of
+from whet.trainers import build, sft
 
 ROWS = [
     {"prompt": f"What is {a} plus {b}? " * (1 + a % 3), "answer": str(a + b), "response": f"It is {a + b}. " * (3 + b)}
@@ -112,8 +113,10 @@ def setup(command: str, overrides: dict[str, Any], folder: Path) -> Setup:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     overrides = {**overrides, "data.train_files": [str(file)]}
     if command == "sft":
-        return setup_of(load_config(SFTConfig, None, overrides, checked=False).config)[0]
-    return setup_of(load_config(TrainConfig, None, overrides, checked=False).config)[0]
+        supervised = load_config(SFTConfig, None, overrides, checked=False).config
+        return sft.setup(supervised, row_lengths(supervised)[0])
+    config = load_config(TrainConfig, None, overrides, checked=False).config
+    return build.setup(config, row_lengths(config)[0])
 
 
 def measured(kind: str, command: str, overrides: dict[str, Any], folder: Path) -> int:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from whet import serialization
+from whet.checkpoints import checkpoint
+from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError
-from whet.trainers import checkpoint
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.export import export
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
 from whet.trainers.sft import train_sft

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from examples.two_nodes import main as on_two_nodes
+from whet.checkpoints.export import export
 from whet.models.init import init_model
-from whet.trainers.export import export
 from whet.trainers.quickstart import warm_up, write_problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

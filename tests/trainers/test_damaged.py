@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.conftest import score
+from whet.checkpoints import checkpoint
+from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.errors import WhetError
-from whet.trainers import checkpoint
 from whet.trainers.build import train
-from whet.trainers.export import export
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MakeConfig = Callable[..., TrainConfig]

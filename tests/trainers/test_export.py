@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from whet import serialization
+from whet.checkpoints import checkpoint
+from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.errors import CheckpointError
 from whet.models.load import stop_token_ids
-from whet.trainers import checkpoint
 from whet.trainers.build import train
-from whet.trainers.export import export
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]

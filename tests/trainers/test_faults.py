@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from whet.checkpoints import checkpoint
 from whet.config import TrainConfig
 from whet.errors import CheckpointError, DeadlineError
-from whet.trainers import checkpoint
 from whet.trainers.build import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

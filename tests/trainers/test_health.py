@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from whet import serialization
+from whet.checkpoints import checkpoint
 from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.rollout.batch import to_batch
-from whet.trainers import checkpoint
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health
 from whet.trainers.rl import add_advantages, sample, update

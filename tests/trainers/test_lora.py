@@ -14,13 +14,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet import serialization
+from whet.checkpoints.export import export
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.evaluate import evaluate
 from whet.models.load import load_policy, load_tokenizer
 from whet.trainers.build import train, worker_specs
 from whet.trainers.columns import plan_columns
-from whet.trainers.export import export
 from whet.trainers.sft import train_sft
 
 MakeConfig = Callable[..., TrainConfig]

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from whet.checkpoints import checkpoint
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError, ConfigError, StorageError
-from whet.trainers import checkpoint
 from whet.trainers.frame import run_folder
 from whet.trainers.run_dir import RunDir, open_run_dir
 

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from whet.checkpoints import checkpoint, weight_files
+from whet.checkpoints.export import export
 from whet.config import SFTConfig, load_config
 from whet.errors import CheckpointError
 from whet.models.load import load_policy, outline
-from whet.trainers import checkpoint, weight_files
-from whet.trainers.export import export
 from whet.trainers.sft import SFTRun, train_sft
 
 ROWS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
@@ -134,7 +134,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from whet.trainers import weight_files
-from whet.trainers.export import export
+from whet.checkpoints.export import export
 
 def most():  # bytes that were resident at once; what getrusage says begins with the parent's
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

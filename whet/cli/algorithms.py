@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -20,10 +20,8 @@ from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, load_target
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from whet.trainers.certify import Certificate, Row
+    from whet.trainers.certify import Row
 
-# By kind and name: whether it has to be exact, and its certificates on its own samples and on stale ones.
-Certified = Mapping[tuple[str, str], tuple[bool, "Certificate", "Certificate"]]
 LEGEND = {  # the columns of a certificate
     "exact": "yes: on its own samples the error has to be below 1e-8, and a test holds it to that",
     "error": "|g - t| / |t|, g the expected gradient and t that of the objective, E[R] - beta KL(pi || ref)",
@@ -125,17 +123,13 @@ def certify() -> None:
     """Print how far every algorithm's expected gradient is from the objective's, computed exactly."""
     from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
+
+    from whet.cli.tables import table
 
     output = Console(highlight=False)
     output.width = output.width if output.is_terminal else UNLIMITED
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
-    table = Table(box=None, padding=(0, 1))
-    for title in ("", "", *LEGEND):
-        table.add_column(title, justify="left" if title in ("", "exact") else "right", no_wrap=True)
-    for row in cells_of(found):
-        table.add_row(*row)
-    output.print(table)
+    output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
     _print_pairs(output, list(LEGEND.items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
 
@@ -148,15 +142,20 @@ def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
         output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
-def cells_of(certified: Certified) -> list[list[str]]:
-    """The table's rows as text."""
-    return [[kind, name, *cells(*found)] for (kind, name), found in certified.items()]
+def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> list[list[str]]:
+    """Every certificate as a row of text, behind kind and name; `show` may look at what is certified as it comes."""
+    from whet.trainers.certify import rows
+
+    return [[row.kind, row.name, *cells(row)] for row in show(rows())]
 
 
-def cells(is_exact: bool, own: Certificate, stale: Certificate) -> list[str]:
-    """One row as text, under `TITLES`."""
+def cells(row: Row) -> list[str]:
+    """The certificates of one row, on its own samples and on stale ones, under `TITLES`."""
+    from whet.trainers.certify import certificates
+
+    own, stale = certificates(row)
     return [
-        "yes" if is_exact else "",
+        "yes" if row.is_exact else "",
         number(own.relative_error),
         f"{own.cosine:.3f}",
         f"{own.norm_ratio:.2f}",
@@ -172,27 +171,19 @@ def number(error: float) -> str:
     return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
 
 
-def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> Certified:
-    """Every certificate; `show` may look at the rows as they come."""
-    from whet.trainers.certify import certificates, rows
-
-    return {(row.kind, row.name): (row.is_exact, *certificates(row)) for row in show(rows())}
-
-
 def certificate(entry: Entry) -> list[tuple[str, str]]:
-    """What `whet algorithms show` says of a function's expected gradient."""
-    from whet.trainers.certify import certificates, rows_of
+    """The lines of `whet algorithms show` about a function's expected gradient."""
+    from whet.trainers.certify import rows_of
 
     found = []
     for row in [] if entry.alias_of else rows_of(entry):
-        shown = zip(TITLES, cells(row.is_exact, *certificates(row)), strict=True)
-        title = "certificate" if row.kind == entry.kind else f"certificate, {row.kind}"
-        found.append((title, ", ".join(f"{name} {cell}" for name, cell in shown if cell)))
+        shown = ", ".join(f"{name} {cell}" for name, cell in zip(TITLES, cells(row), strict=True) if cell)
+        found.append(("certificate" if row.kind == entry.kind else f"certificate, {row.kind}", shown))
     return found
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """What there is to know of a function but its definition."""
+    """The facts about a function, without its definition."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
@@ -209,7 +200,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """What other frameworks mean by the name, or call what it is; nothing of what is not the mathematics'."""
+    """The name in other frameworks, or their meaning of it; nothing outside the mathematics."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})

@@ -26,8 +26,7 @@ from whet.cli.init_model import init_model
 from whet.cli.lm_eval import lm_eval
 from whet.cli.plan import plan
 from whet.cli.quickstart import quickstart
-from whet.cli.sft import sft
-from whet.cli.train import train
+from whet.cli.train import sft, train
 from whet.errors import WhetError
 from whet.threads import yield_soon
 

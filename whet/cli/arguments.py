@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands have in common: how their help looks, and `[RECIPE] KEY=VALUE...`."""
+"""Parts that commands share: the look of their help, and `[RECIPE] KEY=VALUE...`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Plain:
 
 
 class Command(_Plain, TyperCommand):
-    """One command."""
+    """A command."""
 
 
 class Group(_Plain, TyperGroup):
@@ -39,19 +39,13 @@ def program() -> str:
     return "whet" if shutil.which("whet") or path.name != "whet" else shlex.quote(str(path))
 
 
-def show_written(run_dir: Path) -> None:
-    """Says where a run has written, and how a model comes out of it."""
-    typer.echo(f"wrote {run_dir}; `{program()} export {run_dir} OUT` makes a Hugging Face folder of it")
-
-
 def complete(context: typer.Context, incomplete: str) -> list[str]:
     """Returns the recipes and keys that a word may become, for the shell."""
-    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
     from whet.config.compose import shipped_recipes
     from whet.config.keys import leaf_fields
+    from whet.config.schema import COMMANDS, TrainConfig
 
-    schemas = {schema.command: schema for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig)}
-    keys = leaf_fields(schemas.get(context.info_name or "", TrainConfig))
+    keys = leaf_fields(COMMANDS.get(context.info_name or "", TrainConfig))
     return [word for word in (*shipped_recipes(), *(f"{key}=" for key in keys)) if word.startswith(incomplete)]
 
 

@@ -23,29 +23,23 @@ def compare(
     """Say whether B is better than A, or whether that may be chance.
 
     Validation files of a run (rollouts/validation_*.jsonl) are files of answers too."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+    from whet.cli.tables import Cell, interval, table
     from whet.evaluation.answers import read_answers
     from whet.evaluation.compare import compare as run
     from whet.evaluation.compare import shown, shown_p
     from whet.tracking.console import shared_console
 
     found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only")):
-        table.add_column(title, justify="right" if number else "left")
+    rows: list[list[Cell]] = []
     for source, each in [*list(found.items())[1:], ("all", found["all"])]:
-        low, high = shown(each.difference.low, metric), shown(each.difference.high, metric)
-        difference = Text.assemble(shown(each.difference.value, metric), (f"\n{low} to {high}", "dim"))
+        better, p_value = each.difference, shown_p(each.p_value).removeprefix("= ")
         means = [shown(each.a.value, metric), shown(each.b.value, metric)]
-        counts = [str(each.a_better), str(each.b_better)]
-        table.add_row(
-            source, str(each.num_prompts), *means, difference, shown_p(each.p_value).removeprefix("= "), *counts
+        difference = interval(*(shown(number, metric) for number in (better.value, better.low, better.high)))
+        rows.append(
+            [source, str(each.num_prompts), *means, difference, p_value, str(each.a_better), str(each.b_better)]
         )
     console, whole = shared_console(), found["all"]
-    console.print(table)
+    console.print(table(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only"), rows))
     console.print(f"A: {a}, {whole.n[0]} a prompt\nB: {b}, {whole.n[1]} a prompt", soft_wrap=True)
     console.print("A only, B only: prompts on which that one scored higher", style="dim", soft_wrap=True)
     console.print(whole.verdict(), style="bold", soft_wrap=True)

@@ -38,20 +38,14 @@ def config(
     ] = False,
 ) -> None:
     """Print a config, and where each of its values comes from."""
-    from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+    from whet.config.schema import COMMANDS
 
-    schemas: dict[Command, type[Section]] = {
-        Command.train: TrainConfig,
-        Command.sft: SFTConfig,
-        Command.eval: EvalConfig,
-        Command.generate: GenerateConfig,
-    }
     if schema:
         from whet.config.json_schema import json_schema
 
-        typer.echo(json.dumps(json_schema(schemas[command]), indent=1))
+        typer.echo(json.dumps(json_schema(COMMANDS[command]), indent=1))
     else:
-        _print(schemas[command], *split_recipe(words, config_name), meanings=meanings)
+        _print(COMMANDS[command], *split_recipe(words, config_name), meanings=meanings)
 
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:

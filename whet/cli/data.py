@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +14,6 @@ from whet.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
     from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
@@ -61,7 +60,7 @@ def data(
         output.print(line)
     for row in found.rows:
         output.print()
-        (_print_tokens if tokens else _print_row)(output, tokenizer, row)
+        _print(output, tokenizer, row, tokens)
 
 
 def config_of(
@@ -70,19 +69,15 @@ def config_of(
     """The config, of `whet train` if nothing is said and it is one, else of `whet sft`."""
     from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 
-    if command is Command.eval:
-        return load_config(EvalConfig, recipe, overrides, checked=False).config
-    if command is Command.sft:
-        return load_config(SFTConfig, recipe, overrides, checked=False).config
-    try:
-        return load_config(TrainConfig, recipe, overrides, checked=False).config
-    except ConfigError as error:
-        if command is not None:
-            raise
+    chosen: type[Any] = {Command.eval: EvalConfig, Command.sft: SFTConfig}.get(command or Command.train, TrainConfig)
+    refused: list[ConfigError] = []
+    for schema in (chosen, SFTConfig) if command is None else (chosen,):
         try:
-            return load_config(SFTConfig, recipe, overrides, checked=False).config
-        except ConfigError:
-            raise error from None
+            config: TrainConfig | SFTConfig | EvalConfig = load_config(schema, recipe, overrides, checked=False).config
+            return config
+        except ConfigError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig:
@@ -119,53 +114,29 @@ def _summary(found: Preview) -> Iterator[str]:
         yield f"{found.num_unanswered} rows have no ground truth"
 
 
-def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown) -> None:
+def _print(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
     from rich.text import Text
 
     from whet.data.preview import pieces, spans
 
-    texts = pieces(tokenizer, row.token_ids)
-    output.print(_title(row))
-    if output.is_terminal:
-        mask = row.mask or (0,) * len(texts)
+    texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)
+    learned = f", {sum(mask)} of them learned" if row.mask is not None else ", then the policy writes"
+    output.print(Text(f"── {row.title}: {len(row.token_ids)} tokens{learned}", style="bold cyan"))
+    if by_token:
+        output.print(f"{'place':>5}  {'id':>7}  {'mask':>4}  token")
+        for place, (token_id, learns, text) in enumerate(zip(row.token_ids, mask, texts, strict=True)):
+            output.print(f"{place:>5}  {token_id:>7}  {learns:>4}  {text!r}", style=LEARNED if learns else None)
+    elif output.is_terminal:
         shown = Text()
-        for place, (text, learned) in enumerate(zip(texts, mask, strict=True)):
-            style = f"{LEARNED if learned else READ if row.mask else ''} {STRIPES[place % 2]}".strip()
+        for place, (text, learns) in enumerate(zip(texts, mask, strict=True)):
+            style = f"{LEARNED if learns else READ if row.mask else ''} {STRIPES[place % 2]}".strip()
             shown.append(text.replace("\n", "⏎\n"), style)
         output.print(shown)
-    elif row.mask is None:
-        output.print(Text("".join(texts)))
     else:
-        marked = [f"{OPEN}{text}{CLOSE}" if learned else text for learned, text in spans(texts, row.mask)]
+        marked = [f"{OPEN}{text}{CLOSE}" if learns else text for learns, text in spans(texts, mask)]
         output.print(Text("".join(marked)))
-    if not output.is_terminal:
         output.print(f"ids: {' '.join(map(str, row.token_ids))}")
-    _print_facts(output, row.facts)
-
-
-def _print_tokens(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown) -> None:
-    from whet.data.preview import pieces
-
-    output.print(_title(row))
-    mask = row.mask or (0,) * len(row.token_ids)
-    output.print(f"{'place':>5}  {'id':>7}  {'mask':>4}  token")
-    for place, each in enumerate(zip(row.token_ids, mask, pieces(tokenizer, row.token_ids), strict=True)):
-        token_id, learned, text = each
-        output.print(f"{place:>5}  {token_id:>7}  {learned:>4}  {text!r}", style=LEARNED if learned else None)
-    _print_facts(output, row.facts)
-
-
-def _print_facts(output: Console, facts: Mapping[str, Any]) -> None:
-    from rich.text import Text
-
-    for name, value in facts.items():
+    for name, value in row.facts.items():
         text = value if isinstance(value, str) else repr(value)
         cut = f"{text[:MAX_FACT_CHARACTERS]} ..." if len(text) > MAX_FACT_CHARACTERS else text
         output.print(Text.assemble((f"{name}: ", "bold"), cut))
-
-
-def _title(row: Shown) -> Text:
-    from rich.text import Text
-
-    learned = f", {sum(row.mask)} of them learned" if row.mask is not None else ", then the policy writes"
-    return Text(f"── {row.title}: {len(row.token_ids)} tokens{learned}", style="bold cyan")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from whet.config.schema import SFTConfig, TrainConfig
     from whet.planning.doctor import Finding
 
-MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
+SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
+STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -44,31 +45,36 @@ def doctor(
 
 
 def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
+    from whet.cli.plan import forecast_of
     from whet.config import problems
     from whet.errors import WhetError
     from whet.planning.doctor import Finding
-    from whet.planning.fit import size
-    from whet.trainers.forecast import forecast
+    from whet.planning.units import duration, size
 
     for problem in problems(config):
-        yield Finding("problem", "config", problem)
+        yield Finding("config", "refused", problem, is_problem=True)
     if config.model.path is None:
         return
     try:
-        made = forecast(config)
+        made = forecast_of(config)
     except WhetError as error:
-        yield Finding("problem", "config", str(error))
+        yield Finding("config", "refused", str(error), is_problem=True)
         return
     for room in made.rooms:
         if room.free is not None:
             found = f"about {size(room.needed)} needed, {size(room.free)} free"
             advice = "" if room.fits else "`whet plan` says what to change"
-            yield Finding("ok" if room.fits else "problem", "device" if room.on_device else "memory", found, advice)
-    disk = size(made.disk_bytes)
-    fits = made.disk_bytes <= made.free_disk_bytes
-    found = f"about {disk} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
-    yield Finding("ok" if fits else "problem", "disk", found, "" if fits else "lower trainer.save_limit, or make room")
-    yield Finding("ok", "time", f"about {sum(made.speed.seconds.values()):.2g} s a step, estimated")
+            yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
+    found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
+    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or make room"
+    yield Finding("disk", found, advice, is_problem=True)
+    step = made.step_seconds
+    if step is None:
+        yield Finding("time", "not known: the rates of accelerators are not measured")
+        return
+    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
+    advice = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator" * (step > SLOW)
+    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:
@@ -80,8 +86,8 @@ def _print(sections: dict[str, list[Finding]]) -> None:
     for section, found in sections.items():
         console.print(Text(section, style="bold"))
         for finding in found:
-            mark, style = MARKS[finding.status]
-            line = Text.assemble(("  " + mark.ljust(9), style), finding.what.ljust(width + 2), finding.found)
+            style = STYLES[finding.status]
+            line = Text.assemble(("  " + finding.status.ljust(9), style), finding.what.ljust(width + 2), finding.found)
             if finding.advice:
                 line.append(f"; {finding.advice}", style=style)
             console.print(line)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
@@ -44,7 +45,9 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """One of the metrics of all n answers with their intervals, and for n > 1 one of those of k of them."""
+    """A table of the metrics of all n responses with their intervals, and for n > 1 one of those of k of them."""
+    from whet.cli.tables import table
+
     by_source = evaluation.by_data_source
     rows = dict(by_source) if len(by_source) == 1 else {**by_source, "all": evaluation.metrics}
     n, counts = evaluation.n, _prompt_counts(evaluation)
@@ -52,20 +55,20 @@ def tables(evaluation: Evaluation) -> list[Table]:
     whole = [f"mean@{n}", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
     if any(found["reward"].value != found[f"mean@{n}"].value for found in rows.values()):
         whole.append("reward")
-    first = _table(["data source", "prompts", *(name for name in whole if name in metrics)])
-    for source, found in rows.items():
-        cells = [_cell(found[name], name == "reward") if name in found else "" for name in whole if name in metrics]
-        first.add_row(source, str(counts[source]), *cells)
+    shown = [name for name in whole if name in metrics]
+    first = ([source, str(counts[source]), *_cells(found, shown)] for source, found in rows.items())
+    tables = [table(["data source", "prompts", *shown], first)]
     if n == 1:
-        return [first]
+        return tables
     ks = [int(name.removeprefix("pass@")) for name in metrics if name.startswith("pass@")]
-    second = _table(["data source", "of k answers", *map(str, ks)])
+    second = []
     for source, found in rows.items():
         for kind, title in (("pass", "one is right: pass@k"), ("maj", "most say: maj@k")):
             if f"{kind}@{n}" in found:
-                shown = [found.get(f"{kind}@{k}", found["pass@1"]) for k in ks]  # the majority of one is that one
-                second.add_row(source, title, *(f"{100 * each.value:.1f}" for each in shown))
-    return [first, second]
+                # The majority of one is that one.
+                values = [found.get(f"{kind}@{k}", found["pass@1"]).value for k in ks]
+                second.append([source, title, *(f"{100 * value:.1f}" for value in values)])
+    return [*tables, table(["data source", "of k answers", *map(str, ks)], second, left=(0, 1))]
 
 
 def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
@@ -74,20 +77,18 @@ def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
     return {**counts, "all": len(sources)} if len(counts) > 1 else counts
 
 
-def _table(titles: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
+def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Text]:
+    """Accuracies in percent, and a reward as it is, each over its 95 % interval."""
+    from whet.cli.tables import interval
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number == 0 or title == "of k answers" else "right")
-    return table
-
-
-def _cell(estimate: Estimate, is_reward: bool) -> Text:
-    """An accuracy in percent, or a reward as it is, over its 95 % interval."""
-    from rich.text import Text
-
-    numbers = (estimate.value, estimate.low, estimate.high)
-    value, low, high = (f"{each:.3g}" if is_reward else f"{100 * each:.1f}" for each in numbers)
-    return Text.assemble(value, (f"\n{low} to {high}" if is_reward else f"\n{low}–{high}", "dim"))
+    for name in names:
+        estimate = found.get(name)
+        if estimate is None:
+            yield ""
+            continue
+        is_reward = name == "reward"
+        value, low, high = (
+            f"{each:.3g}" if is_reward else f"{100 * each:.1f}"
+            for each in (estimate.value, estimate.low, estimate.high)
+        )
+        yield interval(value, low, high, " to " if is_reward else "–")

@@ -21,6 +21,6 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face folder."""
-    from whet.trainers.export import export as run
+    from whet.checkpoints.export import export as run
 
     typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")

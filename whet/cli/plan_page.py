@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `whet plan` shows."""
+"""The page of `whet plan`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.planning.fit import advice, size
+from whet.planning.fit import advice
+from whet.planning.introduction import data_line, model_lines
 from whet.planning.memory import Memory
 from whet.planning.speed import EFFICIENCY
+from whet.planning.units import duration, size
 
 if TYPE_CHECKING:
-    from whet.trainers.forecast import Forecast
+    from whet.planning.forecast import Forecast
 
 NOTE = (
     "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are good to a "
-    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards and validation not in them."
+    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards are not in "
+    "them, validation only in the time in all."
 )
 
 
@@ -44,6 +47,7 @@ def numbers(made: Forecast) -> str:
             "tokens_per_step": made.speed.tokens,
             "seconds_per_step": made.speed.seconds,
             "measured_seconds_per_step": made.measured,
+            "seconds": made.seconds,
             "notes": made.notes,
         },
         indent=1,
@@ -65,11 +69,16 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
     """Tables on the console; plain lines in a file."""
     console = Console(highlight=False, soft_wrap=True)
     pools = made.setup.config.cluster.pools
+    for line in model_lines(made.setup):
+        console.print(line)
+    if made.counts is not None and made.seconds is not None:
+        console.print(data_line(made.setup, made.counts))
+        console.print(f"time in all: about {duration(made.seconds)}", style="bold")
     for name, plan in made.plans.items():
-        for role, count in plan.weights.items():
+        for role in plan.weights:
             tokens = plan.micro_batch_tokens.get(role)
             extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
-            console.print(f"{role}: {_count(count)} parameters ({made.setup.roles[role].model_path}{extra})")
+            console.print(f"{role}: {made.setup.roles[role].model_path}{extra}")
         whose = f" of the {pools[name].processes} of pool {name}" if len(pools) > 1 else ""
         for on_device, title in (
             (True, f"the accelerator of one process{whose}"),
@@ -117,7 +126,7 @@ def _show_fit(console: Console, made: Forecast) -> None:
         for line in advice(list(made.changes), made.tightest.free or 0):
             console.print(line)
     limit = made.setup.config.trainer.save_limit
-    fits = "" if made.disk_bytes <= made.free_disk_bytes else ": lower trainer.save_limit or choose another place"
+    fits = "" if made.fits_on_disk else ": lower trainer.save_limit or choose another place"
     kept = "each is kept" if limit is None else f"{limit} and the next one {size(made.disk_bytes)}"
     console.print(
         Text(
@@ -132,25 +141,10 @@ def _show_speed(console: Console, made: Forecast) -> None:
     tokens, seconds = made.speed.tokens, made.speed.seconds
     parts = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
     console.print(f"tokens a step: {sum(tokens.values()):,} ({parts})")
-    phases = ", ".join(f"{name} {_time(each)}" for name, each in seconds.items())
-    console.print(f"time a step, estimated: {_time(sum(seconds.values()))} ({phases})")
+    phases = ", ".join(f"{name} {duration(each)}" for name, each in seconds.items())
+    console.print(f"time a step, estimated: {duration(sum(seconds.values()))} ({phases})")
     if "time/step" in made.measured:
         measured = {name.removeprefix("time/"): each for name, each in made.measured.items()}
         step = measured.pop("step")
-        phases = ", ".join(f"{name} {_time(each)}" for name, each in measured.items())
-        console.print(f"time a step in {made.run_dir}, measured: {_time(step)} ({phases})")
-
-
-def _count(number: int) -> str:
-    for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        phases = ", ".join(f"{name} {duration(each)}" for name, each in measured.items())
+        console.print(f"time a step in {made.run_dir}, measured: {duration(step)} ({phases})")

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet train`."""
+"""`whet train` and `whet sft`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, show_written, split_recipe
-from whet.cli.stopping import shown_when_stopped
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, program, split_recipe
+
+if TYPE_CHECKING:
+    from whet.config import SFTConfig, TrainConfig
 
 
 def train(
@@ -19,13 +25,41 @@ def train(
     """Train a model with rewards: PPO, GRPO and their family."""
     from whet.config import TrainConfig, load_config
 
-    loaded = load_config(TrainConfig, *split_recipe(words, config_name))
+    config = load_config(TrainConfig, *split_recipe(words, config_name)).config
 
-    from whet.tracking.long_phases import LongPhases
     from whet.trainers.build import train as run  # only now: a mistake in the config is shown before torch is loaded
-    from whet.trainers.frame import run_folder
 
-    with shown_when_stopped(), LongPhases().watch():
-        run(loaded.config, dry_run=dry_run)
-    if not dry_run:
-        show_written(run_folder(loaded.config.trainer))
+    with _as_command(config, writes=not dry_run):
+        run(config, dry_run=dry_run)
+
+
+def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
+    """Train a model on examples: supervised fine-tuning."""
+    from whet.config import SFTConfig, load_config
+
+    config = load_config(SFTConfig, *split_recipe(words, config_name)).config
+
+    from whet.trainers.sft import train_sft
+
+    with _as_command(config):
+        train_sft(config)
+
+
+@contextmanager
+def _as_command(config: TrainConfig | SFTConfig, *, writes: bool = True) -> Iterator[None]:
+    """Shows long phases, and in the end where the run has written. Where a signal stops it, says what was saved and how
+    to go on, then exits as the shell expects: 130 after Ctrl-C."""
+    from whet.tracking.long_phases import LongPhases
+    from whet.trainers.frame import run_folder
+    from whet.trainers.stop import Stopped
+
+    try:
+        with LongPhases().watch():
+            yield
+    except Stopped as stopped:
+        words = [word.replace("trainer.resume=never", "trainer.resume=auto") for word in sys.argv[1:]]
+        typer.echo(f"{stopped}:\n  {program()} {shlex.join(words)}", err=True)
+        raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped
+    if writes:
+        folder = run_folder(config.trainer)
+        typer.echo(f"wrote {folder}; `{program()} export {folder} OUT` makes a Hugging Face folder of it")

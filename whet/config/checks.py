@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that do not go together, found before anything heavy is loaded: the registry reads signatures without torch.
 
-Each check is a function that raises on what it looks at; all of them run, so that a user sees every reason at once."""
+A rule is about one kind of section, wherever it stands: it gives a line for each thing that is wrong there, or raises
+ConfigError. All rules run, so that a user sees every reason at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from whet.config.algorithm_checks import algorithm_checks, check_optim
-from whet.config.choice import entry_at
-from whet.config.cluster_checks import cluster_checks
-from whet.config.engine_checks import engine_checks
-from whet.config.keys import choices
+from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
+from whet.config.choice import Choice, entry_at
+from whet.config.cluster_checks import cluster_rule, neighbours_rule, processes_rule
+from whet.config.engine_checks import engine_rule
 from whet.config.schema import (
-    EnvironmentConfig,
+    ActorConfig,
+    AlgorithmConfig,
+    ClusterConfig,
+    CriticConfig,
+    EngineConfig,
     EvalConfig,
     GenerateConfig,
     ModelConfig,
+    OptimConfig,
     RewardConfig,
     RolloutConfig,
+    RowsConfig,
     SamplingConfig,
     Section,
     SFTConfig,
     TrainConfig,
     TrainerConfig,
 )
+from whet.config.section import Place
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
 from whet.registry import REWARDS
@@ -51,13 +56,12 @@ def check(config: Section, given: Collection[str] = ()) -> None:
 
 
 def problems(config: Section, given: Collection[str] = ()) -> list[str]:
-    """All that `check` refuses, each a line that says what to change; empty where nothing is wrong."""
+    """Returns a line for each thing that `check` refuses, which says what to change."""
     found: dict[str, None] = {}
-    for each in (*_choice_checks(config), *_checks(config, given)):
-        try:
-            each()
-        except ConfigError as error:
-            found[str(error)] = None
+    for key, section in config.sections():
+        for kind, rule in RULES:
+            if isinstance(section, kind):
+                found |= dict.fromkeys(_lines(rule, section, Place(key, config, given)))
     return list(found)
 
 
@@ -82,193 +86,169 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig,
 
 def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
     """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
-    _check_model(config.model)
-    key = "data.val_files" if validation or isinstance(config, EvalConfig) else "data.train_files"
-    check_files(key, config.data[key.partition(".")[2]], config.data, required=True)
-    for each in _choice_checks(config, below="data."):
-        each()
+    name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
+    check_files(f"data.{name}", config.data[name], config.data, required=True)
+    of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
+    if found := [*of_model, *of_data]:
+        raise ConfigError("\n".join(found))
 
 
-def _choice_checks(config: Section, below: str = "") -> list[Callable[[], object]]:
+def _lines(rule: Rule, section: Section, at: Place) -> Iterator[str]:
+    try:
+        yield from rule(section, at)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[str]:
+    """The line of a check that raises."""
+    try:
+        each(*arguments, **named)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _chosen(section: Section, at: Place) -> Iterator[str]:
     """For everything that is chosen by name, with options."""
-    found: list[Callable[[], object]] = []
-    for key, choice in choices(type(config)).items():
-        *sections, name = key.split(".")
-        section: Any = reduce(getitem, sections, config)
-        if choice.is_checked and key.startswith(below):
-            found.append(partial(choice.check, key, section[name], section[choice.options] if choice.options else {}))
-    return found
+    for name, field in type(section).model_fields.items():
+        for choice in field.metadata:
+            if isinstance(choice, Choice) and choice.is_checked:
+                options = section[choice.options] if choice.options else {}
+                yield from _refusal(choice.check, at.of(name), section[name], options)
 
 
-def _checks(config: Section, given: Collection[str]) -> list[Callable[[], object]]:
-    match config:
-        case TrainConfig():
-            return [
-                *_shared_checks(config, given),
-                partial(_check_sampling, "trainer.validation", config.trainer.validation),
-                *algorithm_checks(config),
-            ]
-        case SFTConfig():
-            supervised = partial(_check_supervised, config.trainer)
-            return [*_shared_checks(config, given), supervised, partial(check_optim, "optim", config.optim)]
-        case EvalConfig():
-            return [
-                partial(_check_model, config.model, or_checkpoint=True),
-                partial(
-                    check_files, "data.val_files", config.data.val_files, config.data, required="data" not in given
-                ),
-                *_answer_checks(config, given),
-            ]
-        case GenerateConfig():
-            return [
-                partial(_check_model, config.model, or_checkpoint=True),
-                partial(check_files, config.source_key, config.sources, config.data, required=True),
-                partial(_check_output, config),
-                *_rollout_checks(config.rollout),
-            ]
-        case _:
-            return []
-
-
-def _shared_checks(config: TrainConfig | SFTConfig, given: Collection[str]) -> list[Callable[[], object]]:
-    data, trainer = config.data, config.trainer
-    return [
-        partial(_check_model, config.model),
-        partial(check_files, "data.train_files", data.train_files, data, required="data" not in given),
-        partial(check_files, "data.val_files", data.val_files, data, required=False),
-        partial(_check_validation, trainer, data.val_files or ["val_data"] * ("val_data" in given)),
-        partial(_check_trainer, trainer),
-        partial(_check_loggers, trainer.logger),
-        *(_answer_checks(config, given) if isinstance(config, TrainConfig) else []),
-        *cluster_checks(config),
-        *engine_checks(config),
-    ]
-
-
-def _answer_checks(config: TrainConfig | EvalConfig, given: Collection[str]) -> list[Callable[[], object]]:
-    environment = config.environment
-    return [
-        partial(_check_reward, config.reward, environment, given),
-        *_rollout_checks(config.rollout),
-    ]
-
-
-def _rollout_checks(rollout: RolloutConfig) -> list[Callable[[], object]]:
-    return [partial(_check_sampling, "rollout", rollout), partial(_check_rollout, rollout)]
-
-
-def _check_model(model: ModelConfig, *, or_checkpoint: bool = False) -> None:
-    if model.path is None:
-        raise ConfigError(
-            "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
-        )
+def _model(model: ModelConfig, at: Place) -> Iterator[str]:
     if model.lora.rank is not None and model.freeze:
-        raise ConfigError(
+        yield (
             f"model.lora.rank={model.lora.rank} trains the adapter alone, and model.freeze={model.freeze} adds "
             "nothing to that; unset one of them, or choose layers with model.lora.target_modules"
         )
     if model.lora.path is not None and not (Path(model.lora.path) / "adapter_config.json").is_file():
-        raise ConfigError(f"model.lora.path={model.lora.path} has no adapter_config.json; expected an adapter's folder")
+        yield f"model.lora.path={model.lora.path} has no adapter_config.json; expected an adapter's folder"
+    if model.path is None:
+        yield "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
+        return
     path = Path(model.path).expanduser()
     names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
-    if not path.is_dir() and (names_a_folder or path.exists()):
-        raise ConfigError(f"model.path={model.path} is no folder; expected one with a config.json and the weights")
-    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not path.is_dir():
+        if names_a_folder or path.exists():
+            yield f"model.path={model.path} is no folder; expected one with a config.json and the weights"
+    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
-        if is_checkpoint and or_checkpoint:
-            return
-        hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
-        raise ConfigError(f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}")
+        if not (is_checkpoint and isinstance(at.whole, EvalConfig | GenerateConfig)):
+            hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
+            yield f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}"
 
 
-def _check_validation(trainer: TrainerConfig, files: Sequence[Any]) -> None:
-    if trainer.val_freq > 0 and not files:
-        raise ConfigError(
+def _files(data: RowsConfig, at: Place) -> Iterator[str]:
+    whole, required = at.whole, "data" not in at.given
+    if isinstance(whole, GenerateConfig):
+        read = [(whole.source_key, whole.sources, True)]
+    elif isinstance(whole, EvalConfig):
+        read = [("data.val_files", data.val_files, required)]
+    else:
+        read = [("data.train_files", data.train_files, required), ("data.val_files", data.val_files, False)]
+    for key, entries, is_required in read:
+        yield from _refusal(check_files, key, entries, data, required=is_required)
+
+
+def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
+    data = at.whole["data"]
+    if trainer.val_freq > 0 and not data.val_files and "val_data" not in at.given:
+        yield (
             f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files (val_data, in Python), or "
             "set it to 0"
         )
-
-
-def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
-        raise ConfigError(
-            f"trainer.resume={trainer.resume} is no folder; expected auto, never, or a checkpoint's folder"
-        )
-    for key, references in (("loop", [trainer.loop] if trainer.loop else []), ("callbacks", trainer.callbacks)):
-        for reference in references:
-            _check_function_path(f"trainer.{key}", reference)
+        yield f"trainer.resume={trainer.resume} is no folder; expected auto, never, or a checkpoint's folder"
+    if trainer.loop is not None:
+        yield from _function_path("trainer.loop", trainer.loop)
+        if isinstance(at.whole, SFTConfig):
+            yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`"
+    for reference in trainer.callbacks:
+        yield from _function_path("trainer.callbacks", reference)
+    for name in dict.fromkeys(trainer.logger):
+        spec = None if name in ("console", "jsonl") else find_spec(name)
+        # A folder of its name in the working directory is no library.
+        if name not in ("console", "jsonl") and (spec is None or spec.origin is None):
+            yield f"trainer.logger names {name}, which is not installed; run {pip_install(name)}"
 
 
-def _check_loggers(names: Sequence[str]) -> None:
-    """A library that is not there; a folder of its name in the working directory is no library."""
-    for name in dict.fromkeys(name for name in names if name not in ("console", "jsonl")):
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            raise ConfigError(f"trainer.logger names {name}, which is not installed; run {pip_install(name)}")
-
-
-def _check_function_path(key: str, reference: str) -> None:
+def _function_path(key: str, reference: str) -> Iterator[str]:
     location, _, name = reference.rpartition(":")
     if not location:
-        raise ConfigError(f"{key}={name} names no function; write package.module:function or path/file.py:function")
-    if location.endswith(".py") and not Path(location).expanduser().is_file():
-        raise ConfigError(f"{key}: {location} does not exist (seen from {Path.cwd()})")
+        yield f"{key}={name} names no function; write package.module:function or path/file.py:function"
+    elif location.endswith(".py") and not Path(location).expanduser().is_file():
+        yield f"{key}: {location} does not exist (seen from {Path.cwd()})"
 
 
-def _check_reward(reward: RewardConfig, environment: EnvironmentConfig, given: Collection[str]) -> None:
+def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     """The function itself is loaded in the reward processes; here only what can be seen without running user code."""
-    if "reward" in given:
+    if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
-    if not functions and environment.name == "single_turn":
-        raise ConfigError(
-            f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
-        )
+    if not functions and at.whole["environment"].name == "single_turn":
+        yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
     for function in functions:
         if ":" in function:
-            _check_function_path("reward.function", function)
+            yield from _function_path("reward.function", function)
         else:
             entry_at(REWARDS, "reward.function", function).check(reward.kwargs, "reward.kwargs.")
     if reward.weights is not None and len(reward.weights) != len(functions):
-        raise ConfigError(
-            f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"
-        )
+        yield f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"
 
 
-def _check_sampling(key: str, sampling: SamplingConfig) -> None:
+def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
     narrow = next((name for name, is_narrow in NARROW.items() if is_narrow(sampling[name])), None)
     if narrow is not None and sampling.n > 1:
-        raise ConfigError(
-            f"{key}.{narrow}={sampling[narrow]:g} is greedy: all {sampling.n} answers to a prompt would be the same; "
-            f"change it, or set {key}.n=1"
+        yield (
+            f"{at.of(narrow)}={sampling[narrow]:g} is greedy: all {sampling.n} answers to a prompt would be the same; "
+            f"change it, or set {at.of('n')}=1"
         )
     if sampling.temperature == 0 and sampling.min_p > 0:
-        raise ConfigError(
-            f"{key}.min_p={sampling.min_p:g} changes nothing with {key}.temperature=0, which takes the likeliest "
-            "token; unset one of them"
+        yield (
+            f"{at.of('min_p')}={sampling.min_p:g} changes nothing with {at.of('temperature')}=0, which takes the "
+            "likeliest token; unset one of them"
         )
     if sampling.allowed_token_ids == []:
-        raise ConfigError(f"{key}.allowed_token_ids is empty: no token could be sampled; list some, or unset it")
+        yield f"{at.of('allowed_token_ids')} is empty: no token could be sampled; list some, or unset it"
     for name in ("stop", "bad_words"):
         if "" in sampling[name]:
-            raise ConfigError(f"{key}.{name} has an empty string, which is everywhere; take it out")
+            yield f"{at.of(name)} has an empty string, which is everywhere; take it out"
 
 
-def _check_output(config: GenerateConfig) -> None:
-    if config.output is None or Path(config.output).suffix != ".jsonl":
-        raise ConfigError(f"output={config.output} names no file for the answers; expected one that ends in .jsonl")
-    if Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
-        raise ConfigError(f"output={config.output} is a file of prompts too; name another")
-
-
-def _check_rollout(rollout: RolloutConfig) -> None:
+def _rollout(rollout: RolloutConfig, at: Place) -> Iterator[str]:
     if rollout.max_staleness > 0:
-        raise ConfigError(
+        yield (
             f"rollout.max_staleness={rollout.max_staleness:g} lets samples lag behind the weights that they train, "
             "but whet does not sample and train at the same time yet: it takes them in turn; set it to 0"
         )
 
 
-def _check_supervised(trainer: TrainerConfig) -> None:
-    if trainer.loop is not None:
-        raise ConfigError(f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`")
+def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
+    if config.output is None or Path(config.output).suffix != ".jsonl":
+        yield f"output={config.output} names no file for the answers; expected one that ends in .jsonl"
+    elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
+        yield f"output={config.output} is a file of prompts too; name another"
+
+
+Rule = Callable[[Any, Place], Iterable[str]]
+RULES: tuple[tuple[type[Section], Rule], ...] = (
+    (Section, _chosen),
+    (ModelConfig, _model),
+    (RowsConfig, _files),
+    (SamplingConfig, _sampling),
+    (RolloutConfig, _rollout),
+    (RolloutConfig, group_rule),
+    (RewardConfig, _reward),
+    (AlgorithmConfig, algorithm_rule),
+    (ActorConfig, updates_rule),
+    (CriticConfig, critic_rule),
+    (EngineConfig, engine_rule),
+    (OptimConfig, optim_rule),
+    (TrainerConfig, _trainer),
+    (ClusterConfig, cluster_rule),
+    (ClusterConfig, processes_rule),
+    (ClusterConfig, neighbours_rule),
+    (GenerateConfig, _output),
+)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the roles run: settings, and what follows from them."""
+"""Places of the roles: settings, and what follows from them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from whet.config.section import Section
+from whet.config.section import Section, key
 
 ROLES = ("actor", "critic", "ref", "rollout", "teacher")  # that a pool can name; teacher stands for all teachers
 ADDRESS = (
@@ -24,20 +24,20 @@ PLACEMENT = (
 class PoolConfig(Section):
     """Processes that some roles share."""
 
-    processes: PositiveInt = Field(1, description="ranks of each of its roles")
-    roles: list[str] = Field([], description=f"of {', '.join(ROLES)}")
+    processes: PositiveInt = key(1, "ranks of each of its roles")
+    roles: list[str] = key([], f"of {', '.join(ROLES)}")
 
 
 class ClusterConfig(Section):
-    """Where the roles run."""
+    """Processes, nodes and pools of the roles."""
 
-    backend: Literal["local", "ray"] = Field("local", description="processes on this machine, or actors on a cluster")
-    address: str | None = Field(None, description=ADDRESS)
-    nnodes: PositiveInt = Field(1, description="Ray nodes that the processes are spread over, as many on each")
-    n_gpus_per_node: NonNegativeInt = Field(0, description="GPUs taken on each node, one a process; 0: none")
-    processes: PositiveInt = Field(1, description=PROCESSES)
-    placement: dict[str, PoolConfig] = Field({}, description=PLACEMENT)
-    deadline_seconds: PositiveFloat = Field(1800.0, description="the longest wait for one call of a worker")
+    backend: Literal["local", "ray"] = key("local", "processes on this machine, or actors on a cluster")
+    address: str | None = key(None, ADDRESS)
+    nnodes: PositiveInt = key(1, "Ray nodes that the processes are spread over, as many on each")
+    n_gpus_per_node: NonNegativeInt = key(0, "GPUs taken on each node, one a process; 0: none")
+    processes: PositiveInt = key(1, PROCESSES)
+    placement: dict[str, PoolConfig] = key({}, PLACEMENT)
+    deadline_seconds: PositiveFloat = key(1800.0, "the longest wait for one call of a worker")
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class ClusterConfig(Section):
 
     @property
     def processes_here(self) -> int:
-        """Those of them that share a machine."""
+        """Processes that share a machine."""
         return -(-self.world_size // self.nnodes)
 
     @property
@@ -75,5 +75,9 @@ class ClusterConfig(Section):
         return next((pool for pool, each in self.pools.items() if name in each.roles), next(iter(self.pools)))
 
     def processes_of(self, role: str) -> int:
-        """How many ranks a role has."""
+        """The number of ranks of a role."""
         return self.pools[self.pool_of(role)].processes
+
+    def processes_key(self, role: str) -> str:
+        """The key that gives this number."""
+        return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"

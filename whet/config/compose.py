@@ -41,7 +41,7 @@ class Composed:
 
 
 def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Composed:
-    """All values of the schema as recipe and overrides leave them, unknown keys included.  Raises: ConfigError."""
+    """Returns all values of the schema after recipe and overrides, unknown keys included.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
@@ -190,7 +190,7 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _part_file(name: str, folder: Path) -> Path | None:
-    """Where Hydra found a part: beside the recipe, else among the shipped ones, else inside Hydra itself."""
+    """Finds a part as Hydra does: beside the recipe, else among the shipped ones, else inside Hydra itself."""
     return next((place / name for place in (folder, SHIPPED) if (place / name).is_file()), None)
 
 
@@ -252,7 +252,7 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: Exception) -> str:
-    """What Hydra or OmegaConf says in its first line, what made it say so, and the key that it is about."""
+    """The first line of an error of Hydra or OmegaConf and of its cause, behind the key that it is about."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]

@@ -18,7 +18,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """One key of another system. `ours` is empty where it has no counterpart."""
+    """A key of another system. `ours` is empty where it has no counterpart."""
 
     system: str
     key: str

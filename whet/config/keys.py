@@ -60,7 +60,7 @@ def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo
 
 
 def meaning(schema: type[Section], key: str) -> str:
-    """What a key is for; of a key in a mapping that is the user's, what the mapping is for."""
+    """The meaning of a key; of one in a mapping that is the user's, the meaning of the mapping."""
     return field_at(schema, key.split("."))[1].description or ""
 
 
@@ -110,7 +110,7 @@ def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """What a field takes, in words a user knows from YAML: 'a whole number > 0 or null'."""
+    """The type of a field in words that a user knows from YAML: 'a whole number > 0 or null'."""
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
     return words(annotation, [bound for bound in bounds if type(bound) in BOUNDS], describe_type)

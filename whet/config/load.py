@@ -36,7 +36,7 @@ class Loaded(Generic[ConfigT]):
     sources: Mapping[str, str]
 
     def source(self, key: str) -> str:
-        """Where the value of a dotted key came from: a line of a recipe, the command line, an alias, or the default."""
+        """The source of the value of a dotted key: a line of a recipe, the command line, an alias, or the default."""
         return self.sources.get(key, DEFAULT)
 
 
@@ -121,7 +121,7 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
 def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
 ) -> Iterator[str]:
-    """One line for each key that this finding of pydantic is about."""
+    """Yields a line for each key that this finding of pydantic is about."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))

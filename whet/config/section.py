@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of a config is."""
+"""The base of every part of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, ClassVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+def key(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A field of a section: its default, its meaning as help and pages show it, and bounds as pydantic names them."""
+    return Field(default, description=meaning, **bounds)
 
 
 class Section(BaseModel):
@@ -20,12 +28,12 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
-    command: ClassVar[str] = ""  # whose whole config it is
+    command: ClassVar[str] = ""  # that reads it as its whole config
 
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One string where a list is expected is a list of one; true and false are no numbers."""
+        """Reads one string where a list is expected as a list of one; refuses true and false as numbers."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, str) and get_origin(annotation) is list:
             return [value]
@@ -53,3 +61,29 @@ class Section(BaseModel):
     def items(self) -> list[tuple[str, Any]]:
         """Pairs of name and value, in the order in which they are declared."""
         return list(self.__dict__.items())
+
+    def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
+        """Every section below this one, then itself, each with its dotted key."""
+        for name, value in self.items():
+            if isinstance(value, Section):
+                yield from value.sections(f"{key}.{name}" if key else name)
+        yield key, self
+
+
+@dataclass(frozen=True)
+class Place:
+    """A section's place: its dotted key, the whole config, and what the caller hands over as an object."""
+
+    key: str
+    whole: Section
+    given: Collection[str] = ()
+
+    def of(self, name: str) -> str:
+        """The dotted key of a field of the section."""
+        return f"{self.key}.{name}" if self.key else name
+
+    @property
+    def parent(self) -> Section:
+        """The section that this one is in."""
+        outer: Any = reduce(getitem, self.key.split(".")[:-1], self.whole)
+        return outer  # type: ignore[no-any-return]

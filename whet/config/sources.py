@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry of `data.train_files` or `data.val_files` names: a file, a folder, a set on the hub, or a function."""
+"""Entries of `data.train_files` and `data.val_files`: a file, a folder, a set on the hub, or a function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Source:
-    """One entry, read. `fields` are keys of the data section that hold for its rows alone."""
+    """An entry. `fields` are keys of the data section that hold for its rows alone."""
 
     kind: Literal["file", "folder", "hub", "function"]
     path: str
@@ -130,7 +130,7 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Supervis
 
 
 def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "function"], str, str | None, str | None]:
-    """What a path names, the path itself, and config and split where it says them."""
+    """Returns the kind of a path, the path itself, and config and split where it has them."""
     on_hub = path.startswith("hub:")
     parts = _NAME.fullmatch(path.removeprefix("hub:"))
     if on_hub and parts:

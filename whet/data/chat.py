@@ -155,7 +155,7 @@ def roles(messages: Sequence[Message]) -> str:
 
 
 def _num_sampled(tokenizer: PreTrainedTokenizerBase, turn: Turn, ids: Sequence[int]) -> int:
-    """How many leading ids of a continuation the turn's own stop token stands for.
+    """Counts the leading ids of a continuation that the turn's own stop token stands for.
 
     Usually the stop token is the first id. Some templates close with " </s>", so the first control token counts too.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,7 +15,7 @@ from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.difficulty import within_window
 from whet.data.hub import read_hub
-from whet.data.prompts import PromptFormat, PromptSet, build_prompts, fit_prompts
+from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching
 from whet.data.sources import Row, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # of a function that never ends
 T = TypeVar("T", Prompt, SupervisedExample)
+DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one source gave: rows read, rows that the filter left, items in the end, and its share of what is drawn."""
+    """A source read: its rows, rows that the filter left, items in the end, and its share of what is drawn."""
 
     name: str
     num_rows: int
     num_matching: int
     num_items: int
-    num_dropped: int  # too long
     weight: float | None = None
 
 
@@ -57,18 +57,12 @@ class Loaded(Generic[T]):
 class _Read:
     """The rows of one source that are used, with their numbers in it; or prompts that a function made."""
 
-    source: Source | None  # None: rows that Python handed over
     rows: list[Row]
     numbers: list[int]
-    num_rows: int
+    num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return self.source.name if self.source is not None else "data"
 
-
-@phase("reading data")
 def load_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,25 +77,20 @@ def load_prompts(
     Without answers nobody looks for a ground truth.
 
     Raises: DataError naming source and row, ConfigError."""
-    sources, weights = _sources(data, key, rows)
-    items: list[Prompt] = []
-    parts: list[Part] = []
-    first = 0  # row number of this source's first row, over all sources
-    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
-        with _named(read.source):
-            built = _prompts(data, read, tokenizer, with_answers)
-            prompts = built.prompts
-            if key == TRAIN and data.difficulty_key is not None:
-                prompts = within_window(prompts, data.difficulty_key, *data.difficulty_window)
-        moved = [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
-        items += moved
-        matched = len(read.rows) or len(read.prompts)
-        parts.append(Part(read.name, read.num_rows, matched, len(prompts), built.num_dropped, weight))
-        first += read.num_rows
-    return Loaded(tuple(items), tuple(parts))
+
+    def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
+        prompt_format = PromptFormat.of(tokenizer, own)
+        if read.prompts:
+            prompts = fit_prompts(read.prompts, prompt_format, own)
+        else:
+            prompts = build_prompts(read.rows, prompt_format, own, numbers=read.numbers, with_answers=with_answers)
+        if key == TRAIN and own.difficulty_key is not None:
+            prompts = within_window(prompts, own.difficulty_key, *own.difficulty_window)
+        return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
+
+    return _load(data, tokenizer, key, rows, where, seed, build)
 
 
-@phase("reading data")
 def load_examples(
     data: SupervisedDataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,79 +101,67 @@ def load_examples(
     seed: int = 0,
 ) -> Loaded[SupervisedExample]:
     """The same for `whet sft`: examples with their loss masks."""
-    sources, weights = _sources(data, key, rows)
-    items: list[SupervisedExample] = []
+
+    def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
+        if read.prompts:
+            raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
+        return build_examples(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
+
+    return _load(data, tokenizer, key, rows, where, seed, build)
+
+
+@phase("reading data")
+def _load(
+    data: DataT,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    rows: Iterable[Any] | None,
+    where: Mapping[str, Any] | None,
+    seed: int,
+    build: Callable[[DataT, _Read, int], Sequence[T]],
+) -> Loaded[T]:
+    """The items that `build` makes of each source, from the data section as it holds for the source, its rows, and the
+    number of its first row over all sources."""
+    sources = (
+        [None] if rows is not None else read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
+    )
+    weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
+    supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
+    items: list[T] = []
     parts: list[Part] = []
-    for read, weight in zip(_read_all(data, sources, key, rows, where or {}, tokenizer, seed), weights, strict=True):
-        own = _own(data, read.source)
-        with _named(read.source):
-            if read.prompts:
-                raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
-            built = build_examples(
-                read.rows,
-                PromptFormat(
-                    tokenizer,
-                    apply_chat_template=own.apply_chat_template,
-                    chat_template_kwargs=own.chat_template_kwargs,
-                ),
-                messages_key=own.messages_key,
-                prompt_key=own.prompt_key,
-                response_key=own.response_key,
-                max_length=own.max_length,
-                overlong=own.overlong,
-                numbers=read.numbers,
-            )
-        items += built.examples
-        parts.append(Part(read.name, read.num_rows, len(read.rows), len(built.examples), built.num_dropped, weight))
+    first = 0
+    for number, source in enumerate(sources):
+        name, conditions, own = "data", {**(where or {})}, data
+        if source is not None:
+            name, conditions = source.name, {**conditions, **source.where}
+            own = data.model_copy(update=dict(source.fields))
+        with _named(source):
+            given = listed(rows) if source is None else _open(source, data, supplied)
+            read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
+            built = build(own, read, first)
+        items += built
+        weight = None if weights is None else weights[number]
+        parts.append(Part(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
+        first += read.num_rows
     return Loaded(tuple(items), tuple(parts))
 
 
-def _sources(
-    data: DataConfig | SupervisedDataConfig, key: str, rows: Iterable[Any] | None
-) -> tuple[list[Source | None], list[float | None]]:
-    """What is read, None for rows handed over, and the weight of each."""
-    if rows is not None:
-        return [None], [None]
-    sources = read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
-    weights = read_weights(sources, data.weights) if key == TRAIN else None
-    return [*sources], [None] * len(sources) if weights is None else [*weights]
-
-
-def _read_all(
-    data: DataConfig | SupervisedDataConfig,
-    sources: Sequence[Source | None],
-    key: str,
-    rows: Iterable[Any] | None,
-    where: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-) -> Iterator[_Read]:
-    supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
-    for source in sources:
-        with _named(source):
-            given = listed(rows) if source is None else _open(source, data, supplied)
-            if not given:
-                raise DataError("the data set is empty: it has no rows; expected at least one")
-            conditions = {**where, **(source.where if source is not None else {})}
-            if any(isinstance(item, Prompt) for item in given):
-                yield _of_prompts(source, given, conditions)
-                continue
-            read = given if source is not None and source.kind != "function" else read_rows(given)
-            numbers = matching(read, conditions)
-            if conditions:
-                name = "data" if source is None else source.name
-                log.info("%s: data.filter leaves %d of %d rows", name, len(numbers), len(read))
-        yield _Read(source, [read[number] for number in numbers], numbers, len(read))
-
-
-def _of_prompts(source: Source | None, given: list[Any], conditions: Mapping[str, Any]) -> _Read:
+def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
+    """The rows that meet the conditions, or the prompts.  Raises: DataError, ConfigError."""
+    if not given:
+        raise DataError("the data set is empty: it has no rows; expected at least one")
+    if not any(isinstance(item, Prompt) for item in given):
+        rows = given if are_rows else read_rows(given)
+        numbers = matching(rows, conditions)
+        if conditions:
+            log.info("%s: data.filter leaves %d of %d rows", name, len(numbers), len(rows))
+        return _Read([rows[number] for number in numbers], numbers, len(rows))
     for number, item in enumerate(given):
         if not isinstance(item, Prompt):
             raise DataError(f"item {number} is a {type(item).__name__} among prompts; give prompts, or rows, not both")
     if conditions:
         raise DataError(f"gives prompts, which data.filter ({', '.join(conditions)}) cannot look into; give rows")
-    prompts = tuple(replace(prompt, index=number, uid=f"0:{number}") for number, prompt in enumerate(given))
-    return _Read(source, [], [], len(given), prompts)
+    return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
 
 
 def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Mapping[str, Any]) -> list[Any]:
@@ -199,7 +176,7 @@ def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Map
 
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
-    """What a function or class of the user's gives: parameters named as in `supplied` are given, others are options."""
+    """Calls a function or class of the user's: parameters named as in `supplied` are given, others are options."""
     function = load_target(source.path)
     if not callable(function):
         return function
@@ -237,36 +214,6 @@ def listed(items: Any) -> list[Any]:
     if len(found) > MAX_ITEMS:
         raise DataError(f"it gives more than {MAX_ITEMS:,} rows; a data set has to end")
     return found
-
-
-def _prompts(data: DataConfig, read: _Read, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> PromptSet:
-    own = _own(data, read.source)
-    prompt_format = PromptFormat(
-        tokenizer,
-        apply_chat_template=own.apply_chat_template,
-        chat_template_kwargs=own.chat_template_kwargs,
-        system_prompt=own.system_prompt,
-        format_prompt=own.format_prompt,
-    )
-    if read.prompts:
-        return fit_prompts(read.prompts, prompt_format, own.max_prompt_length, own.overlong_prompts)
-    return build_prompts(
-        read.rows,
-        prompt_format,
-        prompt_key=own.prompt_key,
-        answer_key=own.answer_key,
-        data_source=own.data_source,
-        data_source_key=own.data_source_key,
-        max_prompt_length=own.max_prompt_length,
-        overlong_prompts=own.overlong_prompts,
-        numbers=read.numbers,
-        with_answers=with_answers,
-    )
-
-
-def _own(data: Any, source: Source | None) -> Any:
-    """The data section as it holds for one source."""
-    return data if source is None or not source.fields else data.model_copy(update=dict(source.fields))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from whet.keyed import key
 from whet.types import Group, Prompt
 
 Rows: TypeAlias = NDArray[np.int64]  # row numbers
+T = TypeVar("T")
 Order: TypeAlias = Callable[[int], Rows]  # of an epoch
 
 
@@ -25,12 +26,12 @@ def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator
 
 
 def in_order(count: int, epoch: int) -> Rows:
-    """All rows, as they come."""
+    """Rows as they come."""
     return np.arange(count)
 
 
 def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> Rows:
-    """All rows, in the order that (seed, epoch, names) decide."""
+    """Rows in the order that (seed, epoch, names) decide."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
 
@@ -69,36 +70,37 @@ def steps_per_epoch(count: int, rows_per_step: int) -> int:
     return max(1, count // rows_per_step)
 
 
-class OrderLoader:
-    """Hands out the numbers of `count` rows, each epoch in its order; `state()` is where it is."""
+class OrderLoader(Generic[T]):
+    """Hands out items, each epoch in its order; `state()` is where it is."""
 
-    def __init__(self, count: int, *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
+    def __init__(self, items: Sequence[T], *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
+        count = len(items)
         if count < 1:
             raise DataError("no rows to load; expected at least one")
-        self.count = count
+        self.items = items
         self._is_own = order is not None
         self._order_of = order or (partial(shuffled, count, seed) if shuffle else partial(in_order, count))
         self._start(epoch=0, index=0)
 
-    def take(self, n: int) -> list[int]:
-        """The next n row numbers, over epoch ends if need be."""
-        return [row for _, row in self.take_named(n)]
+    def take(self, n: int) -> list[T]:
+        """The next n items, over epoch ends if need be."""
+        return [item for _, item in self.take_named(n)]
 
-    def take_named(self, n: int) -> list[tuple[str, int]]:
-        """The next n row numbers, each with a name that it has once only: its epoch, and from the second time that it
+    def take_named(self, n: int) -> list[tuple[str, T]]:
+        """The next n items, each with a name that it has once only: its epoch, and from the second time that it
         comes in an epoch which time it is."""
-        taken: list[tuple[str, int]] = []
+        taken: list[tuple[str, T]] = []
         while len(taken) < n:
             part = slice(self._index, self._index + n - len(taken))
             names = [f"{self._epoch}.{times}" if times else str(self._epoch) for times in self._times[part].tolist()]
-            taken += zip(names, self._order[part].tolist(), strict=True)
+            taken += zip(names, (self.items[row] for row in self._order[part].tolist()), strict=True)
             self._index += len(names)
             if self._index == len(self._order):
                 self._start(self._epoch + 1, index=0)
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
+        """The place where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -113,33 +115,18 @@ class OrderLoader:
     def _start(self, epoch: int, index: int) -> None:
         self._epoch, self._index = epoch, index
         self._order = self._order_of(epoch)
-        self._times = _times_before(self._order) if self._is_own else np.zeros(self.count, dtype=np.int64)
+        self._times = _times_before(self._order) if self._is_own else np.zeros(len(self.items), dtype=np.int64)
 
 
-class PromptLoader:
-    """The prompts of a run, in the order of an `OrderLoader`."""
-
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, order: Order | None = None
-    ) -> None:
-        self.prompts = prompts
-        self._order = OrderLoader(len(prompts), seed=seed, shuffle=shuffle, order=order)
+class PromptLoader(OrderLoader[Prompt]):
+    """The prompts of a run, each with its `uid` "<epoch>:<index in the data set>"."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, over epoch ends if need be, each with its `uid` "<epoch>:<index in the data set>"."""
-        taken = [(name, self.prompts[row]) for name, row in self._order.take_named(n)]
-        return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in taken]
+        """The next n prompts, over epoch ends if need be."""
+        return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """An order that is settled learns nothing."""
-
-    def state(self) -> dict[str, Any]:
-        """Where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
-        return self._order.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state()` was taken. Raises: DataError if these prompts cannot be the ones it was taken on."""
-        self._order.load_state(state)
 
 
 @runtime_checkable
@@ -155,7 +142,7 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """All that it has learned, as JSON can hold it: it travels in the checkpoint."""
+        """Everything that it has learned, as JSON can hold it: it travels in the checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -183,7 +170,7 @@ class SamplerLoader:
         self.sampler.observe(groups)
 
     def state(self) -> dict[str, Any]:
-        """How many were drawn, and what the sampler has learned."""
+        """The number of draws, and the state of the sampler."""
         return {"drawn": self._drawn, "sampler": dict(self.sampler.state())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, Part, load_examples, load_prompts
+from whet.data.load import TRAIN, VAL, Loaded, Part, load_examples, load_prompts
 from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import make_loader, order_of
+from whet.data.supervised import SupervisedExample
 from whet.errors import DataError
 from whet.types import Prompt
 
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
 WINDOW = 4  # tokens decoded before one whose text is asked for: spaces and letters of several tokens come out right
 NO_LIMIT = 2**31
-WITHOUT_LIMIT = {"max_prompt_length": NO_LIMIT}
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One row. `mask` is 1 where the loss is taken; None of a prompt, after which the policy writes."""
+    """A row. `mask` is 1 where the loss is taken; None of a prompt, after which the policy writes."""
 
     title: str
     token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Preview:
 
     @property
     def num_over(self) -> int:
-        """How many rows are longer than the limit."""
+        """The number of rows over the limit."""
         return sum(length > self.limit for length in self.lengths)
 
 
@@ -62,32 +62,39 @@ def preview(
     validation: bool = False,
     drawn: bool = False,
 ) -> Preview:
-    """What the data of a config is: its first rows, or that of number `index`, or with `drawn` the first of the run."""
-    is_eval = isinstance(config, EvalConfig)
+    """Reads the data of a config: its first rows, or that of number `index`, or with `drawn` the first of the run."""
+    is_eval, is_sft = isinstance(config, EvalConfig), isinstance(config, SFTConfig)
     key = VAL if validation or is_eval else TRAIN
     seed = config.seed if isinstance(config, EvalConfig) else config.trainer.seed
     where = config.data.filter if is_eval or not validation else {}
-    if isinstance(config, SFTConfig):
-        return _preview_examples(config, tokenizer, key, where, num_rows, index, drawn)
-    data = config.data
-    whole = load_prompts(data.model_copy(update=WITHOUT_LIMIT), tokenizer, key, where=where, seed=seed)
-    chosen = [prompt for prompt in whole.items if index is None or prompt.index == index][:num_rows]
-    if drawn and isinstance(config, TrainConfig):
-        loaded = load_prompts(data, tokenizer, key, where=where, seed=seed)
-        epoch_steps = steps_per_epoch(len(loaded.items), data.train_batch_size)
-        steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-        chosen = make_loader(data, loaded, seed=seed, total_draws=steps * data.train_batch_size).take(num_rows)
-    if index is not None and not chosen:
-        raise DataError(f"there is no row {index}; expected 0 to {max(prompt.index for prompt in whole.items)}")
+    limit_name, what = ("max_length", "example") if is_sft else ("max_prompt_length", "row")
+    limit: int = config.data[limit_name]
+    load: Any = load_examples if is_sft else load_prompts
+
+    def loaded(**changes: int) -> Loaded[Any]:
+        found: Loaded[Any] = load(config.data.model_copy(update=changes), tokenizer, key, where=where, seed=seed)
+        return found
+
+    whole = loaded(**{limit_name: NO_LIMIT})
+    chosen = _numbered(whole.items)
+    if index is not None:
+        last = chosen[-1][0]
+        chosen = [(number, item) for number, item in chosen if number == index]
+        if not chosen:
+            raise DataError(f"there is no {what} {index}; expected 0 to {last}")
+    if drawn and not isinstance(config, EvalConfig):
+        chosen = _drawn(config, loaded(), seed, num_rows)
+    prompts = [item for item in whole.items if isinstance(item, Prompt)]
+    over = config.data.overlong if isinstance(config, SFTConfig) else config.data.overlong_prompts
     return Preview(
         parts=whole.parts,
-        lengths=[len(prompt.token_ids) for prompt in whole.items],
-        limit=config.data.max_prompt_length,
-        limit_key="data.max_prompt_length",
-        over_limit="dropped" if config.data.overlong_prompts == "drop" else "an error",
-        data_sources=Counter(prompt.data_source for prompt in whole.items),
-        num_unanswered=sum(prompt.ground_truth is None for prompt in whole.items),
-        rows=[_shown(prompt) for prompt in chosen],
+        lengths=[len(_ids(item)) for item in whole.items],
+        limit=limit,
+        limit_key=f"data.{limit_name}",
+        over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
+        data_sources=Counter(prompt.data_source for prompt in prompts),
+        num_unanswered=sum(prompt.ground_truth is None for prompt in prompts),
+        rows=[_shown(f"{what} {number}", item, limit) for number, item in chosen[:num_rows]],
     )
 
 
@@ -125,41 +132,29 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
     return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(-(-(high - low + 1) // width))]
 
 
-def _preview_examples(
-    config: SFTConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    key: str,
-    where: Mapping[str, Any],
-    num_rows: int,
-    index: int | None,
-    drawn: bool,
-) -> Preview:
-    data, seed, limit = config.data, config.trainer.seed, config.data.max_length
-    whole = load_examples(data.model_copy(update={"max_length": NO_LIMIT}), tokenizer, key, where=where, seed=seed)
-    places = list(range(len(whole.items)) if index is None else range(index, index + 1))[:num_rows]
-    items = whole.items
-    if drawn:
-        loaded = load_examples(data, tokenizer, key, where=where, seed=seed)
-        order = order_of(loaded, seed=seed, shuffle=data.shuffle)
-        items = loaded.items
-        places = OrderLoader(len(items), seed=seed, shuffle=data.shuffle, order=order).take(num_rows)
-    if index is not None and index >= len(items):
-        raise DataError(f"there is no example {index}; expected 0 to {len(items) - 1}")
-    return Preview(
-        parts=whole.parts,
-        lengths=[len(example.input_ids) for example in whole.items],
-        limit=limit,
-        limit_key="data.max_length",
-        over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[data.overlong],
-        data_sources=Counter(),
-        num_unanswered=0,
-        rows=[
-            Shown(f"example {place}", items[place].input_ids[:limit], items[place].loss_mask[:limit])
-            for place in places
-        ],
-    )
+def _drawn(
+    config: TrainConfig | SFTConfig, loaded: Loaded[Any], seed: int, count: int
+) -> list[tuple[int, Prompt | SupervisedExample]]:
+    """The first `count` items in the order of the run, each with its number."""
+    if isinstance(config, SFTConfig):
+        order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)
+        numbered = _numbered(loaded.items)
+        return OrderLoader(numbered, seed=seed, shuffle=config.data.shuffle, order=order).take(count)
+    batch = config.data.train_batch_size
+    steps = config.trainer.total_steps or config.trainer.total_epochs * steps_per_epoch(len(loaded.items), batch)
+    return _numbered(make_loader(config.data, loaded, seed=seed, total_draws=steps * batch).take(count))
 
 
-def _shown(prompt: Prompt) -> Shown:
-    facts = {"ground truth": prompt.ground_truth, "data source": prompt.data_source}
-    return Shown(f"row {prompt.index}", prompt.token_ids, None, {**facts, **prompt.extra_info})
+def _numbered(items: Sequence[Prompt | SupervisedExample]) -> list[tuple[int, Prompt | SupervisedExample]]:
+    return [(item.index if isinstance(item, Prompt) else place, item) for place, item in enumerate(items)]
+
+
+def _ids(item: Prompt | SupervisedExample) -> tuple[int, ...]:
+    return item.token_ids if isinstance(item, Prompt) else item.input_ids
+
+
+def _shown(title: str, item: Prompt | SupervisedExample, limit: int) -> Shown:
+    if isinstance(item, SupervisedExample):
+        return Shown(title, item.input_ids[:limit], item.loss_mask[:limit])
+    facts = {"ground truth": item.ground_truth, "data source": item.data_source}
+    return Shown(title, item.token_ids, None, {**facts, **item.extra_info})

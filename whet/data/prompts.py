@@ -7,8 +7,8 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from whet.data.chat import encode_rendered, encode_texts, render_chat, roles
 from whet.data.templates import Template
@@ -18,6 +18,8 @@ from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from whet.config.schema import DataConfig, SupervisedDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
 
 class PromptFormat:
-    """How the content of a row becomes the token ids that the model is fed.
+    """Turns the content of a row into the token ids that the model is fed.
 
     `format_prompt` is a jinja template, or the path of a `.jinja` file. It sees the row's fields and `content`: the
     prompt's text, or the text of its last message. With `apply_chat_template=False` text is fed as it is.
@@ -58,6 +60,17 @@ class PromptFormat:
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig | SupervisedDataConfig) -> PromptFormat:
+        """The format that a data section describes."""
+        return cls(
+            tokenizer,
+            system_prompt=data.get("system_prompt"),
+            format_prompt=data.get("format_prompt"),
+            apply_chat_template=data.apply_chat_template,
+            chat_template_kwargs=data.chat_template_kwargs,
+        )
 
     def messages(self, content: object, row: Mapping[str, Any]) -> tuple[Message, ...]:
         """The messages of one row, from its text or its list of messages.  Raises: DataError."""
@@ -110,86 +123,61 @@ class PromptFormat:
         return encode_texts(self.tokenizer, texts, add_special_tokens=True)
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """The prompts of a data set, and how many of its rows were dropped because they are too long."""
-
-    prompts: tuple[Prompt, ...]
-    num_dropped: int
-
-
 def build_prompts(
     rows: Sequence[Mapping[str, Any]],
     prompt_format: PromptFormat,
+    data: DataConfig,
     *,
-    prompt_key: Names = "prompt",
-    answer_key: Names | None = None,
-    data_source: str | None = None,
-    data_source_key: str = "data_source",
-    max_prompt_length: int | None = None,
-    overlong_prompts: Literal["drop", "error"] = "drop",
     numbers: Sequence[int] | None = None,
     with_answers: bool = True,
-) -> PromptSet:
+) -> tuple[Prompt, ...]:
     """The rows as prompts, in order, with `index` the row number: its place, or what `numbers` says.
 
     The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
-    `extra_info` of a prompt holds the row's `extra_info` over its other fields. `data_source` is for rows that do not
-    say their own. Raises: DataError for a missing field, a row without an answer among rows with one, and for a prompt
-    over `max_prompt_length` tokens if so asked.
+    `extra_info` of a prompt holds the row's `extra_info` over its other fields. Raises: DataError for a missing field,
+    a row without an answer among rows with one, and for a prompt that is too long if so asked.
     """
-    prompts, used = [], {*_all(prompt_key), *_all(answer_key or ())}
-    for index, row, messages, token_ids in _encoded(rows, prompt_format, prompt_key, numbers):
+    prompts, used = [], {*_all(data.prompt_key), *_all(data.answer_key or ())}
+    for index, row, messages, token_ids in _encoded(rows, prompt_format, data.prompt_key, numbers):
         with at_row(index):
             prompt = Prompt(
                 uid=f"0:{index}",
                 index=index,
                 messages=messages,
                 token_ids=tuple(token_ids),
-                data_source=str(row.get(data_source_key) or data_source or "unknown"),
-                ground_truth=_ground_truth(row, answer_key) if with_answers else None,
+                data_source=str(row.get(data.data_source_key) or data.data_source or "unknown"),
+                ground_truth=_ground_truth(row, data.answer_key) if with_answers else None,
                 extra_info=_extra_info(row, used),
             )
         prompts.append(prompt)
     if with_answers:
         _check_answers(prompts)
-    return fit_prompts(prompts, prompt_format, max_prompt_length, overlong_prompts)
+    return fit_prompts(prompts, prompt_format, data)
 
 
-def fit_prompts(
-    prompts: Sequence[Prompt],
-    prompt_format: PromptFormat,
-    max_prompt_length: int | None,
-    overlong_prompts: Literal["drop", "error"] = "drop",
-) -> PromptSet:
+def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
     """The prompts within the limit; those without ids are encoded from their messages.
 
     Raises: DataError for an empty prompt, for one that is too long if so asked, and where none is left."""
-    whole = [prompt.token_ids or _own_ids(prompt, prompt_format) for prompt in prompts]
-    limit = max_prompt_length if max_prompt_length is not None else max(map(len, whole), default=0)
-    too_long = [(prompt, len(ids)) for prompt, ids in zip(prompts, whole, strict=True) if len(ids) > limit]
-    if too_long and overlong_prompts == "error":
-        prompt, length = too_long[0]
+    limit = data.max_prompt_length
+    whole = [p if p.token_ids else replace(p, token_ids=_own_ids(p, prompt_format)) for p in prompts]
+    kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
+    too_long = [prompt for prompt in whole if len(prompt.token_ids) > limit]
+    if too_long and data.overlong_prompts == "error":
         raise DataError(
-            f"row {prompt.index}: the prompt has {length} tokens, over data.max_prompt_length={limit}; "
-            "raise it, or set data.overlong_prompts=drop"
+            f"row {too_long[0].index}: the prompt has {len(too_long[0].token_ids)} tokens, over "
+            f"data.max_prompt_length={limit}; raise it, or set data.overlong_prompts=drop"
         )
-    kept = tuple(
-        prompt if prompt.token_ids else replace(prompt, token_ids=ids)
-        for prompt, ids in zip(prompts, whole, strict=True)
-        if len(ids) <= limit
-    )
     if not kept:
-        limits = f"the shortest has {min(map(len, whole))} tokens" if whole else "the data has no rows"
-        raise DataError(
-            f"no prompt is left of {len(prompts)} (data.max_prompt_length={max_prompt_length}): {limits}; raise it"
-        )
+        shortest = min((len(prompt.token_ids) for prompt in whole), default=None)
+        limits = "the data has no rows" if shortest is None else f"the shortest has {shortest} tokens"
+        raise DataError(f"no prompt is left of {len(whole)} (data.max_prompt_length={limit}): {limits}; raise it")
     if too_long:
         logger.warning(
             "dropped %d of %d prompts over data.max_prompt_length=%d tokens (the longest has %d)",
-            *(len(too_long), len(prompts), limit, max(length for _, length in too_long)),
+            *(len(too_long), len(whole), limit, max(len(prompt.token_ids) for prompt in too_long)),
         )
-    return PromptSet(kept, len(too_long))
+    return kept
 
 
 def check_media(row: Mapping[str, Any]) -> None:

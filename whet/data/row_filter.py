@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows are used, by the value of a field: a value, a list of values, `{min: , max: }` or `{not: }`."""
+"""The filter of rows by the value of a field: a value, a list of values, `{min: , max: }` or `{not: }`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts come when. A sampler is a function that gives an epoch's order, or a class that learns (`Sampler`).
+"""The order of prompts. A sampler is a function that gives an epoch's order, or a class that learns (`Sampler`).
 
 Before its `*` a sampler may take `prompts`, `epoch` (a function only), `seed` and `total_draws` (how many prompts the
 run will take); what follows are options. The same arguments have to give the same rows: that is how a run resumes.
@@ -35,17 +35,19 @@ from whet.options import NonNegative, Positive, Share
 from whet.registry import SAMPLERS, Entry, register_sampler
 from whet.types import Group, Prompt
 
+METHODS = ("take", "observe", "state", "load_state")  # of a sampler that learns
+
 
 def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
     """The order of a mixture with weights; None where all rows are drawn alike."""
     weights, counts = _weights(loaded)
     if weights is None:
         return None
-    orders: list[Order] = [
-        partial(_shuffled_source, count, seed, number) if shuffle else partial(in_order, count)
-        for number, count in enumerate(counts)
-    ]
-    return mixture(orders, counts, weights, seed)
+
+    def order(number: int, epoch: int) -> Rows:
+        return shuffled(counts[number], seed, epoch, number) if shuffle else in_order(counts[number], epoch)
+
+    return mixture([partial(order, number) for number in range(len(counts))], counts, weights, seed)
 
 
 def make_loader(
@@ -59,57 +61,32 @@ def make_loader(
     entry, name = SAMPLERS[data.sampler], f"data.sampler={data.sampler}"
     options = entry.resolve_options(data.sampler_options, "data.sampler_options")
     weights, counts = _weights(loaded)
+
+    def made(part: Sequence[Prompt], draws: int, **epoch: int) -> Any:
+        return _call(entry, name, {"prompts": part, "seed": seed, "total_draws": draws, **epoch}, options)
+
+    def order(part: Sequence[Prompt], draws: int, epoch: int) -> Rows:
+        rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
+        if weights is not None and len(rows) != len(part):
+            raise DataError(f"{name} gave {len(rows)} of a source's {len(part)} rows; with weights it gives each once")
+        return rows
+
     if inspect.isclass(entry.load()):
         if weights is not None:
             raise DataError(f"{name} chooses among all prompts itself; unset the weights, or take another sampler")
-        return SamplerLoader(prompts, _learning(entry, options, name, prompts, seed, total_draws), name)
+        sampler = made(prompts, total_draws)
+        if not isinstance(sampler, Sampler):
+            missing = next(method for method in METHODS if not hasattr(sampler, method))
+            raise DataError(f"{name} has no method {missing}; a sampler that learns has {', '.join(METHODS)}")
+        return SamplerLoader(prompts, sampler, name)
     if weights is None:
-        return PromptLoader(prompts, order=_Ordered(entry, options, name, prompts, seed, total_draws))
+        return PromptLoader(prompts, order=partial(order, prompts, total_draws))
     ends = list(accumulate(counts))
     orders: list[Order] = [
-        _Ordered(entry, options, name, prompts[end - count : end], seed, round(weight * total_draws), whole_passes=True)
+        partial(order, prompts[end - count : end], round(weight * total_draws))
         for end, count, weight in zip(ends, counts, weights, strict=True)
     ]
     return PromptLoader(prompts, order=mixture(orders, counts, weights, seed))
-
-
-class _Ordered:
-    """The order of each epoch as a sampler function gives it."""
-
-    def __init__(
-        self,
-        entry: Entry,
-        options: Mapping[str, Any],
-        name: str,
-        prompts: Sequence[Prompt],
-        seed: int,
-        total_draws: int,
-        *,
-        whole_passes: bool = False,
-    ) -> None:
-        self._entry, self._options, self._name, self._whole_passes = entry, options, name, whole_passes
-        self._supplied = {"prompts": prompts, "seed": seed, "total_draws": max(1, total_draws)}
-
-    def __call__(self, epoch: int) -> Rows:
-        count = len(self._supplied["prompts"])  # type: ignore[arg-type]
-        given = _call(self._entry, self._name, {**self._supplied, "epoch": epoch}, self._options)
-        rows = checked_rows(given, count, self._name)
-        if self._whole_passes and len(rows) != count:
-            raise DataError(
-                f"{self._name} gave {len(rows)} of a source's {count} rows; with weights it gives each once"
-            )
-        return rows
-
-
-def _learning(
-    entry: Entry, options: Mapping[str, Any], name: str, prompts: Sequence[Prompt], seed: int, total_draws: int
-) -> Sampler:
-    made = _call(entry, name, {"prompts": prompts, "seed": seed, "total_draws": total_draws}, options)
-    if not isinstance(made, Sampler):
-        wanted = ("take", "observe", "state", "load_state")
-        missing = [method for method in wanted if not hasattr(made, method)]
-        raise DataError(f"{name} has no method {missing[0]}; a sampler that learns has {', '.join(wanted)}")
-    return made
 
 
 def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -125,10 +102,6 @@ def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:
     counts = [part.num_items for part in loaded.parts]
     weights = [part.weight for part in loaded.parts if part.weight is not None]
     return (weights if weights else None), counts
-
-
-def _shuffled_source(count: int, seed: int, source: int, epoch: int) -> Rows:
-    return shuffled(count, seed, epoch, source)
 
 
 @register_sampler("shuffle")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
 from whet.data.prompts import PromptFormat, at_row, check_media, read_field, read_messages
 from whet.errors import DataError
@@ -19,51 +20,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """One sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
+    """A sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
 
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SupervisedSet:
-    """The examples of a data set, and how many of its rows were cut or dropped because they are too long."""
-
-    examples: tuple[SupervisedExample, ...]
-    num_truncated: int
-    num_dropped: int
-
-
 def build_examples(
     rows: Sequence[Mapping[str, Any]],
     prompt_format: PromptFormat,
+    data: SupervisedDataConfig,
     *,
-    messages_key: str = "messages",
-    prompt_key: str = "prompt",
-    response_key: str = "response",
-    max_length: int | None = None,
-    overlong: Literal["truncate", "drop", "error"] = "truncate",
     numbers: Sequence[int] | None = None,
-) -> SupervisedSet:
+) -> tuple[SupervisedExample, ...]:
     """The rows as examples, in order: whole conversations where a row has `messages_key`, else prompt and response.
     `numbers` are the rows' own, for errors, where some were left out.
 
-    `truncate` cuts from the right; an example of which nothing to learn is left is dropped, and counted as such.
+    `truncate` cuts from the right; an example of which nothing to learn is left is dropped.
     Raises: DataError for a missing field, a template that does not append, a row over `max_length` if so asked.
     """
+    max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []
     num_truncated = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
             check_media(row)
-            if row.get(messages_key) is not None:
-                example = encode_conversation(read_messages(row[messages_key]), prompt_format)
+            if row.get(data.messages_key) is not None:
+                example = encode_conversation(read_messages(row[data.messages_key]), prompt_format)
             else:
-                prompt = read_field(row, prompt_key, "data.prompt_key or data.messages_key")
-                response = read_field(row, response_key, "data.response_key")
+                prompt = read_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
+                response = read_field(row, data.response_key, "data.response_key")
                 example = encode_response(prompt_format.messages(prompt, row), response, prompt_format)
         length = len(example.input_ids)
-        if max_length is None or length <= max_length:
+        if length <= max_length:
             examples.append(example)
         elif overlong == "error":
             raise DataError(
@@ -81,7 +70,7 @@ def build_examples(
             "cut %d and dropped %d of %d examples over max_length=%s tokens",
             *(num_truncated, num_dropped, len(rows), max_length),
         )
-    return SupervisedSet(tuple(examples), num_truncated, num_dropped)
+    return tuple(examples)
 
 
 def encode_response(messages: Sequence[Message], response: object, prompt_format: PromptFormat) -> SupervisedExample:
@@ -150,6 +139,6 @@ def _encode_by_prefix(messages: Sequence[Message], prompt_format: PromptFormat) 
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading ids agree: fewer than a prefix has where the tokenizer merges across its end."""
+    """Counts the leading ids that agree: fewer than a prefix has where the tokenizer merges across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a model is."""
+"""Measurements of how good a model is."""

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""answers.jsonl: one JSON object an answer, as `whet eval` and validation write them (`trainers.run.readable`)."""
+"""answers.jsonl: one JSON object an answer, as `whet eval` and validation write them (`readable`)."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from whet import files
 from whet.data.sources import read_rows
 from whet.errors import DataError, StorageError
 from whet.tracking.jsonl import json_line
+from whet.types import Trajectory
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -42,6 +47,31 @@ def read_answers(path: Path) -> list[Row]:
                 "validation of a run writes them"
             )
     return rows
+
+
+def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """An answer as a person reads it: text, reward, and why it failed if it did."""
+    sampled = [token for turn in answer.turns for token in turn.token_ids]
+    last = answer.turns[-1] if answer.turns else None
+    return {
+        "uid": answer.uid,
+        "index": answer.prompt.index,
+        "data_source": answer.prompt.data_source,
+        "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
+        "response": tokenizer.decode(list(_response_ids(answer))),
+        "ground_truth": answer.prompt.ground_truth,
+        "extracted": answer.extracted,
+        "reward": None if answer.failure is not None else answer.score,
+        "accuracy": answer.accuracy,
+        "parts": dict(answer.parts),
+        "tokens": len(sampled),
+        "turns": len(answer.turns),
+        "finish_reason": last.finish_reason if last is not None else None,
+        "stop": last.stop if last is not None else None,
+        "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
+        "policy_version": last.policy_version if last is not None else None,
+        "failure": None if answer.failure is None else asdict(answer.failure),
+    }
 
 
 def by_prompt(rows: Iterable[Row]) -> dict[int, list[Row]]:
@@ -107,3 +137,17 @@ def output_errors(path: Path) -> Iterator[None]:
 
 def _lines(rows: Iterable[Row]) -> str:
     return "".join(map(json_line, rows))
+
+
+def _response_ids(answer: Trajectory) -> tuple[int, ...]:
+    """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
+    if not answer.turns:
+        return ()
+    last = answer.turns[-1]
+    whole = last.context_ids + last.token_ids
+    start = len(answer.prompt.token_ids) if whole[: len(answer.prompt.token_ids)] == answer.prompt.token_ids else 0
+    return whole[start:]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

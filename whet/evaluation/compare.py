@@ -39,7 +39,7 @@ class Comparison:
         return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
 
     def verdict(self) -> str:
-        """One plain sentence."""
+        """Returns a plain sentence."""
         value = self.difference.value
         unit = "points" if self.metric == "accuracy" else self.metric
         low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))

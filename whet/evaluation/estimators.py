@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What n answers to each of P prompts say of a model: mean@n, best@k, pass@k, maj@k, and how sure one may be.
+"""Estimates from n responses to each of P prompts: mean@n, best@k, pass@k, maj@k, and how sure one may be.
 
 Every metric is one number a prompt [P], and its estimate the mean over prompts. What varies from one set of prompts to
 the next is the prompts: intervals resample them, each with all of its answers.

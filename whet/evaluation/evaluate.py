@@ -3,43 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from whet import devices
+from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
 from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
-from whet.evaluation.answers import Journal, Row, by_prompt
+from whet.evaluation.answers import Journal, Row, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics, counted, phase
-from whet.models.load import context_length, load_tokenizer, stop_token_ids
-from whet.rollout.replicas import Replicas
+from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
+from whet.rewards.build import scorer_of
+from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
+from whet.rollout.in_process import InProcessEngine
 from whet.rollout.stream import Rollouts
-from whet.trainers.build import build_collector, sampling_params, scorer_of
-from whet.trainers.export import find_model, model_folder
-from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.run import readable
-from whet.types import Prompt
 
-CALL_DEADLINE_SECONDS = 24 * 3600.0  # the engine has a deadline of its own: rollout.deadline_seconds
-BATCHES_A_CHUNK = 2  # batches of the engine between two writes: more of them keep it fuller, fewer lose less
+BATCHES_A_CHUNK = 2
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is, every prompt weighing the same. An answer that failed counts as wrong.
+    """The metrics of a model, every prompt weighing the same. A response that failed counts as wrong.
 
     `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward says what it read from an answer, `maj@k`, all of
     the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
@@ -88,7 +84,7 @@ def evaluate(
         where, seed = config.data.filter, config.seed
         prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
         prompts = prompts[: config.data.val_max_prompts]
-        engine = launch_rollout(config.rollout, config.model, model_path)
+        engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold
         stop_ids = stop_token_ids(model_path, tokenizer)
@@ -97,32 +93,36 @@ def evaluate(
         started.callback(collector.close)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
-        def answers_to(asked: Sequence[Prompt]) -> list[Row]:
-            groups = rollouts.sample(asked, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
-            if journal is not None:
-                journal.add(rows)
-            rollouts.failures.record(groups)
-            return rows
-
         journal = None
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
             settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
             journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
-        answers = _all_answers(config, prompts, answers_to, [] if journal is None else journal.rows)
+        answers = [] if journal is None else [*journal.rows]
+        done = {row["index"] for row in answers}
+        left, size = [prompt for prompt in prompts if prompt.index not in done], _chunk_size(config)
+        started.enter_context(phase("answers"))
+        for chunk in (left[start : start + size] for start in range(0, len(left), size)):
+            groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
+            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            if journal is not None:
+                journal.add(rows)
+            rollouts.failures.record(groups)
+            answers += rows
+            counted(len(answers), len(prompts) * n)
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
     return evaluation
 
 
-def launch_rollout(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> Replicas:
+def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> InProcessEngine[Any]:
     """An engine that samples from the model in the folder `model_path`, in this process."""
-    tokenizer, own = model.tokenizer_path or model_path, model.model_copy(update={"path": model_path})
-    spec = WorkerSpec("rollout", RolloutWorker, (rollout, model.dtype, tokenizer, own))
-    group = launch([spec], ResourcePool(processes=1), deadline_seconds=CALL_DEADLINE_SECONDS)["rollout"]
-    return Replicas(group, rollout.max_batch_size, gathers=False)
+    own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
+    load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
+    engine = rollout_engine(rollout, torch_dtype(rollout.dtype or model.dtype), load, device)
+    load_model(engine, own, device)
+    return engine
 
 
 def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
@@ -144,33 +144,16 @@ def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
 
 
 def _weights(path: str) -> str:
-    """Which weights they were: a checkpoint by its step, a folder by when it was last written."""
+    """Names the weights: a checkpoint by its step, a folder by when it was last written."""
     found = Path(find_model(path)).expanduser()
     written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
     when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"
     return f"the weights of {found}{when}"
 
 
-def _all_answers(
-    config: EvalConfig,
-    prompts: Sequence[Prompt],
-    answers_to: Callable[[Sequence[Prompt]], list[Row]],
-    earlier: Sequence[Row],
-) -> list[Row]:
-    """The answers to all prompts, those of an earlier evaluation not asked for again."""
-    answers = list(earlier)
-    done = {row["index"] for row in answers}
-    left = [prompt for prompt in prompts if prompt.index not in done]
-    with phase("answers"):
-        for chunk in _chunks(left, max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)):
-            answers += answers_to(chunk)
-            counted(len(answers), len(prompts) * config.rollout.n)
-    return answers
-
-
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
+def _chunk_size(config: EvalConfig) -> int:
+    """Prompts between two writes: a few batches of the engine, more of which keep it fuller, and fewer lose less."""
+    return max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)
 
 
 def _metrics(prompts: Sequence[Sequence[Row]], seed: int) -> dict[str, Estimate]:

@@ -20,22 +20,22 @@ from typing import IO, Any
 from transformers import PreTrainedTokenizerBase
 
 from whet import files
+from whet.checkpoints.checkpoint import MANIFEST
+from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
 from whet.data.load import load_prompts
 from whet.errors import ConfigError, DataError
 from whet.evaluation.answers import output_errors
-from whet.evaluation.evaluate import launch_rollout
+from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
 from whet.metrics import counted, phase
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
+from whet.rollout.build import sampling_params
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.protocol import generate as sample_all
 from whet.tracking.jsonl import json_line
-from whet.trainers.build import sampling_params
-from whet.trainers.checkpoint import MANIFEST
-from whet.trainers.export import find_model, model_folder
 from whet.types import Prompt
 
 DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")  # beside model and prompts
@@ -46,7 +46,7 @@ MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 
 @dataclass(frozen=True)
 class Generated:
-    """What a run of `whet generate` did."""
+    """The outcome of `whet generate`."""
 
     output: Path
     num_found: int  # lines that were there when it began
@@ -117,7 +117,7 @@ class Answers(ExitStack):
             for prompt, sample in asked
         ]
         if self._engine is None:
-            self._engine = launch_rollout(config.rollout, config.model, self._model_path)
+            self._engine = open_engine(config.rollout, config.model, self._model_path)
             self.callback(self._engine.close)
         started = time.monotonic()
         with phase("sampling"):
@@ -141,7 +141,7 @@ class Answers(ExitStack):
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What decides about the answers."""
+    """Returns everything that decides about the responses."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
     asked = hashlib.blake2b(digest_size=16)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from whet import devices
+from whet.checkpoints.export import model_folder
 from whet.config.schema import RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, pip_install
@@ -25,9 +26,8 @@ from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids
+from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, generate
-from whet.trainers.export import model_folder
-from whet.trainers.rollout_worker import rollout_engine
 from whet.types import Message
 
 try:
@@ -70,13 +70,13 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text without context, where the tokenizer has no beginning."""
+        """The token before a text without context, where the tokenizer has no beginning."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         begin = self.tokenizer.bos_token_id
         return begin if isinstance(begin, int) else self.eot_token_id
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs, before it starts."""
+"""Memory, disk and time of a run, before it starts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a Ray cluster are to a run that starts here."""
+"""The nodes of a Ray cluster, compared with this one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.doctor import LITTLE_DISK, Finding
-from whet.planning.fit import size
 from whet.planning.machine import existing
+from whet.planning.units import size
 
 if TYPE_CHECKING:
     from whet.controller.ray.survey import Report
@@ -26,7 +26,7 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
     try:
         from whet.controller.ray.survey import survey, versions
     except ModuleNotFoundError:
-        return {"cluster": [Finding("problem", "Ray", "not installed", pip_install("ray"))]}
+        return {"cluster": [Finding("Ray", "not installed", pip_install("ray"), is_problem=True)]}
     place = existing(run_dir.expanduser().absolute())
     with tempfile.NamedTemporaryFile(dir=place, prefix=".whet-doctor-") as marker:
         paths = {marker.name: f"{place}, where runs are written"}
@@ -36,15 +36,11 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
         try:
             address, reports = survey(config.cluster, PACKAGES, list(paths))
         except ConfigError as error:
-            return {"cluster": [Finding("problem", "Ray", str(error))]}
+            return {"cluster": [Finding("Ray", "not reached", str(error), is_problem=True)]}
     alive = [report for report in reports if report.node.is_alive]
-    few = len(alive) < config.cluster.nnodes
-    count = Finding(
-        "problem" if few else "ok",
-        "nodes",
-        f"{len(alive)} at {address}",
-        f"cluster.nnodes={config.cluster.nnodes}: add nodes with ray start --address={address}" if few else "",
-    )
+    wanted = config.cluster.nnodes
+    few = f"cluster.nnodes={wanted}: add nodes with ray start --address={address}" if len(alive) < wanted else ""
+    count = Finding("nodes", f"{len(alive)} at {address}", few, is_problem=True)
     here = versions(PACKAGES)
     sections = {"cluster": [count]}
     for report in reports:
@@ -53,32 +49,29 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
 
 
 def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
-    """What one node says, against the versions here; `paths` are in words what it was asked to see."""
+    """Yields the findings of one node, against the versions here; `paths` describe the files that it was asked for."""
     if report.failure:
         is_alive = report.node.is_alive
         advice = "look at the log of its raylet" if is_alive else "`ray status` may say why"
-        yield Finding("problem" if is_alive else "note", "node", report.failure, advice)
+        yield Finding("node", report.failure, advice, is_problem=is_alive)
         return
-    yield Finding("ok", "resources", str(report.node))
+    yield Finding("resources", str(report.node))
     for name, wanted in here.items():
         found = report.versions.get(name)
         if found is None:
-            yield Finding("problem", name, "not installed", f"install {name} {wanted}, which is used here")
-        elif found != wanted:
-            yield Finding("problem", name, found, f"{wanted} is used here: install the same")
+            yield Finding(name, "not installed", f"install {name} {wanted}, which is used here", is_problem=True)
         else:
-            yield Finding("ok", name, found)
+            advice = "" if found == wanted else f"{wanted} is used here: install the same"
+            yield Finding(name, found, advice, is_problem=True)
     folder, free = report.temporary
-    little = free < LITTLE_DISK
-    yield Finding("problem" if little else "ok", "disk", f"{folder}, {size(free)} free", "make room" if little else "")
+    yield Finding("disk", f"{folder}, {size(free)} free", "make room" if free < LITTLE_DISK else "", is_problem=True)
     for path, seen in zip(paths, report.seen, strict=True):
         advice = "" if seen else "put it on a file system that all nodes see under this path"
-        yield Finding("ok" if seen else "problem", "files", path if seen else f"{path}: not there", advice)
-    apart = abs(report.clock_seconds) > APART_SECONDS
-    advice = "times in logs do not fit together: set it by NTP" if apart else ""
-    yield Finding("note" if apart else "ok", "clock", f"{report.clock_seconds:+.3f} s against this one", advice)
+        yield Finding("files", path if seen else f"{path}: not there", advice, is_problem=True)
+    apart = "times in logs do not fit together: set it by NTP" if abs(report.clock_seconds) > APART_SECONDS else ""
+    yield Finding("clock", f"{report.clock_seconds:+.3f} s against this one", apart)
     for address, why in report.unreached.items():
         advice = "open all ports between the nodes: workers connect on free ones"
-        yield Finding("problem", "network", f"no connection to {address}: {why}", advice)
+        yield Finding("network", f"no connection to {address}: {why}", advice, is_problem=True)
     if not report.unreached:
-        yield Finding("ok", "network", "connects to every other node")
+        yield Finding("network", "connects to every other node")

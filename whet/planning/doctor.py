@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine and installation can do, looked at without loading a model."""
+"""Findings about this machine and installation, without loading a model."""
 
 from __future__ import annotations
 
 import locale
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
@@ -19,24 +20,28 @@ from packaging.requirements import Requirement
 
 from whet.config.schema import ClusterConfig
 from whet.errors import pip_install
-from whet.planning.fit import size
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
+from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.threads import POLICY, spinning
 
-Status = Literal["ok", "note", "problem"]
 OLDEST_PYTHON = (3, 11)
 FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """A thing that was looked at; with advice it is not as it should be."""
 
-    status: Status
     what: str
     found: str
     advice: str = ""
+    is_problem: bool = False  # where there is advice: what runs need, else a note
+
+    @property
+    def status(self) -> Literal["ok", "note", "problem"]:
+        """The severity."""
+        return "ok" if not self.advice else "problem" if self.is_problem else "note"
 
 
 def examine(run_dir: Path) -> dict[str, list[Finding]]:
@@ -57,30 +62,21 @@ def examine(run_dir: Path) -> dict[str, list[Finding]]:
 def _python() -> Iterator[Finding]:
     folder = Path(__file__).resolve().parents[1]
     try:
-        yield Finding("ok", "whet", f"{metadata.version('whet')} in {folder}")
+        yield Finding("whet", f"{metadata.version('whet')} in {folder}")
     except metadata.PackageNotFoundError:
         advice = "what it needs cannot be compared with what is there: pip install -e ."
-        yield Finding("note", "whet", f"{folder}, not installed", advice)
-    version = platform.python_version()
-    old = sys.version_info < OLDEST_PYTHON
-    yield Finding(
-        "problem" if old else "ok",
-        "python",
-        f"{version} on {platform.platform()} ({sys.executable})",
-        "whet needs Python 3.11 or newer" if old else "",
-    )
+        yield Finding("whet", f"{folder}, not installed", advice)
+    found = f"{platform.python_version()} on {platform.platform()} ({sys.executable})"
+    old = "whet needs Python 3.11 or newer" if sys.version_info < OLDEST_PYTHON else ""
+    yield Finding("python", found, old, is_problem=True)
     encoding = locale.getpreferredencoding(False)
-    plain = encoding.lower().replace("-", "") != "utf8"
-    yield Finding(
-        "problem" if plain else "ok",
-        "encoding",
-        encoding,
-        "texts that are not ASCII may fail to be written: set PYTHONUTF8=1" if plain else "",
-    )
+    plain = "texts that are not ASCII may fail to be written: set PYTHONUTF8=1"
+    is_plain = encoding.lower().replace("-", "") != "utf8"
+    yield Finding("encoding", encoding, plain if is_plain else "", is_problem=True)
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """What whet asks for, by extra; under "" what it cannot do without."""
+    """The requirements of whet by extra; under "" those of every installation."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires("whet") or []
@@ -101,22 +97,20 @@ def _version(requirement: Requirement) -> str | None:
 
 
 def _package(requirement: Requirement) -> Finding:
-    version = _version(requirement)
+    version, plain = _version(requirement), _plain(requirement)
     if version is None:
-        return Finding("problem", requirement.name, "not installed", f"pip install '{_plain(requirement)}'")
-    if not requirement.specifier.contains(version, prereleases=True):
-        return Finding("problem", requirement.name, version, f"whet needs {_plain(requirement)}: install that")
-    return Finding("ok", requirement.name, version)
+        return Finding(requirement.name, "not installed", f"pip install '{plain}'", is_problem=True)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return Finding(requirement.name, version, "" if fits else f"whet needs {plain}: install that", is_problem=True)
 
 
 def _extra(name: str, wanted: list[Requirement]) -> Finding:
-    versions = {_plain(each): _version(each) for each in wanted}
-    absent = [requirement for requirement, version in versions.items() if version is None]
-    if absent:
-        return Finding("note", name, "not installed", f"{pip_install(name)} if you want it")
-    wrong = [each for each in wanted if not each.specifier.contains(versions[_plain(each)] or "", prereleases=True)]
-    shown = ", ".join(f"{each.name} {versions[_plain(each)]}" for each in wanted)
-    return Finding("note" if wrong else "ok", name, shown, f"whet knows {_plain(wrong[0])}" if wrong else "")
+    versions = {each.name: _version(each) or "" for each in wanted}
+    if not all(versions.values()):
+        return Finding(name, "not installed", f"{pip_install(name)} if you want it")
+    wrong = [each for each in wanted if not each.specifier.contains(versions[each.name], prereleases=True)]
+    shown = ", ".join(f"{each} {version}" for each, version in versions.items())
+    return Finding(name, shown, f"whet knows {_plain(wrong[0])}" if wrong else "")
 
 
 def _plain(requirement: Requirement) -> str:
@@ -124,7 +118,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
-    """Those that a config can name. One with an extra of its name runs where that is installed."""
+    """Engines that a config can name. An engine with an extra of its name runs where that is installed."""
     for what, names in (
         ("rollout.engine.name", ROLLOUT_ENGINES.names()),
         ("engine.name", ENGINES.names()),
@@ -132,14 +126,14 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
     ):
         for name in names:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
+            slow = name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and _compiler() is None
             if absent:
-                why = f"cannot run: {', '.join(absent)} is not installed"
-                yield Finding("note", f"{what}={name}", why, pip_install(name))
-            elif name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and _compiler() is None:
+                yield Finding(f"{what}={name}", f"cannot run: {', '.join(absent)} is not installed", pip_install(name))
+            elif slow:
                 why = "runs, several times slower than it could: no C++ compiler"
-                yield Finding("note", f"{what}={name}", why, "install g++ or clang++, or set CXX")
+                yield Finding(f"{what}={name}", why, "install g++ or clang++, or set CXX")
             else:
-                yield Finding("ok", f"{what}={name}", "can run")
+                yield Finding(f"{what}={name}", "can run")
 
 
 def _compiler() -> str | None:
@@ -149,25 +143,22 @@ def _compiler() -> str | None:
 def _processor() -> Iterator[Finding]:
     import torch
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = torch.get_num_threads()
-    few = usable is not None and threads < usable
-    advice = f"torch leaves {usable - threads} of them idle: unset OMP_NUM_THREADS" if few and usable else ""
-    yield Finding("note" if few else "ok", "processors", f"{usable}, torch uses {threads} threads", advice)
+    usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    idle = f"torch leaves {usable - threads} of them idle: unset OMP_NUM_THREADS" if threads < usable else ""
+    yield Finding("processors", f"{usable}, torch uses {threads} threads", idle)
     spins = spinning()
     if spins and "ACTIVE" not in spins:
-        yield Finding("ok", "threads", f"give the processor back soon while they wait ({spins})")
+        yield Finding("threads", f"give the processor back soon while they wait ({spins})")
     else:
         slow = f"beside other work two may be ten times slower than one: unset {POLICY}"
-        yield Finding("note", "threads", f"hold the processor while they wait ({spins or 'as OpenMP comes'})", slow)
-    capability = torch.backends.cpu.get_cpu_capability()
+        yield Finding("threads", f"hold the processor while they wait ({spins or 'as OpenMP comes'})", slow)
     has_bfloat16 = _flags() & {"avx512_bf16", "amx_bf16", "bf16"}
     products = f"bfloat16 products by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 products"
     advice = "" if has_bfloat16 else "on this processor model.dtype=float32 is usually faster"
-    yield Finding("ok" if has_bfloat16 else "note", "instructions", f"{capability}, {products}", advice)
+    yield Finding("instructions", f"{torch.backends.cpu.get_cpu_capability()}, {products}", advice)
     found = _compiler()
     advice = "" if found else "kernels and compiled engines need one: install g++ or clang++"
-    yield Finding("ok" if found else "note", "C++ compiler", found or "none", advice)
+    yield Finding("C++ compiler", found or "none", advice)
 
 
 def _flags() -> set[str]:
@@ -181,11 +172,10 @@ def _flags() -> set[str]:
 def _memory() -> Iterator[Finding]:
     free, total = free_memory(), total_memory()
     if free is None:
-        yield Finding("note", "memory", "this system does not say")
-        return
-    little = free.bytes < LITTLE_MEMORY
-    found = f"{size(free.bytes)} free by {free.bound}" + (f", of {size(total)}" if total else "")
-    yield Finding("problem" if little else "ok", "memory", found, "end other programs" if little else "")
+        yield Finding("memory", "this system does not say")
+    else:
+        found = f"{size(free.bytes)} free by {free.bound}" + (f", of {size(total)}" if total else "")
+        yield Finding("memory", found, "end other programs" if free.bytes < LITTLE_MEMORY else "", is_problem=True)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -196,29 +186,21 @@ def _gpus() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
-            yield Finding("ok", f"GPU {index}", f"{name}, {size(free)} of {size(total)} free ({build})")
+            yield Finding(f"GPU {index}", f"{name}, {size(free)} of {size(total)} free ({build})")
     elif shutil.which("nvidia-smi"):
         advice = "install a torch that is built for the driver's CUDA: pytorch.org/get-started"
-        yield Finding("note", "GPU", f"one is here, and torch cannot use it ({build})", advice)
+        yield Finding("GPU", f"one is here, and torch cannot use it ({build})", advice)
     else:
-        yield Finding("ok", "GPU", f"none; models run on the processor ({build})")
+        yield Finding("GPU", f"none; models run on the processor ({build})")
 
 
 def _limits() -> Iterator[Finding]:
-    try:
-        import resource
-
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        few = 0 <= files < FEW_FILES
-        yield Finding("note" if few else "ok", "open files", str(files), f"ulimit -n {FEW_FILES}" if few else "")
-    except ImportError:  # not on Windows
-        pass
-    shared = Path("/dev/shm")
+    files, shared = resource.getrlimit(resource.RLIMIT_NOFILE)[0], Path("/dev/shm")
+    yield Finding("open files", str(files), f"ulimit -n {FEW_FILES}" if 0 <= files < FEW_FILES else "")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total
-        small = total <= SMALL_SHM
-        advice = "other libraries' workers may need more: docker run --shm-size=1g" if small else ""
-        yield Finding("note" if small else "ok", "/dev/shm", size(total), advice)
+        advice = "other libraries' workers may need more: docker run --shm-size=1g"
+        yield Finding("/dev/shm", size(total), advice if total <= SMALL_SHM else "")
 
 
 def _places(run_dir: Path) -> Iterator[Finding]:
@@ -231,13 +213,12 @@ def _places(run_dir: Path) -> Iterator[Finding]:
     }
     for what, path in places.items():
         path = path.expanduser().absolute()
-        if not _writable(existing(path)):
-            yield Finding("problem", what, f"{path} cannot be written to", _elsewhere(what))
-            continue
-        free = free_disk(path)
-        little = free < LITTLE_DISK
-        advice = f"make room, or {_elsewhere(what)}" if little else ""
-        yield Finding("problem" if little else "ok", what, f"{path}, {size(free)} free", advice)
+        if _writable(existing(path)):
+            free = free_disk(path)
+            advice = f"make room, or {_elsewhere(what)}" if free < LITTLE_DISK else ""
+            yield Finding(what, f"{path}, {size(free)} free", advice, is_problem=True)
+        else:
+            yield Finding(what, f"{path} cannot be written to", _elsewhere(what), is_problem=True)
 
 
 def _elsewhere(what: str) -> str:

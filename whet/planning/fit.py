@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from whet.planning.memory import (
     spread_of,
 )
 from whet.planning.outline import FLOAT32
+from whet.planning.units import size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
@@ -140,9 +141,9 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """What makes the run smaller in a room by a fiftieth or more, what saves most first, and last all of it together;
+    """Settings that save a fiftieth or more in a room, those that save most first, and last all of them together;
     each is planned anew."""
-    candidates = dict(_candidates(setup, room))
+    candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
         values = {key: value for each in overrides for key, value in candidates[each].items()}
@@ -168,47 +169,45 @@ def changed(config: TrainConfig | SFTConfig, values: Mapping[str, Any]) -> Train
     return type(config).model_validate(tree)
 
 
-def _candidates(setup: Setup, room: Room) -> Iterator[tuple[str, dict[str, Any]]]:
-    config, sizes = setup.config, {**room.memory.micro_batch_tokens}
-
-    def one(key: str, value: Any) -> tuple[str, dict[str, Any]]:
-        shown = str(value).lower() if isinstance(value, bool) else value
-        return f"{key}={shown}", {key: value}
-
-    if not config.model.gradient_checkpointing:
-        yield one("model.gradient_checkpointing", True)
-    if config.model.dtype == "float32":
-        yield one("model.dtype", "bfloat16")
-    if config.model.lora.rank is None and not config.model.freeze:
-        yield one("model.lora.rank", 16)
+def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
+    """Settings that may make the run smaller, by the override that a user would write."""
+    config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
+    found: list[tuple[bool, str, Any]] = [
+        (not model.gradient_checkpointing, "model.gradient_checkpointing", True),
+        (model.dtype == "float32", "model.dtype", "bfloat16"),
+        (model.lora.rank is None and not model.freeze, "model.lora.rank", 16),
+    ]
     for name in setup.roles:
         section = name.partition(":")[0]
-        section = "ref" if section == "teacher" else section  # which engine reads a teacher
-        whole = spread_of(setup, name).shards == 1
-        for engine in ENGINES.names() if whole and config.cluster.processes_of(name) > 1 else ():
-            if spread_of(setup, name, engine).shards > 1:
-                prefix = f"{section}." if isinstance(config, TrainConfig) else ""
-                yield one(f"{prefix}engine.name", engine)
+        section = "ref." if section == "teacher" else f"{section}."  # which engine reads a teacher
+        key = f"{section if isinstance(config, TrainConfig) else ''}engine.name"
+        whole = spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
+        found += [(whole and spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()]
     for name in setup.objectives:
         prefix = f"{name}." if isinstance(config, TrainConfig) else ""
         role: SFTConfig | ActorConfig = config if isinstance(config, SFTConfig) else config[name]
-        longest = max(row.tokens for row in mini_batch(config, name, setup.lengths))
-        allowed = longest
+        allowed = max(row.tokens for row in mini_batch(config, name, setup.lengths))
         if isinstance(config, TrainConfig):
-            allowed = max(longest, config.data.max_prompt_length + config.data.max_response_length)
-        if sizes.get(name, 0) > allowed:
-            yield one(f"{prefix}max_tokens_per_micro_batch", max(allowed, sizes[name] // 2))
-        if role.engine.logits_chunk_tokens > 128:
-            yield one(f"{prefix}engine.logits_chunk_tokens", 128)
-        if role.optim.name == "adamw" and role.optim.state_dtype == "float32":
-            yield one(f"{prefix}optim.state_dtype", "bfloat16")
+            allowed = max(allowed, config.data.max_prompt_length + config.data.max_response_length)
+        tokens, optim = sizes.get(name, 0), role.optim
+        found += [
+            (tokens > allowed, f"{prefix}max_tokens_per_micro_batch", max(allowed, tokens // 2)),
+            (role.engine.logits_chunk_tokens > 128, f"{prefix}engine.logits_chunk_tokens", 128),
+            ((optim.name, optim.state_dtype) == ("adamw", "float32"), f"{prefix}optim.state_dtype", "bfloat16"),
+        ]
     if isinstance(config, TrainConfig):
-        if room.on_device and not config.rollout.free_cache_engine:
-            yield one("rollout.free_cache_engine", True)
-        if config.rollout.max_batch_size > 16:
-            yield one("rollout.max_batch_size", max(16, config.rollout.max_batch_size // 4))
-        for name, value in rollout_bytes(config, setup.outlines["actor"].config, setup.lengths).smaller.items():
-            yield one(f"rollout.engine.options.{name}", value)
+        rows = config.rollout.max_batch_size
+        planned = rollout_bytes(config, setup.outlines["actor"].config, setup.lengths)
+        found += [
+            (room.on_device and not config.rollout.free_cache_engine, "rollout.free_cache_engine", True),
+            (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),
+            *((True, f"rollout.engine.options.{name}", value) for name, value in planned.smaller.items()),
+        ]
+    return {
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}": {key: value}
+        for is_open, key, value in found
+        if is_open
+    }
 
 
 def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> str:
@@ -253,12 +252,3 @@ def _check_disk(setup: Setup, run_dir: Path, free: int) -> None:
             "%d checkpoints and the next one take about %s, and %s has %s free; lower trainer.save_limit",
             *(limit, size(needed * (limit + 1)), run_dir, size(free)),
         )
-
-
-def size(count: float) -> str:
-    """Bytes as a person reads them: 1.4 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.1f} {unit}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has left: memory within the limits of its control groups, and disk."""
+"""Free memory of this machine, within the limits of its control groups, and free disk."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -95,10 +96,6 @@ def _control_groups() -> Iterator[FreeMemory]:
 
 
 def _address_space() -> Iterator[FreeMemory]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         yield FreeMemory(limit - status_bytes("VmSize"), "the limit on address space (ulimit -v)")

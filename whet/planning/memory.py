@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps in memory, by what it is and by phase, from its config and its models' configs alone."""
+"""The memory of a run by kind and by phase, from its config and its models' configs alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Memory:
     checkpoint_bytes: int  # on disk
 
     def total(self, phase: str, *, on_device: bool = False) -> int:
-        """All tensors of a phase, on the host or on the accelerator."""
+        """Bytes of all tensors of a phase, on the host or on the accelerator."""
         return sum(item.by_phase.get(phase, 0) for item in self.items if item.on_device == on_device)
 
     @property
@@ -63,7 +63,7 @@ class Memory:
 
     @property
     def resident_bytes(self) -> int:
-        """What the operating system counts beyond the imports."""
+        """Bytes that the operating system counts beyond the imports."""
         heap = HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP
         own = PROCESS_BYTES + (DEVICE_PROCESS_BYTES if self.device_tensor_bytes else 0)
         return own + round(heap * self.touched_bytes)
@@ -80,7 +80,7 @@ class Memory:
         return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
 
     def largest_phase(self, *, on_device: bool = False) -> str:
-        """Where tensors take most."""
+        """The phase in which tensors take most."""
         return max(self.phases, key=lambda phase: self.total(phase, on_device=on_device))
 
 
@@ -116,12 +116,12 @@ class _Kept:
             self._found.setdefault(place, Counter()).update(dict.fromkeys(phases, size))
 
     def items(self) -> tuple[Item, ...]:
-        """All that was kept."""
+        """Returns an item for each kind and place."""
         return tuple(Item(name, dict(found), there) for (name, there), found in self._found.items())
 
 
 def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
-    """What one process of a pool takes, by default of the first. Every answer is taken to be as long as it may be.
+    """The memory of one process of a pool, by default of the first. Responses are taken to be as long as they may be.
 
     Raises: ModelError."""
     config, cluster = setup.config, setup.config.cluster
@@ -166,7 +166,7 @@ def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple
 
 
 def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
-    """What an update adds.  Returns the tokens of its largest micro-batch."""
+    """Counts the memory of an update.  Returns the tokens of its largest micro-batch."""
     split, spread = _micro_batches(setup, name), spread_of(setup, name)
     taken = _update_bytes(model, split, setup.objectives[name].needs)
     for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
@@ -177,7 +177,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
 
 
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
-    """What sampling adds: weights of its own, the cache, and a step's logits."""
+    """Counts the memory of sampling: weights of its own, the cache, and a step's logits."""
     config, model = setup.config, setup.outlines["actor"]
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
@@ -238,7 +238,7 @@ def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> 
 
 
 def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
-    """What the model reads of a micro-batch."""
+    """Tokens of a micro-batch that the model reads."""
     if not role.forward.packing:
         return len(rows) * max(row.tokens for row in rows)
     if not role.forward.share_prompts:
@@ -247,7 +247,7 @@ def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """How a role's engine, or another one with its defaults, spreads a model over the role's processes."""
+    """The spread of a model over its role's processes by the role's engine, or by another one with its defaults."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
@@ -257,7 +257,7 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
-    """What the rollout engine says of its memory; nothing where it cannot tell."""
+    """The memory of the rollout engine as it tells it; nothing where it cannot tell."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     dtype = config.rollout.dtype or config.model.dtype
     decoding = Decoding(rows, config.rollout.n, lengths, token_bytes(model, dtype), int(model.num_hidden_layers))
@@ -292,7 +292,7 @@ def decoded_together(config: TrainConfig) -> int:
 
 
 def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:
-    """What a decode or prefill step holds beside the cache: logits, their softmax and sums, or a layer's states."""
+    """Bytes of a decode or prefill step beside the cache: logits, their softmax and sums, or a layer's states."""
     rollout = config.rollout
     item = ITEM_BYTES[rollout.dtype or config.model.dtype]
     logits = decoded_together(config) * bytes_per_logit(rollout, item)
@@ -302,7 +302,7 @@ def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> in
 
 
 def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
-    """What sampling holds for each entry of the logits: as they come, in float32, log-softmax, probabilities, sums."""
+    """Bytes of sampling for each entry of the logits: as they come, in float32, log-softmax, probabilities, sums."""
     penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
     is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
     is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it

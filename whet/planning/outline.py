@@ -35,7 +35,7 @@ _PASSES: dict[Hashable, Counter[str]] = {}
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch in tokens; rows of one `prompt` have the same."""
+    """A row of a batch in tokens; rows of one `prompt` have the same."""
 
     prompt: int
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """All of it."""
+        """Of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
@@ -78,7 +78,7 @@ class Outline:
 
     @property
     def gathered_bytes(self) -> int:
-        """What an engine that shards weights has whole at once: two layers, and all outside the layers."""
+        """Bytes that an engine that shards weights has whole at once: two layers, and all outside the layers."""
         sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers(body_of(self.model))]
         return self.weight_bytes - sum(sizes) + 2 * max(sizes, default=0)
 
@@ -88,13 +88,18 @@ class Outline:
         return self.role.lora is not None
 
     @property
+    def trained_share(self) -> float:
+        """Parameters that are trained, an adapter's too, over those of the model."""
+        return self.gradient_bytes / FLOAT32 / self.num_weights
+
+    @property
     def head_weights(self) -> int:
-        """Those that a token is multiplied with to get its logits; a value model's are none to speak of."""
+        """Weights that a token is multiplied with to get its logits; none to speak of in a value model."""
         return 0 if self.role.is_value_model else int(self.config.vocab_size * self.config.hidden_size)
 
     @property
     def layer_weights(self) -> int:
-        """Those of matrices that every token is multiplied with: of linear layers, but not of the output."""
+        """Weights of matrices that every token is multiplied with: of linear layers, without the output."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
         return sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
@@ -106,7 +111,7 @@ class Outline:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """What the optimizer keeps: a step of it begins, on weights without numbers."""
+        """Bytes that the optimizer keeps: a step of it is begun, on weights without numbers."""
         if self.role.optim is None:
             return 0
         states: list[Any] = []
@@ -129,7 +134,7 @@ class Outline:
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
     def update_bytes(self, rows: Sequence[Row], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
-        """What forward and backward of one micro-batch take at their height beside weights and optimizer, by kind.
+        """Bytes of forward and backward of one micro-batch at their height beside weights and optimizer, by kind.
 
         The pass itself is run, on tensors without numbers. With `accumulates` an earlier micro-batch left gradients.
         Raises: ModelError for a model whose passes depend on numbers.

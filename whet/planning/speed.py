@@ -2,7 +2,7 @@
 """Tokens and seconds of a step: arithmetic and memory traffic over what this machine was just measured to do.
 
 An estimate, good to a factor of two. A model's products are taken to reach `EFFICIENCY` of the rate of a bare one;
-rewards, validation and what an environment does are not in it.
+rewards and the work of environments are not in it, and validation only in the time of a whole run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from whet.config.schema import SFTConfig, TrainConfig
+from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, inner_size, mini_batch, token_bytes
 from whet.planning.outline import FLOAT32, Outline, Row
 
@@ -27,7 +27,7 @@ LARGEST_MATRIX = 4096  # rows and columns that are measured at the most
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does a second."""
+    """Work of this machine in a second."""
 
     decode_flops: float  # in products with as many rows as are decoded together
     train_flops: float  # in products with as many rows as a micro-batch has
@@ -38,14 +38,25 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """One step."""
+    """The size and the time of a step."""
 
     tokens: Mapping[str, int]  # prompt, response
     seconds: Mapping[str, float]  # by phase
+    validation: float = 0.0  # seconds of one; 0 where there is none
+
+    def whole(self, trainer: TrainerConfig, steps: int, first_step: int = 0, step: float | None = None) -> float:
+        """Seconds of a run from `first_step` on, validations included; `step` is what one has taken."""
+        every = trainer.val_freq if trainer.val_freq > 0 else steps
+        validations = -(-steps // every) - first_step // every + (trainer.val_before_train and first_step == 0)
+        each = sum(self.seconds.values()) if step is None else step
+        return (steps - first_step) * each + validations * self.validation
 
 
-def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates | None = None) -> Speed:
-    """One step with answers of `response_length` tokens, by default the longest that are allowed."""
+def plan_speed(
+    setup: Setup, response_length: float | None = None, rates: Rates | None = None, num_val: int = 0
+) -> Speed:
+    """A step with responses of `response_length` tokens, by default the longest allowed ones, and a validation on
+    `num_val` prompts or examples."""
     config, outlines = setup.config, setup.outlines
     response = setup.lengths.response if response_length is None else response_length
     if rates is None:
@@ -53,22 +64,29 @@ def plan_speed(setup: Setup, response_length: float | None = None, rates: Rates 
     if isinstance(config, SFTConfig):
         rows = mini_batch(config, "actor", setup.lengths)
         seconds = {"update": _update(outlines["actor"], rows, rates)}
-        return Speed({"all": sum(row.tokens for row in rows) * config.cluster.world_size}, seconds)
-    prompts = setup.lengths.spread(config.data.train_batch_size)
-    answered = [Row(number, tokens, round(response)) for number, tokens in enumerate(prompts)]
-    rows = [row for row in answered for _ in range(config.rollout.n)]
+        held_out = [Row(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
+        validation = _forward(outlines["actor"], held_out, rates) if held_out else 0.0
+        return Speed({"all": sum(row.tokens for row in rows) * config.cluster.world_size}, seconds, validation)
 
-    def share(role: str) -> list[Row]:
+    def answered(prompts: int, n: int) -> list[Row]:
+        lengths = enumerate(setup.lengths.spread(prompts))
+        return [row for number, tokens in lengths for row in [Row(number, tokens, round(response))] * n]
+
+    def share(role: str, rows: list[Row]) -> list[Row]:
         return rows[: -(-len(rows) // config.cluster.processes_of(role))]
 
-    seconds = {"rollout": _rollout(config, outlines["actor"], share("rollout"), rates)}
+    rows = answered(config.data.train_batch_size, config.rollout.n)
+    held_out = answered(num_val, config.trainer.validation.n)
+    seconds = {"rollout": _rollout(config, outlines["actor"], share("rollout", rows), rates)}
+    validation = _rollout(config, outlines["actor"], share("rollout", held_out), rates) if held_out else 0.0
     for role in setup.passes:
         model = outlines.get(role, outlines["actor"])  # the reference of an adapter is the actor without it
-        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share(role), rates)
+        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share(role, rows), rates)
     for role in setup.objectives:
         epochs = config.critic.epochs if role == "critic" else config.actor.epochs
-        seconds[f"{role} update"] = epochs * _update(outlines[role], share(role), rates)
-    return Speed({"prompt": sum(prompts), "response": round(response) * len(rows)}, seconds)
+        seconds[f"{role} update"] = epochs * _update(outlines[role], share(role, rows), rates)
+    prompts = sum(setup.lengths.spread(config.data.train_batch_size))
+    return Speed({"prompt": prompts, "response": round(response) * len(rows)}, seconds, validation)
 
 
 def _update(model: Outline, rows: list[Row], rates: Rates) -> float:
@@ -122,8 +140,8 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates)
     return prefill + rounds * response * (max(arithmetic, traffic) + calls + sampling)
 
 
-def measure(setup: Setup) -> Rates:
-    """About a second of measurements, with this model's sizes and dtypes."""
+def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
+    """Measures this machine with this model's sizes and dtypes, for `seconds` each rate."""
     config, model = setup.config, setup.outlines["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64
@@ -133,26 +151,26 @@ def measure(setup: Setup) -> Rates:
     tokens = min(setup.roles["actor"].micro_batch_tokens(setup.outlines["actor"].device_type), 2048)
     small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)
     return Rates(
-        decode_flops=_product(together, *size, decode),
-        train_flops=_product(tokens, *size, train),
-        bytes=2 * large.nbytes / _seconds(large.clone),
-        logits=logits.numel() / _seconds(lambda: logits.log_softmax(-1).exp().cumsum(-1)),
-        calls=1 / _seconds(lambda: small.add(1)),
+        decode_flops=_product(together, *size, decode, seconds),
+        train_flops=_product(tokens, *size, train, seconds),
+        bytes=2 * large.nbytes / _seconds(large.clone, seconds),
+        logits=logits.numel() / _seconds(lambda: logits.log_softmax(-1).exp().cumsum(-1), seconds),
+        calls=1 / _seconds(lambda: small.add(1), seconds),
     )
 
 
-def _product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, seconds: float) -> float:
     """Operations a second."""
     left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
-    return 2 * rows * inner * columns / _seconds(lambda: torch.nn.functional.linear(left, right))
+    return 2 * rows * inner * columns / _seconds(lambda: torch.nn.functional.linear(left, right), seconds)
 
 
 @torch.no_grad()
-def _seconds(run: Callable[[], Any]) -> float:
-    """Of one call, the mean over `MEASURE_SECONDS` after a first one."""
+def _seconds(run: Callable[[], Any], least: float) -> float:
+    """Of one call, the mean over at least so many seconds after a first one."""
     run()
     start, calls = time.perf_counter(), 0
-    while calls == 0 or time.perf_counter() - start < MEASURE_SECONDS:
+    while calls == 0 or time.perf_counter() - start < least:
         run()
         calls += 1
     return (time.perf_counter() - start) / calls

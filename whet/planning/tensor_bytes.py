@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors take while a block runs: every storage that an operator makes, until nobody holds it any more."""
+"""The bytes of tensors while a block runs: every storage that an operator makes, until nobody holds it any more."""
 
 from __future__ import annotations
 

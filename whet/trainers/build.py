@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.algorithm import AlgorithmConfig
-from whet.config.schema import ActorConfig, EvalConfig, RewardConfig, SamplingConfig, TrainConfig
+from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -23,16 +23,14 @@ from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
-from whet.environments.host import Deadlines
-from whet.errors import ConfigError
 from whet.models.load import stop_token_ids
+from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
-from whet.registry import FILTERS, REWARDS, VALUE_LOSSES, load_target
-from whet.rewards.pool import RewardPool, WeightedRewards
-from whet.rollout.collect import Collector
-from whet.rollout.constraints import bad_word_ids
+from whet.registry import FILTERS, VALUE_LOSSES, load_target
+from whet.rewards.build import build_scorer as build_scorer
+from whet.rewards.build import scorer_of as scorer_of
+from whet.rollout.build import build_collector, sampling_params
 from whet.rollout.groups import Filter
-from whet.rollout.protocol import RolloutEngine, SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers.columns import ColumnPlan, plan, updates_per_step
@@ -128,6 +126,8 @@ def build(
     specs = worker_specs(config, columns, total_steps)
     inputs = digests(config, loaded.items, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
+        if "console" in config.trainer.logger and not dry_run:
+            introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
@@ -204,73 +204,6 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (settings_of(model, ref, path),)))
     tokenizer_path = model.tokenizer_path or path_of(model)
     return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, model.dtype, tokenizer_path, model))]
-
-
-def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
-    """The reward processes of a run; None where no function is named and an environment pays."""
-    if function is None and not config.reward.function and config.environment.name != "single_turn":
-        return None
-    return build_scorer(config.reward, function)
-
-
-def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
-    """The reward processes of one function, or of several with weights.  Raises: RewardError, RegistryError."""
-    names = [config.function] if isinstance(config.function, str) else list(config.function or [])
-    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
-    if not functions:
-        known = ", ".join(REWARDS.names())
-        raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
-    pools = [
-        RewardPool(
-            each,
-            num_workers=config.num_workers,
-            timeout_seconds=config.timeout_seconds,
-            correct_threshold=config.correct_threshold,
-            kwargs=config.kwargs,
-        )
-        for each in functions
-    ]
-    if len(pools) == 1:
-        return pools[0]
-    weights = config.weights or [1.0] * len(pools)
-    short = [name.rpartition(":")[2] for name in names]
-    labels = short if len(set(short)) == len(short) else names
-    return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
-
-
-def build_collector(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
-) -> Collector:
-    """The collector that runs the config's environment on an engine."""
-    return Collector(
-        engine,
-        tokenizer,
-        environment=config.environment.name,
-        environment_options=config.environment.options,
-        max_turns=config.environment.max_turns,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        seed=seed,
-        deadline_seconds=config.rollout.deadline_seconds,
-        episode_seconds=config.environment.episode_seconds,
-        environment_seconds=Deadlines(reset=config.environment.reset_seconds, step=config.environment.step_seconds),
-    )
-
-
-def sampling_params(
-    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """The sampling parameters of a config."""
-    allowed = config.allowed_token_ids
-    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_ids,
-        stop=tuple(config.stop),
-        bad_words=bad_word_ids(config.bad_words, tokenizer),
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-        **{name: config[name] for name in same},
-    )
 
 
 def _rollouts(

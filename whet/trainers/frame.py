@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.checkpoints import checkpoint
+from whet.checkpoints.disk import disk_errors
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
@@ -28,8 +30,7 @@ from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import observed
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Trackers
-from whet.trainers import checkpoint
-from whet.trainers.run_dir import RunDir, disk_errors, open_run_dir
+from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from whet.checkpoints.checkpoint import last_good
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.trainers.checkpoint import last_good
 
 if TYPE_CHECKING:
     from whet.trainers.run import Run

@@ -24,12 +24,10 @@ from whet.models.positions import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
-from whet.registry import Registry, load_target
+from whet.registry import HINTS, load_target, register_hint
 from whet.trainers.columns import Sources, Values, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
-HINTS = Registry("hint source", "trainers", "register_hint")
-register_hint = HINTS.register
 Hints = list[list[str | None]]  # by group and answer
 
 log = logging.getLogger(__name__)
@@ -86,7 +84,7 @@ def with_hints(batch: DataProto, sources: Sources) -> DataProto:
 
 
 def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
-    """What the configured source says."""
+    """The hints of the configured source."""
     settings = sources.config.teacher
     entry = HINTS[settings.hint or ""]
     found: Hints = entry.load()(groups, sources, **entry.resolve_options(settings.hint_options, "teacher.hint_options"))
@@ -97,18 +95,20 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
     config, tokenizer = sources.config, sources.rollouts.tokenizer
     template = Template("teacher.hint_template", config.teacher.hint_template)
-    texts = PromptFormat(
-        tokenizer,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
     conversations = []
     for prompt, hint in asked:
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
         conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
-    return texts.encode(conversations) if conversations else []
+    return _format(sources).encode(conversations) if conversations else []
+
+
+def _format(sources: Sources) -> PromptFormat:
+    """The chat template alone: the data's own template has been filled in before."""
+    data, tokenizer = sources.config.data, sources.rollouts.tokenizer
+    kwargs = data.chat_template_kwargs
+    return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
 
 def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
@@ -160,20 +160,14 @@ def own(
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
-    """What the policy itself says when it is asked for a hint."""
+    """The answer of the policy itself to a request for a hint."""
     template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:
         last = group.prompt.messages[-1]
         messages = (*group.prompt.messages[:-1], replace(last, content=template.render({"content": last.content})))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
-    data = sources.config.data
-    texts = PromptFormat(
-        sources.rollouts.tokenizer,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-    )
-    encoded = texts.encode([prompt.messages for prompt in asking])
+    encoded = _format(sources).encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
     said = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
@@ -190,7 +184,7 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
-    """What a judge says of each prompt: `complete` names a function of messages that returns text, as
+    """A judge's hint for each prompt: `complete` names a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those that have said nothing `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
     function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
@@ -217,7 +211,7 @@ def _said(future: Future[str]) -> str | None:
 
 
 def text(answer: Trajectory) -> str | None:
-    """What the model said last."""
+    """The last message of the model."""
     said = [str(message.content) for message in answer.messages if message.role == "assistant"]
     return said[-1] if said else None
 

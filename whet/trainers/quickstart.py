@@ -20,7 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from whet import files
+from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config.schema import SupervisedDataConfig
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.errors import ConfigError
@@ -30,9 +33,8 @@ from whet.models.load import load_tokenizer, without_weight_bars
 from whet.tracking.console import shared_console
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.export import export
 from whet.trainers.run import Run
-from whet.trainers.run_dir import disk_errors, lock_folder
+from whet.trainers.run_dir import lock_folder
 from whet.trainers.sft import SFTRun, to_batch, train_sft
 
 NUM_HELD_OUT = 512
@@ -134,7 +136,8 @@ def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
     """SFT until the right answer's mean probability on some training problems is `WARM_ENOUGH`."""
     imitated = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
     tokenizer = load_tokenizer(run_dir / "model")
-    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat(tokenizer, apply_chat_template=False)).examples
+    data = SupervisedDataConfig(apply_chat_template=False)
+    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat.of(tokenizer, data), data)
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 

@@ -6,21 +6,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
-
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import TrainEngine
-from whet.models.load import load_policy, load_tokenizer, torch_dtype
+from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
-from whet.registry import ROLLOUT_ENGINES
-from whet.rollout.in_process import InProcessEngine
+from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.protocol import Event, Request, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
@@ -166,31 +161,8 @@ class RolloutWorker(Worker):
             self._inlet.close()
 
     def _load(self) -> None:
-        model = self._model
-        assert model.path is not None
-        module = load_policy(
-            model.path,
-            adapter_path=model.lora.path,
-            allow_pickle=model.allow_pickle,
-            trust_remote_code=model.trust_remote_code,
-        )
-        module.requires_grad_(False)
-        self.engine.attach(module.to(self.device, self.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+        load_model(self.engine, self._model, self.device)
         self._owns_module = True
 
     def _engines_beside(self) -> dict[str, TrainEngine]:
         return {role: each.engine for role, each in self.neighbours.items() if isinstance(each, TrainWorker)}
-
-
-def rollout_engine(
-    config: RolloutConfig,
-    dtype: torch.dtype,
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
-    device: torch.device,
-) -> InProcessEngine[Any]:
-    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
-    entry, size = ROLLOUT_ENGINES[config.engine.name], config.max_batch_size
-    given = {"dtype": dtype, "max_batch_size": size, "load_tokenizer": load_tokenizer, "device": device}
-    options = entry.resolve_options(config.engine.options, "rollout.engine.options")
-    engine: InProcessEngine[Any] = entry.make(given, options)
-    return engine

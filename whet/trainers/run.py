@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from whet import files
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import TrainConfig
+from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.protocol import SamplingParams
@@ -153,31 +153,6 @@ class Run(Frame):
             stack.callback(self.rollouts.close)
 
 
-def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A trajectory as a person reads it: text, reward, and failure."""
-    log_probs = [log_prob for turn in trajectory.turns for log_prob in turn.log_probs]
-    last = trajectory.turns[-1] if trajectory.turns else None
-    return {
-        "uid": trajectory.uid,
-        "index": trajectory.prompt.index,
-        "data_source": trajectory.prompt.data_source,
-        "prompt": tokenizer.decode(list(trajectory.prompt.token_ids)),
-        "response": tokenizer.decode(list(_response_ids(trajectory))),
-        "ground_truth": trajectory.prompt.ground_truth,
-        "extracted": trajectory.extracted,
-        "reward": None if trajectory.failure is not None else trajectory.score,
-        "accuracy": trajectory.accuracy,
-        "parts": dict(trajectory.parts),
-        "tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
-        "turns": len(trajectory.turns),
-        "finish_reason": last.finish_reason if last is not None else None,
-        "stop": last.stop if last is not None else None,
-        "mean_log_prob": math.fsum(log_probs) / len(log_probs) if log_probs else None,
-        "policy_version": last.policy_version if last is not None else None,
-        "failure": None if trajectory.failure is None else asdict(trajectory.failure),
-    }
-
-
 def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
     """The first trajectory of each group, then the second of each, up to `limit`."""
     in_turn = filter(None, chain.from_iterable(zip_longest(*(group.trajectories for group in groups))))
@@ -214,10 +189,3 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
             **{name: batch[name][row, :length].tolist() for name in ("response_mask", "loss_mask") if name in batch},
             **numbers,
         }
-
-
-def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
-    """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
-    prompt = trajectory.prompt.token_ids
-    whole = next((turn.context_ids + turn.token_ids for turn in reversed(trajectory.turns)), ())
-    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else whole

@@ -6,18 +6,16 @@ config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  chec
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import math
 import os
 import re
-import shutil
 import socket
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import count
@@ -27,18 +25,18 @@ from typing import Any
 import yaml
 
 from whet import files
+from whet.checkpoints import checkpoint
+from whet.checkpoints.disk import disk_errors
 from whet.config.compose import flatten
 from whet.config.renamed import rename
 from whet.config.render import to_yaml
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.errors import ConfigError, StorageError, WhetError
+from whet.errors import ConfigError
 from whet.tracking.jsonl import METRIC_FILES, cut_back
-from whet.trainers import checkpoint
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
 OWN = {*STEP_FOLDERS, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
@@ -61,6 +59,11 @@ class RunDir:
     found: Path | None = None  # the checkpoint to go on from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done before."""
+        return 0 if self.found is None else checkpoint.step_of(self.found)
 
     @property
     def is_taken(self) -> bool:
@@ -134,31 +137,6 @@ def cut_back_files(run_dir: Path, found: Path | None) -> list[dict[str, float]]:
     return [
         {name: math.nan if value is None else value for name, value in each.items()} for each in kept[METRIC_FILES[0]]
     ]
-
-
-@contextmanager
-def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Raises: StorageError, which says how to go on, where a file of the folder that `key` names cannot be read or
-    written."""
-    try:
-        yield
-    except OSError as error:
-        whole, named = path.absolute(), Path(os.fsdecode(error.filename) if error.filename else "").absolute()
-        if isinstance(error, WhetError):
-            raise
-        if error.errno not in NO_ROOM:
-            if not error.filename or not (named.is_relative_to(whole) or whole.is_relative_to(named)):
-                raise
-            raise StorageError(
-                f"{error.filename}: {error.strerror}; expected a folder that can be written to: mend or remove what "
-                f"stands there, or choose another {key}"
-            ) from error
-        last = checkpoint.newest(path)
-        again = "starts afresh" if last is None else f"goes on from {last}"
-        raise StorageError(
-            f"{error.filename or path}: {error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free "
-            f"there); make room, then start the same command again (with trainer.resume=auto): it {again}"
-        ) from error
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:

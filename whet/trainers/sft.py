@@ -20,6 +20,7 @@ from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
 from whet.models.positions import position_ids
+from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
@@ -50,7 +51,7 @@ class SFTRun(Frame):
     config: SFTConfig
     examples: Sequence[SupervisedExample]
     val_examples: Sequence[SupervisedExample]
-    loader: OrderLoader
+    loader: OrderLoader[int]
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
@@ -122,11 +123,13 @@ def _train_sft(
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
-    loader = OrderLoader(len(examples), seed=seed, shuffle=shuffle, order=order)
+    loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
     epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     lengths = [len(example.input_ids) for example in examples]
     with opened_for(config, setup, lengths, digests(config, examples, val_examples)) as (opened, services):
+        if "console" in config.trainer.logger:
+            introduce(setup(config, lengths), Counts(len(lengths), len(val_examples), total_steps, opened.first_step))
         run = SFTRun(
             config=config,
             opened=opened,

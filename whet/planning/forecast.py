@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -11,23 +11,24 @@ from typing import Any
 
 from whet.config.checks import check_context
 from whet.config.schema import SFTConfig, TrainConfig
-from whet.data.load import load_examples, load_prompts
+from whet.data.load import TRAIN, VAL, load_examples, load_prompts
+from whet.data.loader import steps_per_epoch
 from whet.errors import ConfigError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.fit import Change, Room, changes, rooms
+from whet.planning.introduction import Counts
 from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, plan_speed
 from whet.tracking.jsonl import read_records
-from whet.trainers import build, sft
-from whet.trainers.frame import run_folder
 
+MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will need, and where each number comes from."""
+    """The needs of a run, and the source of each number."""
 
     setup: Setup
     plans: Mapping[str, Memory]  # of a process of each pool
@@ -36,6 +37,7 @@ class Forecast:
     run_dir: Path
     free_disk_bytes: int
     speed: Speed
+    counts: Counts | None  # None without data to count
     measured: Mapping[str, float]  # seconds by phase of the run in run_dir, if there is one
     notes: tuple[str, ...]
 
@@ -59,71 +61,101 @@ class Forecast:
         """In memory everywhere, as far as it is known."""
         return all(room.fits for room in self.rooms)
 
+    @property
+    def fits_on_disk(self) -> bool:
+        """Its checkpoints, in run_dir."""
+        return self.disk_bytes <= self.free_disk_bytes
 
-def forecast(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
+    @property
+    def step_seconds(self) -> float | None:
+        """As measured in run_dir, else estimated; None on an accelerator, whose rates are not measured."""
+        estimated = sum(self.speed.seconds.values()) if self.setup.device is None else None
+        return self.measured.get("time/step", estimated)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run; None without data to count."""
+        step, counts = self.step_seconds, self.counts
+        if step is None or counts is None:
+            return None
+        return self.speed.whole(self.setup.config.trainer, counts.steps, step=step)
+
+
+def forecast(
+    config: TrainConfig | SFTConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
+) -> Forecast:
     """The plan of a config, by default for this machine, else with an accelerator of that size for each process.
+    `make_setup` is that of the config's trainer.
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
-    trusted = config.model.trust_remote_code
-    check_context(config, context_length(config.model.path, trust_remote_code=trusted))
-    setup, note = setup_of(config)
+    check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
+    lengths, note = row_lengths(config)
     device = free_accelerator(config.cluster)
     if device_gib is not None:
         device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
-    setup, notes, run_dir = replace(setup, device=device), [note], run_folder(config.trainer)
-    plans, found = {name: plan_memory(setup, name) for name in config.cluster.pools}, tuple(rooms(setup))
+    setup, notes = replace(make_setup(config, lengths), device=device), [note]
+    found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)
-    advised = [] if room.fits else changes(setup, room, lambda other: _with(other, setup.lengths.prompts))
+    advised = [] if room.fits else changes(setup, room, lambda other: make_setup(other, lengths))
     measured, response = _earlier_run(run_dir)
     if response is not None:
         notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
     elif isinstance(config, TrainConfig):
         longest = config.data.max_response_length
         notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
+    counts = None
+    if lengths:
+        num_val = _num_val(config)
+        epoch_steps = steps_per_epoch(len(lengths), config.data.train_batch_size)
+        steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+        counts = Counts(len(lengths), num_val, steps)
     return Forecast(
         setup=setup,
-        plans=plans,
+        plans={name: plan_memory(setup, name) for name in config.cluster.pools},
         rooms=found,
         changes=tuple(advised),
         run_dir=run_dir,
         free_disk_bytes=free_disk(run_dir),
-        speed=plan_speed(setup, response),
+        speed=plan_speed(setup, response, num_val=0 if counts is None else counts.val),
+        counts=counts,
         measured=measured,
         notes=tuple(notes),
     )
 
 
-def setup_of(config: TrainConfig | SFTConfig) -> tuple[Setup, str]:
-    """What the plan is made from, and a word about the lengths in it."""
-    lengths, note = _lengths(config)
-    return _with(config, lengths), note
-
-
-def _with(config: TrainConfig | SFTConfig, lengths: Sequence[int]) -> Setup:
-    return sft.setup(config, lengths) if isinstance(config, SFTConfig) else build.setup(config, lengths)
-
-
-def _lengths(config: TrainConfig | SFTConfig) -> tuple[Sequence[int], str]:
+def row_lengths(config: TrainConfig | SFTConfig) -> tuple[list[int], str]:
     """Of some of the data's prompts or examples, where it can be read, and a word about it."""
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
-        return (), f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
-    seed, where, lengths = config.trainer.seed, config.data.filter, []
+        return [], f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
     try:
-        model = config.model
-        tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
-        if isinstance(config, SFTConfig):
-            examples = load_examples(config.data, tokenizer, where=where, seed=seed).items
-            lengths = [len(example.input_ids) for example in examples]
-        else:
-            prompts = load_prompts(config.data, tokenizer, where=where, seed=seed).items
-            lengths = [len(prompt.token_ids) for prompt in prompts]
+        lengths = _read(config, TRAIN)
     except (WhetError, OSError) as error:
-        return (), f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
+        return [], f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
     what = "examples" if isinstance(config, SFTConfig) else "prompts"
     return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens, the longest has {max(lengths)}"
+
+
+def _num_val(config: TrainConfig | SFTConfig) -> int:
+    """Prompts or examples of a validation; 0 where there is none, or where it cannot be read here."""
+    if not config.data.val_files or config.trainer.val_freq < 0:
+        return 0
+    try:
+        return len(_read(config, VAL)[: config.data.get("val_max_prompts")])
+    except (WhetError, OSError):
+        return 0
+
+
+def _read(config: TrainConfig | SFTConfig, key: str) -> list[int]:
+    """Tokens of each prompt or example."""
+    model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
+    tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
+    if isinstance(config, SFTConfig):
+        examples = load_examples(config.data, tokenizer, key, where=where, seed=seed).items
+        return [len(example.input_ids) for example in examples]
+    return [len(prompt.token_ids) for prompt in load_prompts(config.data, tokenizer, key, where=where, seed=seed).items]
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:

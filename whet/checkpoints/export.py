@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from whet import serialization
+from whet.checkpoints import checkpoint
+from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.weight_files import MergedShards, write_weights
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError
 from whet.models.load import body_of, load_config, load_policy, outline
 from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
-from whet.trainers import checkpoint
-from whet.trainers.run_dir import disk_errors
-from whet.trainers.weight_files import MergedShards, write_weights
 
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 

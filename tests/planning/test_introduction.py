@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from whet.config import TrainConfig
+from whet.config.schema import TrainerConfig
+from whet.planning.introduction import Counts, data_line, introduce, model_lines
+from whet.planning.speed import Speed
+from whet.planning.units import count, duration, plural
+from whet.trainers import build
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def test_the_first_lines_of_a_run(train_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+    setup = build.setup(train_config({"algorithm.kl.where": "loss"}), [16])
+    with caplog.at_level(logging.INFO, "whet"):
+        introduce(setup, Counts(train=7000, val=12, steps=2, first_step=1))
+    *models, data, time = caplog.messages
+    threads = plural(torch.get_num_threads(), "thread")
+    assert (
+        models
+        == list(model_lines(setup))
+        == [
+            f"actor: 402 k parameters, all trained, float32, 1 process on the CPU with {threads}",
+            f"ref: 402 k parameters, not trained, float32, 1 process on the CPU with {threads}",
+        ]
+    )
+    assert data == "7,000 prompts to train on, 12 to validate on; 2 steps of 4 prompts x 4 responses, 1 done"
+    assert time.startswith("about ") and time.endswith(" an estimate, good to a factor of two")
+
+
+def test_the_share_that_an_adapter_is(train_config: MakeConfig) -> None:
+    setup = build.setup(train_config({"model.lora.rank": 2, "model.dtype": "bfloat16"}), [16])
+    trained = sum(weight.numel() for weight in setup.outlines["actor"].model.parameters() if weight.requires_grad)
+    (line,) = model_lines(setup)
+    assert f", {trained / setup.outlines['actor'].num_weights:.2%} trained, bfloat16 over float32 weights, " in line
+
+
+@pytest.mark.parametrize(
+    ("trainer", "first_step", "validations"),
+    [
+        ({"val_freq": 0}, 0, 2),  # before and after
+        ({"val_freq": 0, "val_before_train": False}, 0, 1),
+        ({"val_freq": 4}, 0, 4),  # before, after 4, 8 and 10
+        ({"val_freq": 5}, 0, 3),  # before, after 5 and 10
+        ({"val_freq": 4}, 8, 1),  # a run that goes on
+    ],
+)
+def test_a_run_takes_its_steps_and_its_validations(trainer: dict[str, int], first_step: int, validations: int) -> None:
+    speed = Speed({}, {"rollout": 2.0, "update": 1.0}, validation=100.0)
+    config = TrainerConfig(**trainer)
+    assert speed.whole(config, 10, first_step) == 3.0 * (10 - first_step) + 100.0 * validations
+    assert speed.whole(config, 10, first_step, step=5.0) == 5.0 * (10 - first_step) + 100.0 * validations
+
+
+def test_numbers_as_a_person_reads_them() -> None:
+    assert [count(n) for n in (7, 1_500, 3_300_000, 7_615_616_512)] == ["7", "1.5 k", "3.3 M", "7.62 B"]
+    assert [plural(1, "process", "processes"), plural(2_000, "step")] == ["1 process", "2,000 steps"]
+    shown = ["40 ms", "1.2 s", "12.0 s", "3.5 min", "20.0 h", "5.2 days"]
+    assert [duration(seconds) for seconds in (0.04, 1.2, 12, 210, 72_000, 450_000)] == shown
+
+
+def test_the_data_of_a_run_without_validation(train_config: MakeConfig) -> None:
+    setup = build.setup(train_config(), [16])
+    assert data_line(setup, Counts(20, 0, 1)) == "20 prompts to train on; 1 step of 4 prompts x 4 responses"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to what samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.environments.host import Deadlines
+from whet.models.load import load_policy
+from whet.registry import ROLLOUT_ENGINES
+from whet.rollout.collect import Collector
+from whet.rollout.constraints import bad_word_ids
+from whet.rollout.in_process import InProcessEngine
+from whet.rollout.protocol import RolloutEngine, SamplingParams
+
+
+def rollout_engine(
+    config: RolloutConfig,
+    dtype: torch.dtype,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    device: torch.device,
+) -> InProcessEngine[Any]:
+    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
+    entry = ROLLOUT_ENGINES[config.engine.name]
+    given = {
+        "dtype": dtype,
+        "max_batch_size": config.max_batch_size,
+        "load_tokenizer": load_tokenizer,
+        "device": device,
+    }
+    engine: InProcessEngine[Any] = entry.make(
+        given, entry.resolve_options(config.engine.options, "rollout.engine.options")
+    )
+    return engine
+
+
+def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.device) -> None:
+    """Gives an engine a model of its own, in the dtype that it computes in.  Raises: ModelError."""
+    assert model.path is not None
+    module = load_policy(
+        model.path,
+        adapter_path=model.lora.path,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+    )
+    module.requires_grad_(False)
+    engine.attach(module.to(device, engine.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+
+
+def build_collector(
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
+) -> Collector:
+    """What runs the config's environment on an engine."""
+    return Collector(
+        engine,
+        tokenizer,
+        environment=config.environment.name,
+        environment_options=config.environment.options,
+        max_turns=config.environment.max_turns,
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        seed=seed,
+        deadline_seconds=config.rollout.deadline_seconds,
+        episode_seconds=config.environment.episode_seconds,
+        environment_seconds=Deadlines(reset=config.environment.reset_seconds, step=config.environment.step_seconds),
+    )
+
+
+def sampling_params(
+    config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
+) -> SamplingParams:
+    """The sampling parameters of a config."""
+    allowed = config.allowed_token_ids
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=stop_ids,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=tuple(config.stop),
+        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+    )
