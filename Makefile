@@ -57,7 +57,7 @@ style: $(READY) ## mends what can be mended
 bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-pages: $(READY) ## writes the pages that are made from code (algorithms, config, migrating, the picture of the layers)
+pages: $(READY) ## writes the pages that are made from code (algorithms, columns, config, migrating, the picture of the layers)
 	$(BIN)/python -m docs.generate
 
 gpu: $(READY) ## shows whet on this machine's accelerator in ten minutes, and writes docs/gpu.md

@@ -273,7 +273,7 @@ def test_a_run_in_which_every_answer_fails() -> None:
     prompt = prompts(1)[0]
     answers = [Trajectory(f"0:0:{i}", prompt, (), i, failure=each) for i, each in enumerate(outcomes(raising))]
     with pytest.raises(WhetError) as raised:
-        FailureWatch().see([Group(prompt, tuple(answers))])
+        FailureWatch().record([Group(prompt, tuple(answers))])
     wrong("every answer fails", str(raised.value))
 
 

@@ -14,7 +14,7 @@ import torch
 from annotated_types import Ge, Gt, Interval, Le, Lt
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.errors import ConfigError
 from whet.options import Finite, Share, bounds_of, fits, words
 from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, WEIGHTS, Entry, Registry, call, entry_of
@@ -57,7 +57,7 @@ def test_the_adapters_refuse_too() -> None:
     with pytest.raises(ConfigError, match=r"clip_ratio_c=0\.5; expected"):
         policy_loss(POLICY_LOSSES["ppo_clip"], BATCH, {"clip_ratio_c": 0.5})
     with pytest.raises(ConfigError, match=r"share=-1\.0; expected"):
-        settle(POLICY_LOSSES["kl_cov"], BATCH, {"share": -1.0})
+        with_mini_batch_columns(POLICY_LOSSES["kl_cov"], BATCH, {"share": -1.0})
     with pytest.raises(ConfigError, match=r"gamma=1\.5; expected a number >= 0 and <= 1"):
         estimate(
             ADV_ESTIMATORS["reinforce_plus_plus"], {**BATCH, "token_level_rewards": BATCH["draws"]}, {"gamma": 1.5}

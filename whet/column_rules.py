@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch demands of its columns: kinds, numbers of rows, names, equality. Errors name the column and its size."""
+"""Rules for the columns of a batch: kinds, numbers of rows, names, equality. Errors name the column and its size."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from whet.errors import DataError
 ObjectArray = npt.NDArray[np.object_]
 Names = str | Iterable[str]
 Rows = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
-Column = TypeVar("Column")
+Column = torch.Tensor | ObjectArray
+V = TypeVar("V")
 
 
 def check_columns(
     tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
 ) -> int:
-    """How many rows all columns have (0 without columns). Raises DataError if one is not a column or they disagree.
+    """The number of rows of all columns, 0 without columns; where a `batch_size` is known they must agree with it.
 
-    `batch_size` is what they must agree with where it is known.
-    """
+    Raises: DataError where one is not a column or they disagree."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
@@ -101,24 +101,19 @@ def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
 Places = Sequence[npt.NDArray[np.int64]]
 
 
-def joined(parts: Sequence[torch.Tensor], places: Places | None) -> torch.Tensor:
-    """All parts in one tensor, the rows of each where `places` says, else end to end."""
+def joined(parts: Sequence[Any], places: Places | None) -> Column:
+    """The parts of a column in one, the rows of each where `places` says, else end to end."""
+    is_tensor = torch.is_tensor(parts[0])
     if places is None:
-        return torch.cat(list(parts))
-    result = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+        return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    whole: Any = parts[0].new_empty(shape) if is_tensor else np.empty(shape, dtype=object)
     for part, rows in zip(parts, places, strict=True):
-        result.index_copy_(0, torch.from_numpy(rows).to(result.device), part)
-    return result
-
-
-def joined_objects(parts: Sequence[ObjectArray], places: Places | None) -> ObjectArray:
-    """`joined` of object columns."""
-    if places is None:
-        return np.concatenate(parts)
-    result = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=object)
-    for part, rows in zip(parts, places, strict=True):
-        result[rows] = part
-    return result
+        if is_tensor:
+            whole.index_copy_(0, torch.from_numpy(rows).to(whole.device), part)
+        else:
+            whole[rows] = part
+    return whole
 
 
 def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
@@ -133,22 +128,17 @@ def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place
     return found
 
 
-def listed(keys: Names) -> list[str]:
-    """One name or several, as a list."""
-    return [keys] if isinstance(keys, str) else list(keys)
-
-
-def pick(columns: Mapping[str, Column], keys: Names | None, kind: str) -> dict[str, Column]:
-    """The named ones, all for None, in a new dict. Raises: DataError."""
+def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V]:
+    """The named ones, all for None, in a new dict.  Raises: DataError."""
     if keys is None:
         return dict(columns)
-    names = listed(keys)
+    names = [keys] if isinstance(keys, str) else list(keys)
     if missing := [name for name in names if name not in columns]:
         raise DataError(f"there is no {kind} {missing}; there are {list(columns)}")
     return {name: columns[name] for name in names}
 
 
-def merged(one: Mapping[str, Column], other: Mapping[str, Column], kind: str) -> dict[str, Column]:
+def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str, V]:
     """Both in a new dict. Raises DataError if a name in both does not hold equal values."""
     for name in other:
         if name in one and not equal(one[name], other[name]):
@@ -160,26 +150,22 @@ def merged(one: Mapping[str, Column], other: Mapping[str, Column], kind: str) ->
 
 
 def equal(one: Any, other: Any) -> bool:
-    """The same dtypes, shapes and values all the way down; NaN equals NaN."""
+    """Whether types, dtypes, shapes and values are the same all the way down; NaN equals NaN."""
     if one is other:
         return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        other = other.to(one.device)
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        if one.dtype == object:
-            return all(map(equal, one.flat, other.flat))
-        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(map(equal, one, other))
     if type(one) is not type(other):
         return False
+    if isinstance(one, torch.Tensor | np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if isinstance(one, np.ndarray) and one.dtype == object:
+            return all(map(equal, one.flat, other.flat))
+        other = other.to(one.device) if isinstance(one, torch.Tensor) else other
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other) or bool(one != one and other != other)
 
 

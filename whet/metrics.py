@@ -74,7 +74,7 @@ class Metrics:
         return self._reduced(timings=False)
 
     def value(self, name: str) -> float | None:
-        """One of them now; None where nothing was recorded under the name."""
+        """The metric as it is now; None where nothing was recorded under the name."""
         series = self._series.get(name)
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
@@ -101,50 +101,45 @@ class Metrics:
     def _reduced(self, timings: bool) -> dict[str, float]:
         chosen = {name: series for name, series in self._series.items() if (series.reduction == "seconds") == timings}
         numbers = _on_host(chosen)
-        results = {name: _reduce(name, chosen[name].reduction, numbers[name]) for name in sorted(chosen)}
-        return {name: result for name, result in results.items() if result is not None}
+        results = ((name, _reduce(name, chosen[name].reduction, numbers[name])) for name in sorted(chosen))
+        return {name: result for name, result in results if result is not None}
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
 Counter = Callable[[int, int, str], None]
-_watches: dict[int, list[Watch]] = {}  # by thread
-_counters: dict[int, list[Counter]] = {}
+_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Lets whoever watches this thread know that the block is a phase of the run; records nothing."""
+    """Tells the watchers of this thread that the block is a phase of the run; records nothing."""
     with ExitStack() as watched:
-        for watch in _watches.get(threading.get_ident(), ()):
+        for watch, _ in _watchers.get(threading.get_ident(), ()):
             watched.enter_context(watch(name))
         yield
 
 
 def counted(done: int, total: int, note: str = "") -> None:
-    """Lets whoever watches this thread know how much of the present phase is done."""
-    for counter in _counters.get(threading.get_ident(), ()):
+    """Tells the watchers of this thread how much of the present phase is done."""
+    for _, counter in _watchers.get(threading.get_ident(), ()):
         counter(done, total, note)
 
 
 @contextmanager
 def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
-    """Opens `watch(name)` around every phase in this thread, each block that `Metrics.time` times among them, for as
-    long as this one lasts: whoever wants to know which phase a run is in needs no line in the loop. `counter` is called
-    with what `counted` is told."""
-    thread = threading.get_ident()
-    watches, counters = _watches.setdefault(thread, []), _counters.setdefault(thread, [])
-    watches.append(watch)
-    counters.append(counter)
+    """Opens `watch(name)` around every phase in this thread, such as the blocks of `Metrics.time`, for as long as this
+    block lasts, so that showing the phase of a run takes no line of the loop. `counter` gets what `counted` gets."""
+    watchers, own = _watchers.setdefault(threading.get_ident(), []), (watch, counter)
+    watchers.append(own)
     try:
         yield
     finally:
-        watches.remove(watch)
-        counters.remove(counter)
+        watchers.remove(own)
 
 
 @dataclass
 class _Series:
-    """All that was recorded under one name, as (value, weight)."""
+    """The numbers under one name, as (value, weight)."""
 
     reduction: Reduction
     numbers: list[tuple[Scalar, Scalar]] = field(default_factory=list)

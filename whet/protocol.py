@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from whet import keyed, serialization
 from whet.column_rules import (
+    Column,
     Names,
     ObjectArray,
     Rows,
@@ -22,8 +23,6 @@ from whet.column_rules import (
     check_places,
     check_same_columns,
     joined,
-    joined_objects,
-    listed,
     merged,
     object_array,
     pick,
@@ -34,7 +33,7 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class DataProtoItem:
-    """One row: columns without their batch dimension, objects as they are."""
+    """A row: columns without their batch dimension, objects as they are."""
 
     batch: TensorDict | None
     non_tensor_batch: dict[str, Any]
@@ -73,7 +72,8 @@ class DataProto:
     ) -> DataProto:
         """Columns from tensors [B, ...] and from arrays or lists of B objects; a list in a list stays one object."""
         objects = {name: object_array(name, values) for name, values in (non_tensors or {}).items()}
-        return _assemble(tensors or {}, objects, meta_info or {})
+        rows = check_columns(tensors or {}, objects)
+        return _assemble({**(tensors or {}), **objects}, meta_info or {}, rows)
 
     @classmethod
     def from_single_dict(
@@ -101,12 +101,9 @@ class DataProto:
         if len(parts) == 1 and places is None:
             return first.select()
         where = None if places is None else check_places(places, [len(part) for part in parts])
-        tensors = {name: joined([part.tensors()[name] for part in parts], where) for name in first.tensors()}
-        objects = {
-            name: joined_objects([part.non_tensor_batch[name] for part in parts], where)
-            for name in first.non_tensor_batch
-        }
-        return _assemble(tensors, objects, meta_info, sum(map(len, parts)))
+        columns = [part.columns() for part in parts]
+        whole = {name: joined([each[name] for each in columns], where) for name in columns[0]}
+        return _assemble(whole, meta_info, sum(map(len, parts)))
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -115,14 +112,18 @@ class DataProto:
 
     def keys(self) -> list[str]:
         """The names of all columns, tensors first."""
-        return [*self.tensors(), *self.non_tensor_batch]
+        return list(self.columns())
+
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, tensors first."""
+        return {**self.tensors(), **self.non_tensor_batch}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name."""
         return {} if self.batch is None else cast("dict[str, torch.Tensor]", dict(self.batch.items()))
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors() or name in self.non_tensor_batch
+        return name in self.columns()
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[row] for row in range(len(self)))
@@ -139,28 +140,24 @@ class DataProto:
         A one-row DataProto is `data[i : i + 1]`. Raises: IndexError for a row that is not there.
         """
         if isinstance(index, str):
-            if index not in self:
-                raise DataError(f"there is no column {index!r}; the columns are {self.keys()}")
-            return self.tensors()[index] if index in self.tensors() else self.non_tensor_batch[index]
+            columns = self.columns()
+            if index not in columns:
+                raise DataError(f"there is no column {index!r}; the columns are {list(columns)}")
+            return columns[index]
         if isinstance(index, int | np.integer):
             return self._row(int(index))
         rows = row_numbers(index, len(self))
-        tensor_rows = rows if isinstance(rows, slice) else torch.from_numpy(rows)
-        return self._map(
-            lambda tensor: tensor[tensor_rows],
-            lambda array: array[rows],
-            len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows),
-        )
+        if isinstance(rows, slice):
+            return self._map(lambda column: column[rows], len(range(len(self))[rows]))
+        tensor_rows = torch.from_numpy(rows)
+        return self._map(lambda column: column[tensor_rows if torch.is_tensor(column) else rows], len(rows))
 
     def __repr__(self) -> str:
-        tensors = [
-            f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, tensor in self.tensors().items()
+        columns = [
+            f"{name}: {str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
+            for name, column in self.columns().items()
         ]
-        objects = [f"{name}: object{list(array.shape)}" for name, array in self.non_tensor_batch.items()]
-        return (
-            f"DataProto(rows={len(self)}, columns=[{', '.join(tensors + objects)}], meta_info={list(self.meta_info)})"
-        )
+        return f"DataProto(rows={len(self)}, columns=[{', '.join(columns)}], meta_info={list(self.meta_info)})"
 
     def select(
         self,
@@ -169,12 +166,9 @@ class DataProto:
         meta_info_keys: Names | None = None,
     ) -> DataProto:
         """Only the named columns and keys; None keeps all of that kind."""
-        return _assemble(
-            pick(self.tensors(), batch_keys, "tensor column"),
-            pick(self.non_tensor_batch, non_tensor_batch_keys, "object column"),
-            pick(self.meta_info, meta_info_keys, "meta_info key"),
-            len(self),
-        )
+        tensors = pick(self.tensors(), batch_keys, "tensor column")
+        objects = pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
+        return _assemble({**tensors, **objects}, pick(self.meta_info, meta_info_keys, "meta_info key"), len(self))
 
     def pop(
         self,
@@ -194,7 +188,7 @@ class DataProto:
 
     def rename(self, old_keys: Names, new_keys: Names) -> DataProto:
         """The same columns, the i-th of `old_keys` under the i-th of `new_keys`; the order stays."""
-        old, new = listed(old_keys), listed(new_keys)
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
             raise DataError(
                 f"rename got {len(old)} old names {old} and {len(new)} new names {new}: one new for each old"
@@ -207,12 +201,7 @@ class DataProto:
             raise DataError(
                 f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
             )
-        return _assemble(
-            {new_name.get(name, name): tensor for name, tensor in self.tensors().items()},
-            {new_name.get(name, name): array for name, array in self.non_tensor_batch.items()},
-            self.meta_info,
-            len(self),
-        )
+        return _assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
     def union(self, other: DataProto) -> DataProto:
         """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
@@ -222,25 +211,20 @@ class DataProto:
                 f"union of {len(self)} rows (columns {self.keys()}) with {len(other)} rows (columns {other.keys()}): "
                 "both need the same rows in the same order"
             )
-        return _assemble(
-            merged(self.tensors(), other.tensors(), "tensor column"),
-            merged(self.non_tensor_batch, other.non_tensor_batch, "object column"),
-            merged(self.meta_info, other.meta_info, "meta_info"),
-            max(len(self), len(other)),
-        )
+        both = {**self.tensors(), **other.tensors()}.keys() & {**self.non_tensor_batch, **other.non_tensor_batch}.keys()
+        if both:
+            raise DataError(f"columns {sorted(both)} are both a tensor and an object column; rename one of each")
+        columns = merged(self.columns(), other.columns(), "column")
+        meta_info = merged(self.meta_info, other.meta_info, "meta_info")
+        return _assemble(columns, meta_info, max(len(self), len(other)))
 
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
         """These columns added, in place of any that have their names."""
         given = DataProto.from_single_dict(columns)
         if len(given) != len(self):
             return self.union(given)  # raises, unless there is nothing here yet
-        return _assemble(
-            {name: tensor for name, tensor in self.tensors().items() if name not in columns} | given.tensors(),
-            {name: array for name, array in self.non_tensor_batch.items() if name not in columns}
-            | given.non_tensor_batch,
-            self.meta_info,
-            len(self),
-        )
+        kept = {name: column for name, column in self.columns().items() if name not in columns}
+        return _assemble(kept | given.columns(), self.meta_info, len(self))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` consecutive parts of equal size; DataError if the rows do not divide."""
@@ -289,13 +273,11 @@ class DataProto:
         if mini_batch_size < 1:
             raise DataError(f"mini_batch_size={mini_batch_size}, expected at least 1 row")
         for epoch in range(epochs):
-            if seed is None:
-                yield from self.split(mini_batch_size)
-                continue
-            generator = torch.Generator().manual_seed(keyed.key(seed, "mini_batches", epoch))
-            order = torch.randperm(len(self), generator=generator)
-            for start in range(0, max(len(self), 1), mini_batch_size):
-                yield self[order[start : start + mini_batch_size]]
+            rows = self
+            if seed is not None:
+                generator = torch.Generator().manual_seed(keyed.key(seed, "mini_batches", epoch))
+                rows = self[torch.randperm(len(self), generator=generator)]
+            yield from rows.split(mini_batch_size)
 
     def pad_to_divisor(self, size_divisor: int) -> tuple[DataProto, int]:
         """(rows up to the next multiple of `size_divisor`, how many were added); `unpad` takes them off again.
@@ -319,11 +301,7 @@ class DataProto:
         if new_batch_size < 1 or len(self) % new_batch_size:
             raise DataError(f"{len(self)} rows do not fold into {new_batch_size} rows of equal size")
         lead = (new_batch_size, len(self) // new_batch_size)
-        return self._map(
-            lambda tensor: tensor.reshape(*lead, *tensor.shape[1:]),
-            lambda array: array.reshape(*lead, *array.shape[1:]),
-            new_batch_size,
-        )
+        return self._map(lambda column: column.reshape(*lead, *column.shape[1:]), new_batch_size)
 
     def unfold_batch_dim(self) -> DataProto:
         """[B, K, ...] -> [B * K, ...] in every column: undoes `fold_batch_dim`."""
@@ -331,15 +309,11 @@ class DataProto:
         if len(set(leads.values())) != 1 or len(next(iter(leads.values()))) != 2:
             raise DataError(f"unfold needs the same first two sizes [B, K] in every column, found {leads}")
         rows, width = next(iter(leads.values()))
-        return self._map(
-            lambda tensor: tensor.flatten(0, 1),
-            lambda array: array.reshape(rows * width, *array.shape[2:]),
-            rows * width,
-        )
+        return self._map(lambda column: column.reshape(rows * width, *column.shape[2:]), rows * width)
 
     def to(self, device: torch.device | str) -> DataProto:
         """Tensor columns on `device`; tensors inside object columns stay where they are."""
-        return self._map(lambda tensor: tensor.to(device), lambda array: array, len(self))
+        return self._map(lambda column: column.to(device) if torch.is_tensor(column) else column, len(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file that holds everything but gradients; `whet.serialization` says which objects it can hold."""
@@ -347,19 +321,19 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DataProto:
-        """What `save` wrote, tensors on the CPU. Runs no code of the file's.
+        """Reads what `save` wrote, tensors on the CPU. Runs no code of the file's.
 
         Raises: FileNotFoundError; DataError for a file that is damaged or holds anything else.
         """
         parts = serialization.load(path)
         if not isinstance(parts, dict) or parts.keys() != {"batch", "non_tensor_batch", "meta_info", "rows"}:
             raise DataError(f"{path} does not hold a DataProto; load reads what DataProto.save wrote")
-        return _assemble(*parts.values())
+        return _from_parts(*parts.values())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Values arrive on the CPU, without gradients. With pickle protocol 5 and a buffer callback, as Ray has them,
         the bytes of tensors stay out of the pickle and loading does not copy them."""
-        return _assemble, tuple(map(serialization.OutOfBand, self._parts().values()))
+        return _from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -367,10 +341,10 @@ class DataProto:
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         objects, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return _assemble(tensors, objects, meta_info, len(self))
+        return _from_parts(tensors, objects, meta_info, len(self))
 
     def _parts(self) -> dict[str, Any]:
-        """The arguments of `_assemble`, in its order."""
+        """The arguments of `_from_parts`, in its order."""
         return {
             "batch": self.tensors(),
             "non_tensor_batch": self.non_tensor_batch,
@@ -387,35 +361,22 @@ class DataProto:
             meta_info=dict(self.meta_info),
         )
 
-    def _map(
-        self,
-        on_tensor: Callable[[torch.Tensor], torch.Tensor],
-        on_array: Callable[[ObjectArray], ObjectArray],
-        rows: int,
-    ) -> DataProto:
-        tensors = {name: on_tensor(tensor) for name, tensor in self.tensors().items()}
-        objects = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
-        return _assemble(tensors, objects, self.meta_info, rows)
+    def _map(self, change: Callable[[Any], Any], rows: int) -> DataProto:
+        return _assemble({name: change(column) for name, column in self.columns().items()}, self.meta_info, rows)
 
 
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """`data.pad_to_divisor(size_divisor)`."""
-    return data.pad_to_divisor(size_divisor)
+pad_dataproto_to_divisor, unpad_dataproto = DataProto.pad_to_divisor, DataProto.unpad  # verl's functions
 
 
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """`data.unpad(pad_size)`."""
-    return data.unpad(pad_size)
-
-
-def _assemble(
-    tensors: Mapping[str, torch.Tensor],
-    objects: Mapping[str, ObjectArray],
-    meta_info: Mapping[str, Any],
-    rows: int = 0,
+def _from_parts(
+    tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], meta_info: Mapping[str, Any], rows: int
 ) -> DataProto:
-    """A DataProto with new containers around these columns. `rows` counts where no column says how many there are."""
-    if tensors or objects:
-        rows = check_columns(tensors, objects)
-    batch = TensorDict(dict(tensors), batch_size=[rows]) if tensors or (rows and not objects) else None
-    return DataProto(batch, dict(objects), dict(meta_info))
+    return _assemble({**tensors, **objects}, meta_info, check_columns(tensors, objects) or rows)
+
+
+def _assemble(columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> DataProto:
+    """A DataProto of so many rows, with new containers around these columns."""
+    objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    tensors = {name: column for name, column in columns.items() if name not in objects}
+    batch = TensorDict(tensors, batch_size=[rows]) if tensors or (rows and not objects) else None
+    return DataProto(batch, objects, dict(meta_info))

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from whet.columns import ROW_COLUMNS
 from whet.errors import ConfigError, RegistryError
 from whet.options import fits, read, words
 
@@ -40,10 +41,12 @@ FOREIGN_COLUMNS = {
     "ref_log_prob": "ref_log_probs",
     "rollout_log_prob": "rollout_log_probs",
 }
-# Columns [B, K] that say nothing of tokens, and so have no padding, even where K is R.
-ROW_COLUMNS = frozenset({"reward_parts"})
 # Parameters that are no column: the caller supplies them by name, unless the user gives them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
+
+
+class Resolved(dict[str, Any]):
+    """Options of a function that are complete and checked: `call` does not check them at every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Entry:
         """Calls the function with those things in `supplied` that it names before its `*`, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
-    def resolve_options(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
         """Defaults overlaid with `given`, what the caller supplies left out.  `where` is the config key for errors.
         Raises: ConfigError."""
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
@@ -93,7 +96,7 @@ class Entry:
         if missing:
             raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
         self.check(given, f"{where}.")
-        return options
+        return Resolved(options)
 
     def check(self, given: Mapping[str, Any], prefix: str) -> None:
         """Refuses values that options do not take; of two options that the mark `ordered` names the first has to be
@@ -229,7 +232,8 @@ def call(
     for name, value in named.items():
         if value is REQUIRED:
             _supplied(name, supplied, entry)
-    entry.check(options, f"{entry.kind} {entry.name!r}: ")
+    if options and not isinstance(options, Resolved):
+        entry.check(options, f"{entry.kind} {entry.name!r}: ")
     return entry.load()(*arguments, **named)
 
 

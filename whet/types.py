@@ -10,9 +10,6 @@ from typing import Any, Literal
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
 Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
-# The outputs of a model for each sampled token, by name: of a language model, and of a value model.
-POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
-VALUE_OUTPUTS = frozenset({"values"})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.workers.random_columns import columns_for
 from benchmarks.workers.turns import Turns
-from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.statistics import masked_mean
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, call
@@ -50,7 +50,7 @@ def loss(name: str, columns: dict[str, Tensor]) -> None:
 def total(name: str, columns: dict[str, Tensor]) -> Tensor:
     """The loss as one number; what it reported is a list of numbers then, as in an engine, and no tensor any more."""
     entry, mask = POLICY_LOSSES[name], columns["response_mask"]
-    result = policy_loss(entry, settle(entry, columns, {}), {})
+    result = policy_loss(entry, with_mini_batch_columns(entry, columns, {}), {})
     reported = [float(masked_mean(value, mask)) for value in result.diagnostics.values()]
     mode = entry.marks.get("aggregation", "token-mean")
     assert result.per_token is not None

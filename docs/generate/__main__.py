@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import algorithms, config, layers, migrating
+from docs.generate import algorithms, columns, config, layers, migrating
 from whet.cli.algorithms import certify_all
 
 DOCS = Path(__file__).parents[1]
 PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to the new one
     "algorithms": lambda _: algorithms.page(certify_all()),
+    "columns": columns.page,
     "config": config.page,
     "migrating": migrating.page,
     "layers.svg": lambda _: layers.picture(layers.PAGE.read_text(encoding="utf-8")),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS, Entry, call
 
@@ -33,7 +33,7 @@ def columns_of(entry: Entry, batch: Batch) -> list[Tensor]:
     if entry.kind == ADV_ESTIMATORS.kind:
         result = estimate(entry, batch, {})
         return [result.advantages] if result.returns is None else [result.advantages, result.returns]
-    loss = policy_loss(entry, settle(entry, batch, {}), {})
+    loss = policy_loss(entry, with_mini_batch_columns(entry, batch, {}), {})
     assert loss.per_token is not None
     outside = batch["response_mask"] == 0
     return [loss.per_token, *(value.masked_fill(outside, 0.0) for value in loss.diagnostics.values())]
@@ -137,7 +137,7 @@ def test_groups_of_one_carry_no_signal(make_batch: MakeBatch, entry: Entry) -> N
 @few
 @given(seed=seeds)
 def test_what_was_not_sampled_has_no_gradient(make_batch: MakeBatch, entry: Entry, seed: int) -> None:
-    batch = settle(entry, make_batch(seed), {})
+    batch = with_mini_batch_columns(entry, make_batch(seed), {})
     trained = "values" if "values" in entry.columns else "log_probs"
     leaf, mask = batch[trained].clone().requires_grad_(), batch["response_mask"]
     loss = policy_loss(entry, {**batch, trained: leaf}, {}).per_token
@@ -152,7 +152,7 @@ def test_what_was_not_sampled_has_no_gradient(make_batch: MakeBatch, entry: Entr
 def test_the_gradient_does_not_depend_on_the_split(
     make_batch: MakeBatch, entry: Entry, seed: int, split: list[int]
 ) -> None:
-    batch = settle(entry, make_batch(seed, poison=True), {})
+    batch = with_mini_batch_columns(entry, make_batch(seed, poison=True), {})
     trained = "values" if "values" in entry.columns else "log_probs"
     mode = entry.marks.get("aggregation", "token-mean")
     whole = {**counts(batch["response_mask"]), "fixed_length": 9}
@@ -180,7 +180,7 @@ def test_ratios_that_overflow_leave_loss_and_gradient_finite(make_batch: MakeBat
     batch = make_batch(8)
     far = batch["response_mask"].bool() & (torch.rand(12, 9, generator=torch.Generator().manual_seed(0)) < 0.3)
     batch["log_probs"] = torch.where(far, batch["old_log_probs"] + apart, batch["log_probs"]).requires_grad_()
-    loss = policy_loss(entry, settle(entry, batch, {}), {}).per_token
+    loss = policy_loss(entry, with_mini_batch_columns(entry, batch, {}), {}).per_token
     assert loss is not None and loss.isfinite().all()
     loss.masked_fill(batch["response_mask"] == 0, 0.0).sum().backward()
     assert batch["log_probs"].grad is not None and batch["log_probs"].grad.isfinite().all()

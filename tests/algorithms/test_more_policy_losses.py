@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import settle
+from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.covariance import covariances
 from whet.registry import POLICY_LOSSES, call
 
@@ -20,7 +20,7 @@ E = math.e
 
 def loss_of(name: str, batch: Batch, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     entry = POLICY_LOSSES[name]
-    result: tuple[Tensor, dict[str, Tensor]] = call(entry, settle(entry, batch, options), options)
+    result: tuple[Tensor, dict[str, Tensor]] = call(entry, with_mini_batch_columns(entry, batch, options), options)
     return result
 
 
@@ -233,7 +233,7 @@ def test_what_is_chosen_depends_on_the_whole_mini_batch() -> None:
     batch = covarying()
     entry = POLICY_LOSSES["kl_cov"]
     two = {name: torch.cat([column, column * (0.1 if name == "advantages" else 1)]) for name, column in batch.items()}
-    settled = settle(entry, two, {"share": 0.125})
+    settled = with_mini_batch_columns(entry, two, {"share": 0.125})
     assert settled["chosen"].int().tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
     part = {name: column[1:] for name, column in settled.items()}
     loss, _ = call(entry, part, {})

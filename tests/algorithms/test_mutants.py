@@ -41,7 +41,7 @@ TESTS = {  # where a module's own tests are; those that hold for all of a kind c
     "scan": ["test_scan.py"],
     "cpo": ["test_cpo.py"],
     "distillation": ["test_advantages.py"],
-    "trainers/settle": ["../trainers/test_loss_mask.py"],
+    "trainers/correction": ["../trainers/test_loss_mask.py"],
     "trainers/objectives": ["../trainers/test_loss_mask.py", "../trainers/test_objectives.py"],
 }
 MUTANTS = [
@@ -181,9 +181,9 @@ MUTANTS = [
     ("cpo", "return self.g.exp() * self.k", "return self.o.exp() * self.k"),
     ("cpo", "t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)", "t.mi * (1 + t.u), t.neg * t.mi * (1 - t.u)"),
     ("cpo", "(t.most_entropy - t.entropy)", "(t.entropy)"),
-    ("trainers/settle", "return batch.with_columns(loss_mask=kept", "return batch.with_columns(response_mask=kept"),
-    ("trainers/settle", ', "response_mask": trained}', "}"),
-    ("trainers/settle", "weights.sum() / counted.sum()", "weights.sum() / len(counted)"),
+    ("trainers/correction", "return batch.with_columns(loss_mask=kept", "return batch.with_columns(response_mask=kept"),
+    ("trainers/correction", ', "response_mask": trained}', "}"),
+    ("trainers/correction", "weights.sum() / counted.sum()", "weights.sum() / len(counted)"),
     ("trainers/objectives", "torch.where(trained != 0, columns", "torch.where(trained == 0, columns"),
     ("trainers/objectives", "return counts(loss_mask(batch))", 'return counts(batch["response_mask"])'),
     ("trainers/objectives", "if result.aggregated is None:", "if result.aggregated is not None:"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import settle
+from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.registry import POLICY_LOSSES, call
 
@@ -170,7 +170,7 @@ def test_reinforce_by_hand() -> None:
 def test_huge_log_ratios_stay_finite(make_batch: MakeBatch, name: str, shift: float) -> None:
     batch = {k: v.float() if v.is_floating_point() else v for k, v in make_batch(8).items()}
     log_probs = (batch["old_log_probs"] + shift).requires_grad_()
-    batch = settle(POLICY_LOSSES[name], batch, {})
+    batch = with_mini_batch_columns(POLICY_LOSSES[name], batch, {})
     loss, diagnostics = loss_of(name, {**batch, "log_probs": log_probs})
     loss.sum().backward()
     assert log_probs.grad is not None

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from docs.generate import __main__ as generate
-from docs.generate import algorithms, layers, migrating
+from docs.generate import algorithms, columns, layers, migrating
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
+from whet.columns import TABLE
 from whet.config.keys import leaf_fields
 from whet.config.schema import EngineConfig, TrainConfig
 
@@ -66,6 +67,11 @@ def test_the_page_of_foreign_keys_has_the_tables_that_errors_are_answered_from()
     written = (DOCS / "migrating.md").read_text()
     assert migrating.page(written) == written, ADVICE
     assert migrating.page("## From ROLL\n\nkeys:\n\n| old |\n\nend\n").count("| `max_steps`") == 1
+
+
+def test_the_page_of_columns_is_current_and_has_every_column() -> None:
+    assert (DOCS / "columns.md").read_text() == columns.page(""), ADVICE
+    assert all(columns.page("").count(f"\n| `{column.name}` |") == 1 for column in TABLE)
 
 
 def test_the_picture_of_the_layers_shows_the_imports() -> None:

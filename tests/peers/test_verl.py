@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.peers.peer import ask, interpreter
-from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, call
@@ -248,7 +248,7 @@ def test_covariance_losses_are_verls_where_the_same_tokens_are_chosen(python: Pa
         log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
         of_now = {**batch, "old_log_probs": batch["log_probs"], "draws": torch.zeros_like(batch["log_probs"])}
         options = {"share": 0.2, "coef": 0.5} if name == "kl_cov" else {"share": 1.0, "lower": 0.1, "upper": 5.0}
-        chosen = settle(POLICY_LOSSES[name], of_now, options)["chosen"]
+        chosen = with_mini_batch_columns(POLICY_LOSSES[name], of_now, options)["chosen"]
         loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs, "chosen": chosen}, options).per_token
         assert loss is not None
         total = aggregate("token-mean", loss, mask, **counts(mask), fixed_length=1)

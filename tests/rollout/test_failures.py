@@ -26,20 +26,20 @@ def group(*sources: FailureSource | None) -> list[Group]:
 def test_where_nothing_ever_worked_the_first_batch_ends_the_run(source: FailureSource, error: type[Exception]) -> None:
     said = rf"all 2 answers failed.*: answer 0:0:0 in the {source}: why 0\. Mend the {source}, then start again"
     with pytest.raises(error, match=said):
-        FailureWatch().see(group(source, "engine"))
+        FailureWatch().record(group(source, "engine"))
 
 
 def test_what_worked_before_may_be_away_for_two_batches(caplog: pytest.LogCaptureFixture) -> None:
     watch = FailureWatch()
-    watch.see(group(None, None))
+    watch.record(group(None, None))
     for _ in range(3):
-        watch.see(group("reward", "reward"))
-        watch.see(group("reward", "reward"))
-        watch.see(group("reward", None))
+        watch.record(group("reward", "reward"))
+        watch.record(group("reward", "reward"))
+        watch.record(group("reward", None))
     assert caplog.text.count("The run ends after 2 more such batches") == 3
     assert caplog.text.count("1 of 2 answers failed and are not trained on, the first in the reward: why 0") == 1
-    watch.see(group("reward"))
-    watch.see([])
-    watch.see(group("reward"))
+    watch.record(group("reward"))
+    watch.record([])
+    watch.record(group("reward"))
     with pytest.raises(RewardError, match="all 1 answers failed"):
-        watch.see(group("reward"))
+        watch.record(group("reward"))

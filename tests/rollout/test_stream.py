@@ -153,7 +153,7 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     taken = of.take(2, step=1)
     assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
     with pytest.raises(EngineError, match=r"all 4 answers failed.*0:0:0 in the environment: OSError: no room"):
-        of.failures.see(taken.groups)
+        of.failures.record(taken.groups)
     assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
 
 

@@ -15,16 +15,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from scripted import Scripted
 
+from whet.columns import COLUMNS, Reader
 from whet.config import TrainConfig
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rewards.result import RewardResult
 from whet.rollout.batch import to_batch
 from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
-from whet.trainers.columns import PROVIDERS, ROLLOUT_COLUMNS, ColumnPlan, Sources, plan_columns
-from whet.trainers.rl import add_advantages, fit, take
+from whet.trainers.columns import ColumnPlan, Sources, plan_columns, register_provider
+from whet.trainers.rl import estimate_advantages, fit, sample
 from whet.trainers.run import Run
 from whet.types import Failure
 
@@ -128,7 +129,7 @@ def test_a_column_that_nobody_provides_is_named(
 @pytest.mark.parametrize("taken", ["accuracy", "uid", "values"])
 def test_a_reward_column_may_not_take_another_ones_name(taken: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.columns names '{taken}'"):
-        plan_columns({}, [taken])
+        plan_columns([], [taken])
 
 
 @pytest.fixture
@@ -152,7 +153,8 @@ def test_providers_say_what_the_roles_compute(run: Run) -> None:
     metrics = Metrics()
     groups = run.rollouts.take(4, step=1).groups
     before = to_batch(groups, pad_token_id=run.pad_token_id)
-    assert set(before.tensors()) >= ROLLOUT_COLUMNS - {"token_level_rewards", "reward_parts"}
+    in_every_batch = {column.name for column in COLUMNS.values() if column.is_in_every_batch}
+    assert set(before.tensors()) >= in_every_batch - {"token_level_rewards", "reward_parts"}
     batch = run.columns.add(before, run.sources(groups, 1), metrics)
     assert [provider.name for provider in run.columns.providers] == [
         "entropy",
@@ -173,7 +175,7 @@ def test_providers_say_what_the_roles_compute(run: Run) -> None:
     mask = batch["response_mask"]
     torch.testing.assert_close(batch["token_level_rewards"], (before["token_level_scores"] - 0.25) * mask)
     assert metrics.reduce()["actor/reward_kl_penalty"] == pytest.approx(0.5, abs=1e-6)
-    batch = add_advantages(run, batch, metrics)
+    batch = estimate_advantages(run, batch, metrics)
     summed = batch["token_level_rewards"] + batch["entropy"] + batch["sum_pi_squared"]
     torch.testing.assert_close(batch["advantages"], summed * mask)
 
@@ -206,7 +208,7 @@ def test_numbers_of_the_reward_become_columns(train_config: MakeConfig, addition
     run = build(config, build_scorer(config.reward, style), additions)
     groups = run.rollouts.take(4, step=1).groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=config.reward.columns)
-    batch = add_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
+    batch = estimate_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
     assert batch["style"].unique().numel() > 1
     torch.testing.assert_close(batch["advantages"], (1.0 + 2.0 * batch["style"])[:, None] * batch["response_mask"])
     fit(run)
@@ -275,7 +277,7 @@ def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config
     sampler = run.roles["rollout"]
     run.roles = {name: Waited(name, events) for name in run.roles} | {"rollout": sampler}  # type: ignore[assignment,dict-item]
     run.rollouts.collector.engine = SixTokens(run.tokenizer, "")
-    batch = take(run, 1, Metrics())
+    batch = sample(run, 1, Metrics())
     sampler.close()
     assert events == [
         "judge begins",
@@ -292,11 +294,27 @@ def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config
 
 
 def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
-    judged = dataclasses.replace(PROVIDERS["ref_log_probs"], marks={"roles": ("ref",)})
+    judged = dataclasses.replace(COLUMNS["ref_log_probs"], when="scored")
     events: list[str] = []
-    columns = ColumnPlan((judged, PROVIDERS["process_rewards"]), frozenset({"ref", "critic"}))
+    columns = ColumnPlan((judged, COLUMNS["process_rewards"]))
     sources = Sources(TrainConfig(), {name: Waited(name, events) for name in ("ref", "critic")}, None, [], 1)  # type: ignore[arg-type]
     batch = DataProto.from_dict({"response_mask": torch.ones(8, 6)}, {"error": [None] * 8})
     assert columns.add(batch, sources, Metrics(), is_scored=False) is batch and not events
     columns.add(batch, sources, Metrics())
     assert events == ["ref begins", "ref is awaited", "critic begins", "critic is awaited"]
+
+
+def test_a_provider_may_not_take_a_name_of_the_table() -> None:
+    with pytest.raises(RegistryError, match="there is a column 'values' already; register mine under another name"):
+
+        @register_provider("values")
+        def mine(batch: DataProto, sources: Sources) -> torch.Tensor:
+            return batch["rollout_log_probs"]
+
+
+def test_what_the_loop_gives_is_given_to_those_that_come_after_it() -> None:
+    readers: list[tuple[str, Reader, list[str]]] = [("a", "actor", ["old_log_probs", "advantages", "vocab_log_probs"])]
+    assert plan_columns(readers, []).providers == ()
+    assert plan_columns([("a", "correction", ["old_log_probs"])], []).passes == ("actor",)
+    with pytest.raises(ConfigError, match="a reads the column 'advantages', which nobody provides"):
+        plan_columns([("a", "estimator", ["advantages"])], [])

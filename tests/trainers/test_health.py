@@ -21,7 +21,7 @@ from whet.metrics import Metrics
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health
-from whet.trainers.rl import take, train_step
+from whet.trainers.rl import add_advantages, sample, update
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -178,11 +178,12 @@ def test_the_rows_that_caused_a_jump_are_named(
     groups[2] = replace(groups[2], trajectories=(answers[0], odd, *answers[2:]))
     metrics = Metrics()
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
-    batch = train_step(run, run.columns.add(batch, run.sources(groups, 1), metrics), 1, metrics)
+    batch = add_advantages(run, run.columns.add(batch, run.sources(groups, 1), metrics), 1, metrics)
+    update(run, batch, 1, metrics)
     run.health.load_state({name: [1e-6] * 5 for name in ("actor/grad_norm", "actor/ppo_kl")})
     metrics.mean("actor/ppo_kl", 99.0)
     new = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-    run.health.look(run, batch, 1, metrics)
+    run.health.check(run, batch, 1, metrics)
     run.close()
     [line] = [record.getMessage() for record in caplog.records if f"{metric} is" in record.getMessage()]
     assert "over 5 times the largest of the steps before (1e-06); the answers that weigh most in it: " in line
@@ -200,9 +201,10 @@ def test_a_jump_of_a_reward_model_names_no_rows_and_ends_no_run(
     config = train_config({"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"})
     run = build(config, build_scorer(config.reward, sevens), additions)
     metrics = Metrics()
-    batch = train_step(run, take(run, 1, metrics), 1, metrics)
+    batch = add_advantages(run, sample(run, 1, metrics), 1, metrics)
+    update(run, batch, 1, metrics)
     run.health.load_state({"critic/grad_norm": [1e-9] * 5})
-    run.health.look(run, batch, 1, metrics)
+    run.health.check(run, batch, 1, metrics)
     run.close()
     [line] = [record.getMessage() for record in caplog.records if "critic/grad_norm is" in record.getMessage()]
     assert line.endswith("over 5 times the largest of the steps before (1e-09)")

@@ -56,7 +56,7 @@ def test_the_reference_is_the_actor_with_its_adapter_off(
 
 
 def test_no_second_model_is_loaded(train_config: MakeConfig) -> None:
-    columns = plan_columns({"a": ["ref_log_probs"]}, [])
+    columns = plan_columns([("a", "actor", ["ref_log_probs"])], [])
     [ref] = [spec for spec in worker_specs(train_config(LORA), columns, 1) if spec.role == "ref"]
     assert ref.cls.__name__ == "AdapterOffWorker"
     [ref] = [spec for spec in worker_specs(train_config(), columns, 1) if spec.role == "ref"]

@@ -13,8 +13,8 @@ import torch
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, Registry
+from whet.trainers.correction import Chosen, Correction
 from whet.trainers.objectives import PolicyObjective, ValueObjective, narrowed
-from whet.trainers.settle import Chosen, Settlement
 
 
 def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any) -> tuple[DataProto, Metrics]:
@@ -32,13 +32,13 @@ def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any
             "draws": 0.5 * mask,
         }
     )
-    settlement = Settlement(
+    correction = Correction(
         Chosen(POLICY_LOSSES[loss], {}),
         Chosen(WEIGHTS[weight], options),
         Chosen(REJECTIONS["divergence"], {"form": "k3", "high": 0.5}),
     )
     metrics = Metrics()
-    return settlement.weigh(settlement.reject(batch, metrics), metrics), metrics
+    return correction.weigh(correction.reject(batch, metrics), metrics), metrics
 
 
 def test_the_weight_of_a_sequence_is_of_all_that_was_sampled() -> None:

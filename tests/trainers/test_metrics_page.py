@@ -19,7 +19,7 @@ from torch import Tensor
 
 import whet
 from tests.algorithms.conftest import _make_batch
-from whet.algorithms.adapters import estimate, policy_loss, settle
+from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.config import SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
@@ -54,7 +54,7 @@ def reported(registry: Registry, prefix: str) -> set[str]:
             rewards = batch["token_level_rewards"].abs()  # max_rl wants them so
             names |= estimate(entry, {**batch, "token_level_rewards": rewards}, {}).metrics.keys()
         else:
-            loss = policy_loss(entry, settle(entry, batch, {}), {})
+            loss = policy_loss(entry, with_mini_batch_columns(entry, batch, {}), {})
             names |= loss.diagnostics.keys() | loss.metrics.keys()
     return {name if "/" in name else prefix + name for name in names}
 

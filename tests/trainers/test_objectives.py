@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from whet.algorithms.adapters import settle
+from whet.algorithms.adapters import with_mini_batch_columns
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
@@ -132,7 +132,7 @@ def test_ppo_kl_is_the_k1_estimate_of_every_loss(name: str, rows: list[list[int]
     moved = torch.tensor([[-30.0, 9.0, 0.0, 1.0], [25.0, 9.0, 9.0, 9.0], [9.0] * 4])
     others = {"rollout_log_probs": LOG_PROBS, "draws": MASK / 2, "accuracy": torch.tensor([1.0, 0.0, 0.0])}
     batch = {**BATCH, **others, "old_log_probs": LOG_PROBS - moved}
-    _, metrics = of(PolicyObjective(name), OUTPUTS, settle(POLICY_LOSSES[name], batch, {}), *rows)
+    _, metrics = of(PolicyObjective(name), OUTPUTS, with_mini_batch_columns(POLICY_LOSSES[name], batch, {}), *rows)
     assert metrics["actor/ppo_kl"] == pytest.approx((30 + 0 - 1 - 25) / 4)
 
 

@@ -12,7 +12,7 @@ import pytest
 from whet.config import TrainConfig
 from whet.errors import ConfigError, DeadlineError, LostWorkerError
 from whet.trainers.build import train
-from whet.trainers.restart import with_restarts
+from whet.trainers.frame import with_restarts
 
 MakeConfig = Callable[..., TrainConfig]
 KILLS_A_WORKER = """

@@ -22,7 +22,7 @@ from whet.rollout.batch import to_batch
 from whet.rollout.native import scheduler
 from whet.rollout.stream import Sampled
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.rl import add_advantages, fit, mini_batches, train_step
+from whet.trainers.rl import add_advantages, estimate_advantages, fit, mini_batches, update
 from whet.trainers.run import Run
 
 MakeConfig = Callable[..., TrainConfig]
@@ -352,12 +352,12 @@ def test_a_trajectory_in_several_rows_counts_once(train_config: MakeConfig, addi
     )
     groups = [replace(group, trajectories=answers)]
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
-    batch = add_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
+    batch = estimate_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
     # scores 1, 0, 2: mean 1, deviation 1, over three trajectories and not four rows
     expected = torch.tensor([0.0, -1.0, -1.0, 1.0])[:, None] * batch["response_mask"]
     torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=0)
     metrics = Metrics()
-    train_step(run, to_batch(groups, pad_token_id=run.pad_token_id), 1, metrics)
+    update(run, add_advantages(run, to_batch(groups, pad_token_id=run.pad_token_id), 1, metrics), 1, metrics)
     run.close()
     assert metrics.reduce()["actor/grad_norm"] > 0
 
@@ -485,7 +485,7 @@ def test_when_there_is_no_validation(
 
 
 USER_FILE = """
-from whet.trainers.rl import take, train_step
+from whet.trainers.rl import add_advantages, sample, update
 from whet.metrics import Metrics
 
 SEEN = []
@@ -498,7 +498,8 @@ def remember(run, step, numbers):
 def fit(run):
     while run.step < run.total_steps:
         metrics = Metrics()
-        train_step(run, take(run, run.step + 1, metrics), run.step + 1, metrics)
+        batch = add_advantages(run, sample(run, run.step + 1, metrics), run.step + 1, metrics)
+        update(run, batch, run.step + 1, metrics)
         run.step += 1
         metrics.mean("mine/steps", run.step)
         run.log(run.step, metrics)

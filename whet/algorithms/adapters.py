@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the loop and the objectives call a registered estimator or loss: whatever form it has, one form comes back."""
+"""Calls of registered estimators and losses: whatever form a function has, one form comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = frozenset({"batch", "non_tensor_batch"})
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator gave: columns [B, R], finite, without gradient, 0 where the mask is 0; metrics are scalars."""
+    """Result of an estimator: columns [B, R], finite, without gradient, 0 where the mask is 0; metrics are scalars."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -32,11 +32,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a loss gave: either per token [B, R], or a scalar that it has aggregated itself (verl's form).
+    """Result of a loss: either per token [B, R], or a scalar that it has aggregated itself (verl's form).
 
-    `diagnostics` are per token, numbers or flags, and meant to be averaged over sampled tokens (what any of them has in
-    padding means nothing); `metrics` are scalars already.
-    """
+    `diagnostics` are per token, numbers or flags, to be averaged over sampled tokens; `metrics` are scalars already."""
 
     per_token: Tensor | None
     aggregated: Tensor | None
@@ -75,22 +73,21 @@ def estimate(
     advantages, returns, metrics = _parts(entry, call(entry, seen, options, supplied))
     if returns is None and with_returns:
         returns = seen["returns"]
-    shape = seen["response_mask"].shape
 
-    def finish(name: str, value: Any) -> Tensor:
-        checked = _column(entry, name, value, shape)
+    def column(name: str, value: Any) -> Tensor:
+        checked = _checked(entry, name, value, seen["response_mask"].shape)
         return _spread(entry, name, checked if layout is None else layout.cut(checked), mask)
 
     return Estimate(
-        advantages=finish("advantages", advantages),
-        returns=None if returns is None else finish("returns", returns),
+        advantages=column("advantages", advantages),
+        returns=None if returns is None else column("returns", returns),
         metrics=_scalars(entry, metrics),
     )
 
 
-def settling(entry: Entry) -> dict[str, Entry]:
-    """The columns that a loss has settled before the update, and the function of each: its mark `before` names one in
-    the loss's own file. A loss sees the rows of a micro-batch only; these see the whole mini-batch."""
+def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
+    """A loss's own columns, and the function of each: its mark `before` names one in the loss's own file. A loss sees
+    the rows of a micro-batch only; these see the whole mini-batch before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -98,14 +95,16 @@ def settling(entry: Entry) -> dict[str, Entry]:
     }
 
 
-def settle(entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`columns` of a whole mini-batch with those that the loss has settled before; options go to both by name."""
+def with_mini_batch_columns(
+    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """`columns` of a whole mini-batch with the loss's own; options go to both by name."""
     given = {**entry.options, **options}
-    settled = {
+    own = {
         column: call(function, columns, {name: given[name] for name in function.options})
-        for column, function in settling(entry).items()
+        for column, function in mini_batch_functions(entry).items()
     }
-    return {**columns, **settled}
+    return {**columns, **own}
 
 
 def policy_loss(
@@ -170,7 +169,7 @@ def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     return advantages, returns, metrics or {}
 
 
-def _column(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
+def _checked(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         raise RegistryError(
             f"{entry.kind} {entry.name!r} returned {_describe(value)} as {name}; "
@@ -185,34 +184,24 @@ def _spread(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
         return spread(value, mask)
     column: Tensor = zero_outside(value[:, None].expand(mask.shape) if value.ndim == 1 else value, mask)
     # A sum is finite only where all of it is; where it is not, large numbers may have run over.
-    if not bool(column.sum().isfinite()):
-        _refuse_infinite(entry, name, column)
-    return column
-
-
-def _refuse_infinite(entry: Entry, name: str, column: Tensor) -> None:
-    bad = (~column.isfinite()).nonzero()
-    if len(bad):
+    if not bool(column.sum().isfinite()) and len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
             f"{entry.kind} {entry.name!r} gave {name} that are not finite at {len(bad)} sampled tokens, "
             f"the first in row {row}, position {position}; expected finite numbers: "
             f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}"
         )
+    return column
 
 
 def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
     scalars = {}
     for name, value in metrics.items():
-        number = value.detach() if isinstance(value, Tensor) else value
-        if isinstance(number, Tensor) and number.numel() == 1:
-            scalars[name] = number.reshape(())
-        elif isinstance(number, Real):
-            scalars[name] = torch.tensor(float(number))
-        else:
+        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
             raise RegistryError(
                 f"{entry.kind} {entry.name!r} reports {name!r} as {_describe(value)}; expected one number"
             )
+        scalars[name] = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
     return scalars
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a loss per token to one number.
+"""Aggregations: from a loss per token to one number.
 
 N (`num_tokens`) and S (`num_sequences`) are what `counts` gives, summed over the global mini-batch, and never those of
 the rows at hand, so that the results of any split (micro-batches, packing, processes) add up to the same loss and the
@@ -31,13 +31,10 @@ def counts(response_mask: Tensor) -> dict[str, Tensor]:
     return {"num_tokens": lengths.sum(), "num_sequences": (lengths > 0).sum()}
 
 
-def aggregate(
-    mode: str, values: Tensor, response_mask: Tensor, *, num_tokens: Count, num_sequences: Count, fixed_length: int
-) -> Tensor:
-    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters.
-    Raises: RegistryError."""
-    supplied = {"num_tokens": num_tokens, "num_sequences": num_sequences, "fixed_length": fixed_length}
-    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, supplied)
+def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count) -> Tensor:
+    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters. `counts` are
+    `num_tokens`, `num_sequences` and `fixed_length`.  Raises: RegistryError."""
+    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, counts)
     return total
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of the KL and of the entropy bonus from step to step. Their state belongs in the checkpoint."""
+"""Weights of the KL and of the entropy bonus from step to step, with the state that a checkpoint needs."""
 
 from __future__ import annotations
 

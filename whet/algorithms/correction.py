@@ -141,7 +141,7 @@ def divergence(
 
 
 def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """How far sampler and trainer are apart: mean and largest abs(x), KL(u || o) by k3, effective sample size of exp(x)
+    """Distances between sampler and trainer: mean and largest abs(x), KL(u || o) by k3, effective sample size of exp(x)
     as a share of the tokens, and both perplexities. Scalars."""
     sampled = response_mask != 0
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)

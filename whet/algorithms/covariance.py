@@ -2,7 +2,7 @@
 """Policy losses that hold on to entropy: few tokens, on which log-probability and advantage vary together, cost most.
 
 cov = (A - mean A)(o - mean o) over the sampled tokens of the mini-batch. Which tokens are chosen depends on all of
-them, so it is settled before the update, from the old policy: a loss sees no other row.
+them, so they are chosen before the update, from the old policy: a loss sees no other row.
 Cui et al. 2025, https://arxiv.org/abs/2505.22617.
 """
 

@@ -82,7 +82,7 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the formulas are written in, all [B, R] or [B, 1]; `advantages` are those of GRPO."""
+    """Terms of the formulas, all [B, R] or [B, 1]; `advantages` are those of GRPO."""
 
     advantages: Tensor
     o: Tensor

@@ -44,7 +44,7 @@ def prime(
 def implicit_reward(
     log_probs: Tensor, ref_log_probs: Tensor, accuracy: Tensor, response_mask: Tensor, *, beta: Positive = 0.05
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What trains the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against right or wrong.
+    """Trains the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against right or wrong.
 
     l is of the reward model, b of its reference. One number a row, on each of its tokens.   -> [B, R]
     Yuan et al. 2024, https://arxiv.org/abs/2412.01981.

@@ -72,7 +72,7 @@ class RunningScores:
         return torch.full_like(scores, (self._squares / (self._count - 1)) ** 0.5 if self._count > 1 else 0.0)
 
     def update(self, token_level_rewards: Tensor, response_mask: Tensor) -> None:
-        """Take note of a step's scores; rows without sampled tokens have none."""
+        """Takes note of a step's scores; rows without sampled tokens have none."""
         scores = row_sums(token_level_rewards, response_mask)[response_mask.sum(-1) > 0].double()
         if not len(scores):
             return
@@ -83,9 +83,9 @@ class RunningScores:
         self._count = total
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Goes on from what `state` gave."""
         self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trajectory in several rows: a context that was rewritten on the way begins a new row, but the episode is one."""
+"""Trajectories in several rows: a context that was rewritten on the way begins a new row, but the episode is one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from whet.columns import ROW_COLUMNS
 from whet.errors import DataError
-from whet.registry import ROW_COLUMNS
 
 
 class TrajectoryLayout:

@@ -69,14 +69,13 @@ def save(
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
-        (partial / "trainer.json").write_text(
-            json.dumps({"step": step, "score": score, "is_good": is_good, **state}, indent=1)
-        )
-        _sync_files(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
+        noted = {"step": step, "score": score, "is_good": is_good, **state}
+        (partial / "trainer.json").write_text(json.dumps(noted, indent=1))
+        _sync(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
         _write_manifest(partial)
         files.remove(target)
         partial.rename(target)
-        _sync_folder(target.parent)
+        _sync([target.parent])
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unwritten(target, error) from error
@@ -122,11 +121,10 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
     for folder in reversed(folders(run_dir / "checkpoints")):
         try:
             verify(folder)
+            return folder, damaged
         except CheckpointError as error:
             log.warning("%s; looking for an older one", error)
             damaged.append(folder)
-            continue
-        return folder, damaged
     return None, damaged
 
 
@@ -148,10 +146,8 @@ def last_good(run_dir: Path) -> str:
 
 def best(checkpoints: Path) -> Path | None:
     """The complete checkpoint with the highest score, the newest of equals; None where no score was ever taken."""
-    scored = [
-        (score, number(folder), folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None
-    ]
-    return max(scored)[2] if scored else None
+    scored = [(score, folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None]
+    return max(scored, key=lambda each: (each[0], number(each[1])))[1] if scored else None
 
 
 def score_of(folder: Path) -> float | None:
@@ -161,7 +157,7 @@ def score_of(folder: Path) -> float | None:
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    """Deletes all but the newest `limit` checkpoints (None: nothing), the best, and the newest good one."""
+    """Deletes the checkpoints that are `over_limit`."""
     for folder in over_limit(checkpoints, limit):
         # Without its manifest it no longer counts, should this be cut short.
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -169,7 +165,7 @@ def delete_oldest(checkpoints: Path, limit: int | None) -> None:
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """What `delete_oldest` deletes."""
+    """The checkpoints but for the newest `limit` (None: no limit), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)
@@ -177,7 +173,7 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
 
 
 def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
-    """What a run that starts in the folder gives back to the disk first."""
+    """The bytes that a run which starts in the folder deletes first."""
     deleted = over_limit(run_dir / "checkpoints", limit)
     return sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
 
@@ -251,12 +247,12 @@ def _unwritten(target: Path, error: Exception) -> CheckpointError:
 
 def _write_manifest(folder: Path) -> None:
     written = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries: dict[str, Any] = {}
-    for path in written:
-        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-    _sync_files(written)
+    entries = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written
+    }
+    _sync(written)
     files.write(folder / MANIFEST, json.dumps(entries, indent=1), synced=True)
-    _sync_folder(folder)
+    _sync([folder])
 
 
 def _digest(path: Path) -> str:
@@ -264,19 +260,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_files(paths: Iterable[Path]) -> None:
+def _sync(paths: Iterable[Path]) -> None:
+    """Makes files, and renames in folders, outlive a power cut."""
     for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def folders(checkpoints: Path) -> list[Path]:

@@ -141,8 +141,8 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def find_model(path: str) -> str:
-    """What `path` means where a model is read: a Hugging Face folder or hub name as it is, for a run its newest
-    checkpoint.  Raises: CheckpointError."""
+    """The model that `path` names: a Hugging Face folder or hub name as it is, for a run its newest checkpoint.
+    Raises: CheckpointError."""
     folder = Path(path).expanduser()
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     return path if not folder.is_dir() or is_model else str(find_checkpoint(folder))

@@ -98,6 +98,6 @@ def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer(name: str) -> str:
-    """What is the same for the weights of one layer, and for no others."""
+    """A name that the weights of one layer have in common, and no others."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name

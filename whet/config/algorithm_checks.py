@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whet.columns import COLUMNS
 from whet.config.choice import entry_at
 from whet.config.schema import (
     ActorConfig,
@@ -29,7 +30,6 @@ from whet.registry import (
     Entry,
 )
 
-CRITIC_OUTPUTS = {"values", "process_rewards"}
 DEFAULT_AGGREGATION = "token-mean"
 AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # what there is to aggregate
 
@@ -57,7 +57,8 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
 def uses_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
-    return any(CRITIC_OUTPUTS & set(entry.columns) for entry in (_estimator(algorithm), loss))
+    read = {*_estimator(algorithm).columns, *loss.columns}
+    return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
 
 def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:

@@ -107,7 +107,7 @@ def evaluate(
             rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
             if journal is not None:
                 journal.add(rows)
-            rollouts.failures.see(groups)
+            rollouts.failures.record(groups)
             answers += rows
             counted(len(answers), len(prompts) * n)
     evaluation = summarise(answers, seed=config.seed)

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
 from whet.models.value_head import ValueModel
-from whet.types import POLICY_OUTPUTS, VALUE_OUTPUTS
 
 
 @dataclass(frozen=True)

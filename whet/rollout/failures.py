@@ -24,7 +24,7 @@ class FailureWatch:
         self._left = 1
         self._said: set[FailureSource] = set()
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def record(self, groups: Sequence[Group]) -> None:
         """Raises: RewardError, SandboxError or EngineError, by where the first failure arose."""
         answers = [answer for group in groups for answer in group.trajectories]
         failures = [(answer.uid, answer.failure) for answer in answers if answer.failure is not None]

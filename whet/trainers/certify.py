@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.adapters import estimate
-from whet.algorithms.controllers import Fixed
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
@@ -30,8 +29,8 @@ from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
+from whet.trainers.correction import Chosen, Correction
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.settle import Chosen, Settlement
 from whet.trainers.shape import Shaper
 
 Batch = dict[str, Tensor]
@@ -39,7 +38,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """All answers of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
+    """The answers of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
 
     A state is what was said before; there are S of them. Rows are answers, K of them; all [K, L] but where said.
     """
@@ -51,17 +50,9 @@ class World:
     @cached_property
     def answers(self) -> list[tuple[int, ...]]:
         """Every answer: token 0 ends it, as the length does."""
-        inner = [
-            (*body, 0)
-            for size in range(self.length)
-            for body in itertools.product(range(1, self.vocabulary), repeat=size)
-        ]
-        return inner + list(itertools.product(range(1, self.vocabulary), repeat=self.length))
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """1 where an answer has a token."""
-        return torch.tensor([[int(t < len(a)) for t in range(self.length)] for a in self.answers])
+        inner, size = range(1, self.vocabulary), self.length
+        ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
+        return ended + list(itertools.product(inner, repeat=size))
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -69,12 +60,17 @@ class World:
         return torch.tensor([[*a, *[0] * (self.length - len(a))] for a in self.answers])
 
     @cached_property
+    def mask(self) -> Tensor:
+        """1 where an answer has a token."""
+        lengths = torch.tensor([len(answer) for answer in self.answers])
+        return (torch.arange(self.length) < lengths[:, None]).long()
+
+    @cached_property
     def states(self) -> Tensor:
         """The number of the state in which each token was chosen, 0 in the padding."""
-        names: dict[tuple[int, ...], int] = {}
-        rows = [
-            [names.setdefault(a[:t], len(names)) if t < len(a) else 0 for t in range(self.length)] for a in self.answers
-        ]
+        begun = {answer[:t]: None for answer in self.answers for t in range(len(answer))}
+        numbers = {state: number for number, state in enumerate(begun)}
+        rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.answers]
         return torch.tensor(rows)
 
     @property
@@ -95,7 +91,7 @@ class World:
         return right + 0.1 * torch.rand(len(self.answers), generator=draw, dtype=torch.float64)
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Of every token, 0 in the padding."""
+        """log pi of every token, 0 in the padding."""
         chosen = logits.log_softmax(-1)[self.states, self.tokens]
         return chosen.masked_fill(self.mask == 0, 0.0)
 
@@ -150,10 +146,10 @@ def certify(
 
 
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
-    """How far a form of the KL as a loss is from the gradient of each token's KL, with the states of the samples held
-    fixed, which are of a policy that is `staleness` away: |g - t| / |t|, all else giving no gradient."""
-    algorithm = plain(kl=KLConfig(where="loss", form=form, coef=1.0))
-    mean, _ = Step.of(algorithm, world, SUMS).expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
+    """|g - t| / |t| of a form of the KL as a loss, t the gradient of each token's KL with the states of samples held
+    fixed. These are of a policy that is `staleness` away; nothing else gives a gradient."""
+    step = Step.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
+    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
     by_state = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
@@ -169,7 +165,7 @@ class Step:
     world: World
     config: TrainConfig
     estimator: Chosen
-    settlement: Settlement
+    correction: Correction
     objective: PolicyObjective
 
     @classmethod
@@ -183,22 +179,21 @@ class Step:
         return cls(
             world,
             config,
-            Chosen.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options"),
-            Settlement.from_config(config),
+            Chosen.estimator(algorithm),
+            Correction.from_config(config),
             objective if mode is None else replace(objective, aggregation=mode),
         )
 
     @cached_property
     def scores(self) -> Tensor:
-        """What the answers earn, less what a config takes from long ones: that is part of what it maximises.   [K]"""
+        """Scores of the answers, less the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
+        longest, buffer = self.world.length, overlong.buffer_length
+        penalty = overlong.penalty
         return self.world.scores + soft_overlong(
-            lengths,
-            max_response_length=self.world.length,
-            buffer_length=overlong.buffer_length,
-            penalty=overlong.penalty,
+            lengths, max_response_length=longest, buffer_length=buffer, penalty=penalty
         )
 
     def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
@@ -206,7 +201,7 @@ class Step:
         now = self.world.table(1)
         old = now + staleness * self.world.table(2)
         sampler = old + gap * self.world.table(3)
-        groups = list(multisets(len(self.world.answers), n))
+        groups = list(itertools.combinations_with_replacement(range(len(self.world.answers)), n))  # in any order
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
         if self.config.algorithm.filter.name is not None:  # what is left out is sampled again
@@ -227,13 +222,13 @@ class Step:
     def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
         """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
         rows, metrics = torch.tensor(group), Metrics()
-        shaper = Shaper(self.config, Fixed(self.config.algorithm.kl.coef))  # afresh: no group knows of another
+        shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
         advantages = estimate(self.estimator.entry, batch.tensors(), self.estimator.options).advantages
         batch = shaper.advantages(batch.with_columns(advantages=advantages), metrics)
-        shown = self.settlement.weigh(self.settlement.reject(batch, metrics), metrics).tensors()
+        shown = self.correction.weigh(self.correction.reject(batch, metrics), metrics).tensors()
         of_rows = {name: output[rows] for name, output in outputs.items()}
         loss, _ = self.objective.loss(of_rows, shown, self.objective.counts(shown))
         return loss
@@ -247,7 +242,7 @@ class Step:
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
-    """Of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
+    """Gradient of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
     log_pi = world.log_probs(logits).sum(-1)
     log_ref = world.log_probs(world.table(4)).sum(-1)
     value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
@@ -255,22 +250,21 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Of all that the model says of all answers, end to end, with respect to the logits.   [., S V]"""
+    """Jacobian of the model's outputs for all answers, end to end, with respect to the logits.   [., S V]"""
 
-    def said(at: Tensor) -> Tensor:
+    def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
 
-    found: Tensor = torch.autograd.functional.jacobian(said, logits, vectorize=True)  # type: ignore[no-untyped-call]
+    found: Tensor = torch.autograd.functional.jacobian(outputs, logits, vectorize=True)  # type: ignore[no-untyped-call]
     return found.flatten(1)
 
 
 def outputs_of(world: World, now: Tensor) -> Batch:
-    """What the policy that is updated says of all answers, differentiable."""
-    vocabulary = world.statistic(now, lambda log_pi: log_pi)
+    """The outputs of the policy that is updated for all answers, differentiable."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),
-        "vocab_log_probs": vocabulary,
+        "vocab_log_probs": world.statistic(now, lambda log_pi: log_pi),
     }
 
 
@@ -309,13 +303,8 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
     }
 
 
-def multisets(answers: int, n: int) -> Iterator[tuple[int, ...]]:
-    """Groups of n answers, whatever their order: algorithms do not look at it."""
-    return itertools.combinations_with_replacement(range(answers), n)
-
-
 def multiplicity(group: Sequence[int]) -> int:
-    """In how many orders a group can be sampled."""
+    """The number of orders in which a group can be sampled."""
     same = [group.count(each) for each in set(group)]
     return math.factorial(len(group)) // math.prod(math.factorial(count) for count in same)
 
@@ -329,7 +318,7 @@ SUMS = "seq-mean-token-sum"
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
+    """The part that is certified, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
     name: str
@@ -345,8 +334,8 @@ def plain(**changed: Any) -> AlgorithmConfig:
 
 
 def rows() -> list[Row]:
-    """One factor at a time: every estimator, loss, aggregation, place and form of the KL, and weight there is; then the
-    shipped recipes."""
+    """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, and weight),
+    then those of the shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
@@ -365,21 +354,21 @@ def rows() -> list[Row]:
 def rows_of(entry: Entry) -> list[Row]:
     """The rows of one function; none of a kind that has no part in a gradient, or of another name for a function."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
-    if entry.alias_of is not None and kind != KL_FORMS.kind:
-        return []
-    if kind == ADV_ESTIMATORS.kind:
-        return [Row(kind, name, plain(adv_estimator=name), exact)]
-    if kind == POLICY_LOSSES.kind:
-        return [Row(kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS))]
-    if kind == AGGREGATIONS.kind:
-        return [Row(kind, name, plain(), exact, mode=name)]
     if kind == KL_FORMS.kind:
         settings = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
         exact = name.startswith("k1")  # in the reward
         return [Row(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in settings]
-    if kind == WEIGHTS.kind:
-        return [Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP)]
-    return []
+    if entry.alias_of is not None:
+        return []
+    by_kind = {
+        ADV_ESTIMATORS.kind: lambda: Row(kind, name, plain(adv_estimator=name), exact),
+        POLICY_LOSSES.kind: lambda: Row(
+            kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS)
+        ),
+        AGGREGATIONS.kind: lambda: Row(kind, name, plain(), exact, mode=name),
+        WEIGHTS.kind: lambda: Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
+    }
+    return [by_kind[kind]()] if kind in by_kind else []
 
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:

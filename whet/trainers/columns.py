@@ -1,69 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gives each batch column. The functions in use name the columns, these their providers, these the roles to start.
+"""Providers of batch columns. The functions in use name the columns, `whet.columns` says who gives each of them.
 
-A provider is registered under the column's name; its marks say which roles it needs, and which columns it reads itself:
-    @register_provider("ref_log_probs", roles=("ref",))
-    def ref_log_probs(batch, sources): return sources.forward("ref", batch, "log_probs")
+Most are one output of a role's model. Any other has a function, registered under the column's name:
+    @register_provider("prompt_difficulty", reads=("accuracy",))
+    def prompt_difficulty(batch, sources): ...
 It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
-side. One marked `unscored=True` needs no rewards, and is called while answers are still being judged.
+side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
-from whet.config.schema import TrainConfig
-from whet.controller.worker_group import PendingCall
-from whet.errors import ConfigError
+from whet.algorithms.adapters import mini_batch_functions
+from whet.algorithms.kl import kl_columns
+from whet.columns import COLUMNS, Column, Reader, When
+from whet.config.algorithm_checks import uses_critic
+from whet.config.schema import ActorConfig, TrainConfig
+from whet.controller.worker_group import WorkerGroup
+from whet.errors import ConfigError, RegistryError
 from whet.keyed import key
+from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import Entry, Registry
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.sampling import uniforms
 from whet.rollout.stream import Rollouts
 from whet.types import Group, Trajectory
 
-PROVIDERS = Registry("column provider", "trainers", "register_provider")
-register_provider = PROVIDERS.register
-
-# What `rollout.to_batch` puts into every batch, and what the loop itself adds before advantages are estimated.
-ROLLOUT_COLUMNS = frozenset(
-    {
-        *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
-        *("response_mask", "turn_ids", "policy_version", "rollout_log_probs"),
-        *("token_level_scores", "token_level_rewards", "accuracy", "truncated", "reward_parts"),
-        *("uid", "trajectory_uid"),
-    }
-)
-
-
-Column = torch.Tensor | Callable[[], torch.Tensor]
-
-
-class Role(Protocol):
-    """What computes model outputs: its method `forward` gives them [B, R] without gradient."""
-
-    def start(self, method: str, *args: Any) -> PendingCall:
-        """Begins a call of `method`."""
-        ...
+Values = torch.Tensor | Callable[[], torch.Tensor]
+Provider = Callable[[DataProto, "Sources"], Values]
+PROVIDERS: dict[str, Provider] = {}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a provider may draw on: the step's groups, in the order of the batch's `uid`, and what made them."""
+    """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them."""
 
     config: TrainConfig
-    roles: Mapping[str, Role]
+    roles: Mapping[str, WorkerGroup]
     rollouts: Rollouts
     groups: Sequence[Group]
     step: int
 
     def forward(self, role: str, batch: DataProto, output: str) -> torch.Tensor:
-        """One output of a role's model [B, R], at the temperature at which answers were sampled."""
+        """The output of a role's model [B, R], at the temperature at which responses were sampled."""
         return self.start(role, batch, output)()
 
     def start(self, role: str, batch: DataProto, output: str) -> Callable[[], torch.Tensor]:
@@ -72,165 +56,201 @@ class Sources:
         return lambda: call.result()[output]
 
 
+def register_provider(
+    name: str,
+    *,
+    roles: Sequence[str] = (),
+    reads: Sequence[str] = (),
+    phase: str = "columns",
+    unscored: bool = False,
+    shape: str = "B, R",
+) -> Callable[[Provider], Provider]:
+    """Decorator for the function that gives a column, and, unless whet has it, the column's entry in the table.
+
+    `roles` are those whose models it calls, `reads` the columns that it reads of other providers. With `unscored` it
+    needs no rewards, and is called while responses are being scored; its seconds are `time/<phase>`.
+    Raises: RegistryError where the name is taken.
+    """
+
+    def decorate(function: Provider) -> Provider:
+        is_own = name in PROVIDERS and PROVIDERS[name].__module__ == function.__module__
+        if name in COLUMNS and not is_own and not function.__module__.startswith("whet."):
+            raise RegistryError(f"there is a column {name!r} already; register {function.__name__} under another name")
+        meaning = (function.__doc__ or "").partition("\n")[0]
+        when: When = "unscored" if unscored else "scored"
+        COLUMNS.setdefault(name, Column(name, shape, when, meaning, tuple(roles), None, tuple(reads), phase))
+        PROVIDERS[name] = function
+        return function
+
+    return decorate
+
+
 @dataclass(frozen=True)
 class ColumnPlan:
-    """The providers to call in every step, in order, and the roles that they need."""
+    """The columns that providers give in every step, in order."""
 
-    providers: tuple[Entry, ...]
-    roles: frozenset[str]
+    providers: tuple[Column, ...]
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The roles whose models are called, once for each time."""
+        return tuple(role for column in self.providers for role in column.roles)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles that the columns need."""
+        return frozenset(self.passes)
 
     def add(self, batch: DataProto, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> DataProto:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
-        left = [each for each in self.providers if each.name not in batch]
+        if not self.providers:
+            return batch
+        left = [column for column in self.providers if column.name not in batch]
         if is_scored:
             batch = self._without_failed(batch)
         else:
             left = _unscored(left)
         while left:
-            missing = {provider.name for provider in left}
-            ready = [provider for provider in left if missing.isdisjoint(provider.marks.get("reads", ()))]
-            begun: list[Column] = []
-            for provider in ready:
-                with metrics.time(_timed_as(provider)):
-                    begun.append(provider.load()(batch, sources))
-            for provider, column in zip(ready, begun, strict=True):
-                with metrics.time(_timed_as(provider)):
-                    batch = batch.with_columns(**{provider.name: column() if callable(column) else column})
-            left = [provider for provider in left if provider not in ready]
+            missing = {column.name for column in left}
+            ready = [column for column in left if missing.isdisjoint(column.reads)]
+            begun: list[Values] = []
+            for column in ready:
+                with metrics.time(f"time/{column.phase}"):
+                    begun.append(_begin(column, batch, sources))
+            for column, values in zip(ready, begun, strict=True):
+                with metrics.time(f"time/{column.phase}"):
+                    batch = batch.with_columns(**{column.name: values() if callable(values) else values})
+            left = [column for column in left if column not in ready]
         return batch
 
     def _without_failed(self, batch: DataProto) -> DataProto:
-        """What models said of answers that then could not be judged is 0, as on everything that does not count."""
+        """Zeroes the models' columns in rows whose reward failed."""
         if not any(batch["error"]):
             return batch
-        counted = batch["response_mask"].bool()
-        said = {each.name: batch[each.name] for each in self.providers if each.name in batch}
-        by_token = {name: column for name, column in said.items() if column.shape[:2] == counted.shape}
-        return batch.with_columns(
-            **{name: torch.where(_like(counted, column), column, 0) for name, column in by_token.items()}
-        )
+        mask = batch["response_mask"]
+        given = {column.name: batch[column.name] for column in self.providers if column.name in batch}
+        by_token = {name: values for name, values in given.items() if values.shape[:2] == mask.shape}
+        return batch.with_columns(**{name: zero_outside(values, mask) for name, values in by_token.items()})
 
 
-def _unscored(providers: Sequence[Entry]) -> list[Entry]:
-    """Those that need no scores, nor a column that needs some."""
+def _unscored(columns: Sequence[Column]) -> list[Column]:
+    """The columns that need no scores, nor a column that needs some."""
     later: set[str] = set()
-    chosen = []
-    for provider in providers:  # what one reads comes before it
-        if provider.marks.get("unscored") and later.isdisjoint(provider.marks.get("reads", ())):
-            chosen.append(provider)
-        else:
-            later.add(provider.name)
-    return chosen
+    for column in columns:  # what one reads comes before it
+        if column.when != "unscored" or not later.isdisjoint(column.reads):
+            later.add(column.name)
+    return [column for column in columns if column.name not in later]
 
 
-def _like(mask: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    return mask.view(*mask.shape, *[1] * (column.ndim - mask.ndim))
+def _begin(column: Column, batch: DataProto, sources: Sources) -> Values:
+    if column.name in PROVIDERS:
+        return PROVIDERS[column.name](batch, sources)
+    assert column.output is not None
+    return sources.start(column.roles[0], batch, column.output)
 
 
-def _timed_as(provider: Entry) -> str:
-    return f"time/{provider.marks.get('phase', 'columns')}"
+def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
+    """The functions that a config chooses, by its keys: when they read, and which columns."""
+    algorithm, critic = config.algorithm, config.critic
+    correction, kl = algorithm.correction, algorithm.kl
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    own = mini_batch_functions(loss)
+    estimator = ADV_ESTIMATORS[algorithm.adv_estimator]
+    yield f"algorithm.adv_estimator={algorithm.adv_estimator}", "estimator", estimator.columns
+    yield f"algorithm.policy_loss={algorithm.policy_loss}", "actor", [c for c in loss.columns if c not in own]
+    for column, function in own.items():
+        yield f"{column} of algorithm.policy_loss={algorithm.policy_loss}", "correction", function.columns
+    for registry, name in ((WEIGHTS, correction.weight), (REJECTIONS, correction.rejection)):
+        if name is not None:
+            yield f"algorithm.correction={name}", "correction", registry[name].columns
+    if uses_critic(algorithm):
+        yield f"critic.value_loss={critic.value_loss}", "critic", VALUE_LOSSES[critic.value_loss].columns
+    of_loss = {*loss.columns, *(kl_columns(kl.form) if kl.where == "loss" else ())}
+    is_moved = updates_per_step(config.actor, config.data.train_batch_size) > 1 or correction.old_log_probs == "rollout"
+    if "old_log_probs" in of_loss and is_moved:
+        # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
+        yield "the ratio of the policy to what it was", "correction", ["old_log_probs"]
+    if kl.where == "reward":
+        yield "algorithm.kl.where=reward", "estimator", ["old_log_probs", *kl_columns(kl.form, "old_")]
+    if kl.where == "loss":
+        yield "algorithm.kl.where=loss", "actor", kl_columns(kl.form)
 
 
-def plan_columns(readers: Mapping[str, Sequence[str]], fields: Sequence[str]) -> ColumnPlan:
-    """The plan for the columns that `readers` (who: which columns) read; `fields` are what the reward reports.
+def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
+    """Optimizer steps that a role takes in one step of the loop."""
+    return role.epochs * -(-train_batch_size // (role.mini_batch_size or train_batch_size))
+
+
+def plan(config: TrainConfig) -> ColumnPlan:
+    """The columns that the functions in use read, and who gives them.  Raises: ConfigError."""
+    return plan_columns(readers(config), config.reward.columns)
+
+
+def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
+    """The plan for the columns of `readers`; `fields` are what the reward reports.
 
     Raises: ConfigError naming a column that nobody provides, and who reads it; or a field whose name is taken.
     """
     for name in fields:
-        if name in ROLLOUT_COLUMNS or name in PROVIDERS:
+        if name in COLUMNS:
             raise ConfigError(
                 f"reward.columns names {name!r}, which is a column of every batch or has a provider already; take it "
                 "out, or let the reward report its number under another name"
             )
-    given = ROLLOUT_COLUMNS | frozenset(fields)
-    providers: dict[str, Entry] = {}
+    given = {*fields, *(column.name for column in COLUMNS.values() if column.is_in_every_batch)}
+    planned: dict[str, Column] = {}
 
-    def want(reader: str, column: str) -> None:
-        if column in PROVIDERS and column not in providers:
-            entry = PROVIDERS[column]
-            for read in entry.marks.get("reads", ()):
-                want(f"the provider of {column}", read)
-            providers[column] = entry
-        elif column not in PROVIDERS and column not in given:
+    def want(who: str, reader: Reader, name: str) -> None:
+        column = COLUMNS.get(name)
+        if name in planned or name in given or (column is not None and reader in column.given_to):
+            return
+        if column is None or not column.has_provider:
+            provided = sorted(column.name for column in COLUMNS.values() if column.has_provider)
             raise ConfigError(
-                f"{reader} reads the column {column!r}, which nobody provides. Providers: "
-                f"{', '.join(PROVIDERS.names())}; every batch has: {', '.join(sorted(ROLLOUT_COLUMNS))}. A number "
-                "that the reward returns becomes a column when reward.columns lists it"
+                f"{who} reads the column {name!r}, which nobody provides. Providers: {', '.join(provided)}; every "
+                f"batch has: {', '.join(sorted(given))}. A number that the reward returns becomes a column when "
+                "reward.columns lists it"
             )
+        for read in column.reads:
+            want(f"the provider of {name}", "estimator", read)
+        planned[name] = column
 
-    for reader, columns in readers.items():
-        for column in columns:
-            want(reader, column)
-    roles = frozenset(role for provider in providers.values() for role in provider.marks.get("roles", ()))
-    return ColumnPlan(tuple(providers.values()), roles)
+    for who, reader, names in readers:
+        for name in names:
+            want(who, reader, name)
+    return ColumnPlan(tuple(planned.values()))
 
 
-@register_provider("old_log_probs", roles=("actor",), phase="log_probs", unscored=True)
-def old_log_probs(batch: DataProto, sources: Sources) -> Column:
+@register_provider("old_log_probs")
+def old_log_probs(batch: DataProto, sources: Sources) -> Values:
     """log pi of the policy before the update, by the trainer's kernels or, if so configured, the sampler's."""
     if sources.config.algorithm.correction.old_log_probs == "rollout":
         return batch["rollout_log_probs"].clone()
     return sources.start("actor", batch, "log_probs")
 
 
-@register_provider("entropy", roles=("actor",), phase="log_probs", unscored=True)
-def entropy(batch: DataProto, sources: Sources) -> Column:
-    """Entropy of the policy before the update, in the state where each token was chosen."""
-    return sources.start("actor", batch, "entropy")
-
-
-@register_provider("sum_pi_squared", roles=("actor",), phase="log_probs", unscored=True)
-def sum_pi_squared(batch: DataProto, sources: Sources) -> Column:
-    """sum_v pi_v^2 of the policy before the update, in the state where each token was chosen."""
-    return sources.start("actor", batch, "sum_pi_squared")
-
-
-@register_provider("ref_log_probs", roles=("ref",), phase="log_probs", unscored=True)
-def ref_log_probs(batch: DataProto, sources: Sources) -> Column:
-    """log pi of the reference policy."""
-    return sources.start("ref", batch, "log_probs")
-
-
-@register_provider("old_vocab_log_probs", roles=("actor",), phase="log_probs", unscored=True)
-def old_vocab_log_probs(batch: DataProto, sources: Sources) -> Column:
-    """log pi of every token of the vocabulary, of the policy before the update.   [B, R, V]"""
-    return sources.start("actor", batch, "vocab_log_probs")
-
-
-@register_provider("ref_vocab_log_probs", roles=("ref",), phase="log_probs", unscored=True)
-def ref_vocab_log_probs(batch: DataProto, sources: Sources) -> Column:
-    """log pi of every token of the vocabulary, of the reference policy.   [B, R, V]"""
-    return sources.start("ref", batch, "vocab_log_probs")
-
-
-@register_provider("values", roles=("critic",), phase="values", unscored=True)
-def values(batch: DataProto, sources: Sources) -> Column:
-    """The critic's value of the state in which each token was chosen."""
-    return sources.start("critic", batch, "values")
-
-
-@register_provider("process_rewards", roles=("critic",), reads=("ref_log_probs",), phase="values", unscored=True)
-def process_rewards(batch: DataProto, sources: Sources) -> Column:
-    """log pi of the critic, a language model here, less that of the reference: an implicit reward of each token."""
+@register_provider("process_rewards")
+def process_rewards(batch: DataProto, sources: Sources) -> Values:
+    """Implicit reward of each token: log pi of the critic less that of the reference."""
     log_probs = sources.start("critic", batch, "log_probs")
     return lambda: log_probs() - batch["ref_log_probs"]
 
 
-@register_provider("reward_baselines", phase="baselines")
+@register_provider("reward_baselines")
 def reward_baselines(batch: DataProto, sources: Sources) -> torch.Tensor:
-    """The score of the greedy answer to each row's prompt; 0 where that failed.   [B]"""
+    """The score of the greedy response to each row's prompt; 0 where that failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
-    answers = sources.rollouts.sample(
+    groups = sources.rollouts.sample(
         prompts, 1, greedy, step=sources.step, metrics=Metrics(), purpose="reward_baselines"
     )
-    return torch.tensor([group.trajectories[0].score for group in answers])[batch["uid"]]
+    return torch.tensor([group.trajectories[0].score for group in groups])[batch["uid"]]
 
 
 @register_provider("draws")
 def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
-    """A uniform number in [0, 1) for each token, the same whenever the answer is.   [B, R]"""
+    """A uniform number in [0, 1) for each token, the same whenever the response is.   [B, R]"""
     seed = sources.config.trainer.seed
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
     return uniforms(keys[:, None], torch.arange(batch["responses"].shape[1]))

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of any trainer: its folder, signals, trackers and checkpoints, whatever one of its steps computes."""
+"""The part of a run that all trainers share: folder, signals, trackers and checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,27 +20,28 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.disk import disk_errors
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, EngineError, WhetError
+from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics, phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
+from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
-from whet.tracking.jsonl import JsonlTracker
+from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import observed
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import Tracker, Trackers
+from whet.tracking.tracker import Trackers
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
+C = TypeVar("C", TrainConfig, SFTConfig)
+R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
 class Frame:
-    """One run of any trainer. A trainer adds its parts, `state` and `load_state`, and a loop that `train` runs.
-
-    Its loop sets `step` after each step, then calls `log`, and `save` where `is_due(trainer.save_freq)`.
-    """
+    """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
+    `train` runs in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
@@ -62,13 +64,10 @@ class Frame:
         found, loggers = self.opened.found, self.config.trainer.logger if self.opened.is_taken else []
         first_step = 0 if found is None else checkpoint.step_of(found)
         console = ConsoleTracker(self.total_steps, first_step=first_step, columns=self.columns_shown)
-        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # are shown everything
-
-        def metric_file(name: str) -> Tracker:
-            return JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([])
-
-        self.metrics_file = metric_file("metrics.jsonl")  # what the mathematics produced: equal in equal runs
-        self.timings_file = metric_file("timings.jsonl")  # what the clock said
+        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
+        self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
+            JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
+        )
         self.signals = StopSignals(self.run_dir / "stop")
         self.history = list(self.opened.history)
         model = Path(str(self.config.model.path)).expanduser()  # saving reads it: user code may change the folder
@@ -85,35 +84,54 @@ class Frame:
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
 
+    @property
+    def validates(self) -> bool:
+        """Whether a held-out set is looked at."""
+        return self.config.trainer.val_freq >= 0
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether a validation can run beside the training of the next step."""
+        return False
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """For a block that changes nothing that is saved: a run that is stopped in it ends at once."""
+        return self.signals.at_once()
+
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside weights and optimizers."""
-        return {}
+        raise NotImplementedError
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
+        raise NotImplementedError
+
+    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+        """Looks at a step that was logged.  Raises: EngineError where the run cannot go on."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Goes on where the checkpoint that was found was written; without one begins with the weights as they are.
 
         Raises: CheckpointError where it is of another model."""
         folder = self.opened.found
-        if folder is not None:
-            try:
+        try:
+            if folder is not None:
                 state = checkpoint.restore(folder, self.roles, self.state())
                 self.step = state["step"]
                 self.load_state(state)
-            except EngineError as error:
-                raise CheckpointError(
-                    f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
-                    "checkpoint was trained from, or another checkpoint"
-                ) from error
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                if isinstance(error, WhetError):
-                    raise
-                raise CheckpointError(
-                    f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
-                    "whet; go on from another checkpoint: trainer.resume=PATH"
-                ) from error
+        except EngineError as error:
+            raise CheckpointError(
+                f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
+                "checkpoint was trained from, or another checkpoint"
+            ) from error
+        except WhetError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
+                "whet; go on from another checkpoint: trainer.resume=PATH"
+            ) from error
         if self.step >= self.total_steps:
             log.warning(
                 "%s is already done: it has %d of %d steps, so nothing is trained; raise trainer.total_steps to go on, "
@@ -243,6 +261,25 @@ def opened_for(
 def run_folder(trainer: TrainerConfig) -> Path:
     """The folder that a run writes to."""
     return Path(trainer.run_dir or Path("runs", trainer.project_name, trainer.experiment_name))
+
+
+def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
+    """Returns what `attempt` does. Where it loses a worker it is called again, `trainer.max_restarts` times at most,
+    as if the program had been killed and started again: it goes on from the newest checkpoint.
+
+    Raises: what `attempt` raises, and LostWorkerError or DeadlineError once there are no restarts left."""
+    folder = Path.cwd()
+    for left in range(config.trainer.max_restarts - 1, -1, -1):
+        try:
+            return attempt(config)
+        except (LostWorkerError, DeadlineError) as error:
+            os.chdir(folder)  # user code may have left it
+            if config.trainer.resume == "never":  # the folder is this run's own by now
+                config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
+            last = checkpoint.newest(run_folder(config.trainer))
+            where = "afresh" if last is None else f"from {last}"
+            log.warning("%s; starting again %s (%d more of trainer.max_restarts)", error, where, left)
+    return attempt(config)
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a run goes wrong: updates that had to be skipped, and jumps of the gradient's norm or of the KL."""
+"""Health of a run: skipped updates, jumps of the gradient's norm or of the KL, groups without differences."""
 
 from __future__ import annotations
 
@@ -30,34 +30,30 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Remembers the last steps' numbers; its state is in the checkpoint, so that a resumed run warns as one that was
-    never stopped."""
+    """Warnings about a step, measured against the last steps, whose numbers are in the checkpoint."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
-    def look(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+    def check(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
-        self._look_at_groups(run, step, metrics)
+        self._check_groups(run, step, metrics)
         for name in WATCHED:
-            value = metrics.value(name)
+            value, before = metrics.value(name), max(self._seen.get(name) or [0.0])
             if value is not None and self._is_jump(name, abs(value)):
-                before = max(self._seen[name][:-1])
                 rows = ", ".join(heaviest_rows(run, batch, name))
+                named = f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
                 log.warning(
                     "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
-                    *(step, name, value, JUMP, before),
-                    f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
-                    if rows
-                    else "",
+                    *(step, name, value, JUMP, before, named if rows else ""),
                 )
 
-    def _look_at_groups(self, run: Run, step: int, metrics: Metrics) -> None:
+    def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the answers to a prompt finds them equal, step after step."""
-        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
+        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.entry.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
             log.warning(
@@ -68,7 +64,7 @@ class Health:
             )
 
     def state(self) -> dict[str, list[float]]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return self._seen
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
@@ -76,14 +72,14 @@ class Health:
         self._seen = {name: list(values) for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
-        """Whether `value` is one against the steps before, among which it is from now on."""
+        """Whether `value` is a jump against the steps before; it is remembered."""
+        if not value < float("inf"):
+            return False
         seen = self._seen.setdefault(name, [])
         smallest = 0.0 if name.endswith("grad_norm") else SMALLEST_KL
-        jumps = len(seen) >= ENOUGH and not value <= max(JUMP * max(seen), smallest)
-        if value < float("inf"):
-            seen.append(value)
-            del seen[:-REMEMBERED]
-        return jumps and value < float("inf")
+        jumps = len(seen) >= ENOUGH and value > max(JUMP * max(seen), smallest)
+        self._seen[name] = [*seen, value][-REMEMBERED:]
+        return jumps
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
@@ -104,13 +100,10 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
 
 
 def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:
-    """The uids of the answers that weigh most in a metric, the heaviest first; none where no row's weight is known."""
+    """Names of the trajectories that weigh most in a metric, the heaviest first; none where weights are not known."""
     weights = _weights(run, batch, metric)
-    if weights is None:
-        return []
-    weights = weights.nan_to_num(torch.inf)
-    heaviest = weights.argsort(descending=True)[:ROWS_NAMED]
-    return [str(batch["trajectory_uid_name"][row]) for row in heaviest.tolist()]
+    heaviest = [] if weights is None else weights.nan_to_num(torch.inf).argsort(descending=True)[:ROWS_NAMED].tolist()
+    return [str(batch["trajectory_uid_name"][row]) for row in heaviest]
 
 
 def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor | None:
@@ -135,7 +128,7 @@ def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor | None:
     others = tuple(sorted(objective.needs - {"log_probs"}))
     outputs = run.roles["actor"].forward(batch, others, objective.temperature) if others else {}
     log_probs = old.detach().clone().requires_grad_()
-    columns = run.settlement.weigh(batch, Metrics()).tensors()
+    columns = run.correction.weigh(batch, Metrics()).tensors()
     loss, _ = objective.loss({**outputs, "log_probs": log_probs}, columns, objective.counts(columns))
     if not loss.requires_grad:
         return None

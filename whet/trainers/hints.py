@@ -25,7 +25,7 @@ from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
 from whet.registry import HINTS, load_target, register_hint
-from whet.trainers.columns import Column, Sources, register_provider
+from whet.trainers.columns import Sources, Values, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
 Hints = list[list[str | None]]  # by group and answer
@@ -33,8 +33,8 @@ Hints = list[list[str | None]]  # by group and answer
 log = logging.getLogger(__name__)
 
 
-@register_provider("teacher_log_probs", roles=("actor",), phase="log_probs")
-def teacher_log_probs(batch: DataProto, sources: Sources) -> Column:
+@register_provider("teacher_log_probs")
+def teacher_log_probs(batch: DataProto, sources: Sources) -> Values:
     """log pi of the teacher of each row's data source, or of the policy, for the same answer to the hinted prompt.
 
     Raises: ConfigError for a row that has no teacher.

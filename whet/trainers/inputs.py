@@ -41,7 +41,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Rows) -> str:
-    """Of all that a step reads of them; of an object that is not plain only the type counts."""
+    """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
     found = hashlib.sha256()
     for row in rows:
         read: tuple[Any, ...]
@@ -58,14 +58,9 @@ def _file_of(target: str) -> Path | None:
     location, _, name = target.rpartition(":")
     if not name.isidentifier():
         return None
-    if location.endswith(".py"):
-        path = Path(location).expanduser()
-    else:
-        try:
-            spec = importlib.util.find_spec(location) if location.replace(".", "").isidentifier() else None
-        except (ImportError, ValueError):
-            return None
-        if spec is None or spec.origin is None:
-            return None
-        path = Path(spec.origin)
-    return path if path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
+    path = Path(location).expanduser() if location.endswith(".py") else None
+    if location.replace(".", "").isidentifier() and path is None:
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(location)
+            path = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    return path if path is not None and path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None

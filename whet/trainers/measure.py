@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's batch looks like in numbers, under verl's names where the meaning is the same."""
+"""Metrics of a step's batch, under verl's names where the meaning is the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines minimise: the policy's loss, the critic's, and imitation. Registered functions plus aggregation."""
+"""Objectives of engines: the policy's loss, the critic's, and imitation. Registered functions plus aggregation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.statistics import masked_mean
+from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
 from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
@@ -21,12 +22,11 @@ from whet.errors import RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
-from whet.types import POLICY_OUTPUTS, VALUE_OUTPUTS
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the objectives share: a registered loss, how tokens are summed up, one mini-batch's counts."""
+    """A registered loss, its aggregation, and the counts of a mini-batch."""
 
     loss_name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,19 +55,12 @@ class Objective:
         return policy_loss(self.entry, {**columns, "response_mask": trained}, self.options, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Sampled tokens, and rows that have any."""
+        """Tokens that are trained on, and rows that have any."""
         return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
         """This micro-batch's share of the mini-batch's number."""
-        return aggregate(
-            self.aggregation,
-            values,
-            loss_mask(batch),
-            num_tokens=counts["num_tokens"],
-            num_sequences=counts["num_sequences"],
-            fixed_length=self.fixed_length,
-        )
+        return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         """A loss per token, times the tokens' weights where there are any, aggregated; one that a function aggregated
@@ -125,13 +118,11 @@ class PolicyObjective(Objective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
-        """What a config minimises; the weights of entropy and KL are set step by step.  Raises: ConfigError."""
-        algorithm = config.algorithm
+        """The objective of a config; the weights of entropy and KL are set step by step.  Raises: ConfigError."""
+        algorithm, entry = config.algorithm, POLICY_LOSSES[config.algorithm.policy_loss]
         return cls(
             loss_name=algorithm.policy_loss,
-            options=POLICY_LOSSES[algorithm.policy_loss].resolve_options(
-                algorithm.loss_options, "algorithm.loss_options"
-            ),
+            options=entry.resolve_options(algorithm.loss_options, "algorithm.loss_options"),
             aggregation=aggregation(algorithm),
             fixed_length=algorithm.loss_fixed_length or config.data.max_response_length,
             temperature=config.rollout.temperature or 1.0,
@@ -182,7 +173,7 @@ class PolicyObjective(Objective):
 
 @dataclass(frozen=True)
 class ValueObjective(Objective):
-    """What the critic learns: a value model the returns, a process reward model which answers were right."""
+    """The critic's: a value model learns the returns, a process reward model which responses were right."""
 
     loss_name: str = "clipped"
     name = "critic"
@@ -190,14 +181,14 @@ class ValueObjective(Objective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> ValueObjective:
-        """What a config's critic minimises.  Raises: ConfigError."""
+        """The objective of a config's critic.  Raises: ConfigError."""
         entry = VALUE_LOSSES[config.critic.value_loss]
         options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
         return cls(loss_name=config.critic.value_loss, options=options)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the model the loss reads."""
+        """The model outputs that the loss reads."""
         return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.entry.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:

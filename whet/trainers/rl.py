@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop. One step: sample and score answers, add the columns that the algorithm reads, estimate advantages, update
-critic and actor, sync the rollout's weights, validate, save.
+"""The loop. One step: sample and score responses, add the columns that the algorithm reads, estimate advantages, update
+critic and actor, sync the rollout's weights, log.
 
 Copy this file, change it, and name the copy: `trainer.loop=my_project/rl.py:fit`.
 """
@@ -21,85 +21,78 @@ from whet.protocol import DataProto
 from whet.rollout.batch import to_batch, with_scores
 from whet.trainers.measure import measure_batch, measure_groups
 from whet.trainers.run import Run
-from whet.trainers.step_log import StepLog
+from whet.trainers.schedule import Schedule
 
 
 def fit(run: Run) -> None:
     """Trains until `run.total_steps`, from wherever `run.step` stands."""
-    trainer = run.config.trainer
-    validates = bool(run.val_prompts) and trainer.val_freq >= 0
-    if run.step == 0 and trainer.val_before_train and validates:
-        with run.interruptible():
-            before = validate(run, step=0)
-        run.log(0, before)
-    with StepLog(run, validate) as steps:
+    with Schedule(run, validate) as schedule:
         while run.step < run.total_steps:
-            step = run.step + 1
-            metrics = Metrics()
+            step, metrics = run.step + 1, Metrics()
             with metrics.time("time/step"):
-                with run.interruptible():
-                    batch = take(run, step, metrics)
-                with steps.beside():
-                    batch = train_step(run, batch, step, metrics)
+                with schedule.sampling():
+                    batch = sample(run, step, metrics)
+                with schedule.training():
+                    batch = add_advantages(run, batch, step, metrics)
+                    update(run, batch, step, metrics)
                 with metrics.time("time/sync"):
                     run.sync(step)
-            run.step = step
-            steps.log(step, metrics, is_validated=validates and run.is_due(trainer.val_freq))
-            run.health.look(run, batch, step, metrics)
-            if run.is_due(trainer.save_freq):
-                run.save()
+            schedule.end_step(batch, metrics)
 
 
-def take(run: Run, step: int, metrics: Metrics) -> DataProto:
-    """One batch of answers, sampled with the weights of the step before, scored, written to rollouts/, and with all
-    columns that the algorithm reads. What needs no scores is computed while the answers are being judged.
+def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
+    """A batch of responses to the next prompts, sampled with the weights of the step before, scored, written to
+    rollouts/, and with all columns that the algorithm reads. Models that need no scores read it while it is scored.
 
-    Raises: RewardError and its like where every answer failed."""
+    Raises: RewardError and its like where every response failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
     batch = to_batch(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
-    taken = sampled.result()
-    metrics.merge(taken.metrics)
-    measure_groups(metrics, taken.groups)
-    run.write_rollouts(step, taken.groups)
-    run.rollouts.failures.see(taken.groups)
-    batch = with_scores(batch, taken.groups, columns=run.config.reward.columns, is_dropped=taken.is_dropped)
-    return run.columns.add(batch, run.sources(taken.groups, step), metrics)
+    scored = sampled.result()
+    metrics.merge(scored.metrics)
+    measure_groups(metrics, scored.groups)
+    run.write_rollouts(step, scored.groups)
+    run.rollouts.failures.record(scored.groups)
+    batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)
+    return run.columns.add(batch, run.sources(scored.groups, step), metrics)
 
 
-def train_step(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-    """What one batch teaches actor and critic, side by side where they have processes of their own.  Returns it with
-    its advantages."""
+def add_advantages(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+    """Scores to rewards to advantages, and the mask of the tokens that are trained on."""
     with metrics.time("time/advantage"):
         batch = run.shaper.rewards(batch, metrics)
-        batch = run.shaper.advantages(add_advantages(run, batch, metrics), metrics)
-        batch = run.settlement.reject(batch, metrics)
+        batch = run.shaper.advantages(estimate_advantages(run, batch, metrics), metrics)
+        batch = run.correction.reject(batch, metrics)
     run.write_tokens(step, batch)
     measure_batch(metrics, batch, run.config.data.max_response_length)
+    return batch
 
+
+def update(run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+    """The optimizer steps of critic and actor, side by side where they have processes of their own."""
     with metrics.time("time/update"):
-        learnt = list[PendingCall]()
+        pending = list[PendingCall]()
         if run.value_objective is not None:
             critic = run.roles["critic"]
             for mini_batch in mini_batches(run, batch, run.config.critic, step):
-                learnt.append(critic.start("update", mini_batch, run.value_objective))
+                pending.append(critic.start("update", mini_batch, run.value_objective))
         if run.value_objective is None or step > run.config.critic.warmup_steps:
             kl_coef, entropy_coef = run.shaper.kl_controller.coef, run.entropy_controller.coef
             objective = replace(run.policy_objective, kl_coef=kl_coef, entropy_coef=entropy_coef)
             for mini_batch in mini_batches(run, batch, run.config.actor, step):
-                weighed = run.settlement.weigh(mini_batch, metrics)
-                metrics.merge(run.roles["actor"].update(weighed, objective))
+                weighted = run.correction.weigh(mini_batch, metrics)
+                metrics.merge(run.roles["actor"].update(weighted, objective))
             run.entropy_controller.update(metrics.value("actor/entropy"))
-        for call in learnt:
+        for call in pending:
             metrics.merge(call.result())
-    return batch
 
 
-def add_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
-    """`advantages`, and `returns` where the estimator gives them or a critic learns them, from all rows at once."""
+def estimate_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
+    """Adds `advantages` of all rows, and `returns` where the estimator gives them or a critic learns them."""
     supplied = {"config": run.config, "batch": batch.batch, "non_tensor_batch": batch.non_tensor_batch}
     with_returns = run.value_objective is not None
-    estimated = estimate(run.estimator, batch.tensors(), run.estimator_options, supplied, with_returns=with_returns)
+    entry, options = run.estimator.entry, run.estimator.options
+    estimated = estimate(entry, batch.tensors(), options, supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)
     batch = batch.with_columns(advantages=estimated.advantages)
@@ -125,12 +118,12 @@ def validate(run: Run, step: int) -> Metrics:
             run.val_prompts, n, run.val_params, step=step, metrics=Metrics(), purpose="validation"
         )
     for group in groups:
-        for answer in group.trajectories:
+        for trajectory in group.trajectories:
             for name in ("val", f"val/{group.prompt.data_source}"):
-                metrics.mean(f"{name}/accuracy", answer.accuracy or 0.0)
-                metrics.mean(f"{name}/reward", answer.score)
-            metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in answer.turns))
-            metrics.sum("val/failures", float(answer.failure is not None))
+                metrics.mean(f"{name}/accuracy", trajectory.accuracy or 0.0)
+                metrics.mean(f"{name}/reward", trajectory.score)
+            metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in trajectory.turns))
+            metrics.sum("val/failures", float(trajectory.failure is not None))
     run.write_rollouts(step, groups, purpose="validation")
-    run.rollouts.failures.see(groups)
+    run.rollouts.failures.record(groups)
     return metrics

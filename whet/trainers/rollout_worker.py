@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache, partial
 
-from transformers import PreTrainedModel
-
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
@@ -28,7 +26,7 @@ from whet.weight_sync.routes import Route, Site, open_inlet
 
 
 class RolloutWorker(Worker):
-    """One rank that samples: from the module of an actor in its process where it can, else from one of its own."""
+    """A rank that samples: from the module of an actor in its process where it can, else from one of its own."""
 
     def __init__(
         self, placement: Placement, config: RolloutConfig, dtype: str, tokenizer_path: str, model: ModelConfig
@@ -68,7 +66,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def pause(self) -> None:
-        """Stops sampling."""
+        """Stops sampling until `resume`."""
         with self._turn:
             self.engine.pause()
 
@@ -80,7 +78,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def status(self) -> Status:
-        """What this rank's engine is doing."""
+        """The state of this rank's engine."""
         return self.engine.status()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -90,11 +88,15 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor beside it, and returns their digest: its module itself where
-        it is whole on this rank, both compute in the same dtype, and no adapter in it would slow down every token."""
+        """Takes the weights of `version` from the actor beside it: its module itself where it is whole on this rank,
+        computes in the same dtype, and has no adapter that slows down every token.  Returns their digest."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
-        self._attached = module is not None and self._computes_alike(actor, module)
+        self._attached = (
+            module is not None
+            and module.dtype == self.dtype == torch_dtype(actor.settings.dtype)
+            and not adapted_layers(module)
+        )
         if module is not None and self._attached:
             return in_process.attach(self.engine, module, weights, version)
         if module is not None and not self._owns_module:
@@ -106,7 +108,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
-        """Where this rank runs."""
+        """The place where this rank runs."""
         return Site.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL)
@@ -154,17 +156,13 @@ class RolloutWorker(Worker):
             engine.onload()
 
     def close(self) -> None:
-        """Lets go of the link."""
+        """Closes the link."""
         if self._inlet is not None:
             self._inlet.close()
 
     def _load(self) -> None:
         load_model(self.engine, self._model, self.device)
         self._owns_module = True
-
-    def _computes_alike(self, actor: TrainWorker, module: PreTrainedModel) -> bool:
-        alike = module.dtype == self.dtype and actor.settings.forward.dtype == self.dtype
-        return alike and not adapted_layers(module)
 
     def _engines_beside(self) -> dict[str, TrainEngine]:
         return {role: each.engine for role, each in self.neighbours.items() if isinstance(each, TrainWorker)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: everything that the loop works with, already built, and the run's files."""
+"""A reinforcement learning run: the parts that the loop works with, and the run's files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
-from pathlib import Path
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,33 +18,31 @@ from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import Entry
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
+from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import Frame
 from whet.trainers.health import Health
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.settle import Settlement
 from whet.trainers.shape import Shaper
-from whet.types import Group, Prompt
+from whet.types import Group, Prompt, Trajectory
 from whet.weight_sync.between_pools import WeightSync
 
 
 @dataclass(kw_only=True)
 class Run(Frame):
-    """One training run. The loop reads it; only `step` and what roles hold change."""
+    """A training run. The loop reads it; only `step` and what roles hold change."""
 
     config: TrainConfig
     weight_sync: WeightSync
     rollouts: Rollouts
     columns: ColumnPlan
-    estimator: Entry
-    estimator_options: Mapping[str, Any]
-    settlement: Settlement
+    estimator: Chosen
+    correction: Correction
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None
     shaper: Shaper
@@ -55,17 +52,22 @@ class Run(Frame):
     modes: Modes = field(default_factory=Modes)
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
-    _next_prompts: dict[str, Any] | None = None  # of the rollouts' state, while a step's prompts are taken
+    _next_prompts: dict[str, Any] | None = None  # state of the rollouts before a step took its prompts
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are prompts to validate on."""
+        return bool(self.val_prompts) and super().validates
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the rollout has processes in which nothing else is."""
+        """Whether the rollout has processes of its own."""
         cluster = self.config.cluster
         pools = [cluster.pool_of(role) for role in self.roles]
         return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
-        """What column providers draw on in one step."""
+        """The sources of column providers in one step."""
         return Sources(self.config, self.roles, self.rollouts, groups, step)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -96,11 +98,15 @@ class Run(Frame):
         super().start()
         self.sync(self.step)
 
+    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+        """Warns of jumps and of skipped updates.  Raises: EngineError after three of these."""
+        self.health.check(self, batch, self.step, metrics)
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For what changes no weights, at the start of a step: whoever ends the run here waits for nothing, and the
-        checkpoint is that of the step before. Workers in other processes have to finish their call first, unless there
-        is nothing to save yet."""
+        """For a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
+        the checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing
+        to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
@@ -117,20 +123,22 @@ class Run(Frame):
         self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """One JSON object an answer, in rollouts/, so that a person can read what the model wrote and was paid; a few
-        of them as a table for the trackers."""
+        """Writes a JSON object a trajectory, in rollouts/, with its text and its reward, and some of them as a table of
+        the trackers."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        write_answers(path, groups, self.tokenizer, self.digests)
+        lines = [readable(each, self.tokenizer) for group in groups for each in group.trajectories]
+        lines = [{**line, "policy_digest": self.digests.get(line["policy_version"])} for line in lines]
+        files.write(path, "".join(map(json_line, lines)))
         rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
         self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
-        """One JSON object a row, in tokens/: each token as text, and what every column says of it."""
+        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column."""
         every = self.config.trainer.log_tokens
         if every == 0 or step % every:
             return
@@ -139,43 +147,31 @@ class Run(Frame):
         files.write(path, "".join(json_line(row) for row in readable_tokens(batch, self.tokenizer)))
 
     def close(self) -> None:
-        """Ends workers, reward processes and trackers, then lets go of the folder."""
+        """Ends workers, reward processes and trackers, then unlocks the folder."""
         with ExitStack() as stack:
             stack.callback(super().close)
             stack.callback(self.rollouts.close)
 
 
-def write_answers(
-    path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, digests: Mapping[int, str]
-) -> None:
-    """One JSON object an answer and line; `digests` are of the weights by version."""
-    answers = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
-    answers = [{**answer, "policy_digest": digests.get(answer["policy_version"])} for answer in answers]
-    files.write(path, "".join(json_line(answer) for answer in answers))
-
-
 def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
-    """The first answer of each group, then the second of each, up to `limit`."""
-    in_turn = (answer for answers in zip_longest(*(group.trajectories for group in groups)) for answer in answers)
-    rows: list[Row] = []
-    for answer in islice(filter(None, in_turn), limit):
-        read = readable(answer, tokenizer)
-        rows.append(
-            {
-                **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
-                **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
-                "finish_reason": read["finish_reason"] or "",
-                "failure": ""
-                if answer.failure is None
-                else printable(f"{answer.failure.source}: {answer.failure.message}"),
-            }
-        )
-    return rows
+    """The first trajectory of each group, then the second of each, up to `limit`."""
+    in_turn = filter(None, chain.from_iterable(zip_longest(*(group.trajectories for group in groups))))
+
+    def row(trajectory: Trajectory) -> Row:
+        read, failure = readable(trajectory, tokenizer), trajectory.failure
+        return {
+            **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
+            **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
+            "finish_reason": read["finish_reason"] or "",
+            "failure": "" if failure is None else printable(f"{failure.source}: {failure.message}"),
+        }
+
+    return [row(trajectory) for trajectory in islice(in_turn, limit)]
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Each row: whose answer it is, its tokens, whether the policy sampled and trains on them, and every column that
-    has a number for each token. Where a teacher spoke, `k` is what it gives a token over what the policy does."""
+    """Each row: its trajectory, its tokens, whether they were sampled and are trained on, and every column [B, R] of
+    floats. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}

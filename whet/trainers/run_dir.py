@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: who may write to it, where a run goes on in it, and what it is cut back to.
+"""A run's folder: its lock, the checkpoint that a run goes on from, and the files that are cut back to it.
 
 config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lock
 """
@@ -71,7 +71,7 @@ class RunDir:
         return self.lock is not None
 
     def close(self) -> None:
-        """Lets another run have it."""
+        """Unlocks it."""
         if self.lock is not None:
             self.lock.close()
 
@@ -171,13 +171,13 @@ def _check_links(path: Path) -> None:
             )
 
 
-def _let_go() -> None:
-    """Closes what a child of a fork was given: it may outlive the run."""
+def _unlock() -> None:
+    """Closes the locks in a child of a fork, which may outlive the run."""
     for lock in LOCKS:
         lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_unlock)
 
 
 def _is_begun(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str]) -> bool:

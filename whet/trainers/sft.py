@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from whet.config.checks import check_context
 from whet.config.schema import SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -19,21 +18,19 @@ from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
-from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
 from whet.planning.introduction import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column
-from whet.trainers.frame import Frame, opened_for
+from whet.trainers.frame import Frame, opened_for, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.inputs import digests
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.restart import with_restarts
-from whet.trainers.workers import TrainWorker
+from whet.trainers.schedule import Schedule
+from whet.trainers.workers import TrainWorker, settings_trained, tokenizer_of
 
 COLUMNS = (
     Column("loss", ("sft/loss",), ".4f"),
@@ -45,7 +42,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True)
 class SFTRun(Frame):
-    """One fine-tuning run. `callbacks` are called after every step."""
+    """A fine-tuning run. `callbacks` are called after every step."""
 
     columns_shown = COLUMNS
     tokens_metric = "sft/tokens"
@@ -58,36 +55,33 @@ class SFTRun(Frame):
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
-        trainer = self.config.trainer
-        validates = bool(self.val_examples) and trainer.val_freq >= 0
-        if self.step == 0 and trainer.val_before_train and validates:
-            with self.signals.at_once():
-                before = self.validate()
-            self.log(0, before)
-        while self.step < self.total_steps:
-            metrics = Metrics()
-            with metrics.time("time/step"):
-                chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                batch = to_batch(chosen, self.pad_token_id)
-                with metrics.time("time/update"):
-                    metrics.merge(self.roles["actor"].update(batch, ImitationObjective()))
-            self.step += 1
-            if validates and self.is_due(trainer.val_freq):
-                metrics.merge(self.validate())
-            self.log(self.step, metrics)
-            self.is_good = check_skipped("sft", "optim.lr", metrics, self.run_dir)
-            for callback in self.callbacks:
-                callback(self)
-            if self.is_due(trainer.save_freq):
-                self.save()
-            if self.step < self.total_steps:
+        with Schedule(self, SFTRun.validate) as schedule:
+            while self.step < self.total_steps:
                 self.signals.here()
+                metrics = Metrics()
+                with metrics.time("time/step"):
+                    chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
+                    batch = to_batch(chosen, self.pad_token_id)
+                    with metrics.time("time/update"):
+                        metrics.merge(self.roles["actor"].update(batch, ImitationObjective()))
+                schedule.end_step(batch, metrics)
 
     def stop(self) -> None:
         """Makes the step just done the last one: for callbacks."""
         self.total_steps = self.step
 
-    def validate(self) -> Metrics:
+    @property
+    def validates(self) -> bool:
+        """Whether there are examples to validate on."""
+        return bool(self.val_examples) and super().validates
+
+    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+        """Warns of skipped updates, then calls the callbacks.  Raises: EngineError after three skipped updates."""
+        self.is_good = check_skipped("sft", "optim.lr", metrics, self.run_dir)
+        for callback in self.callbacks:
+            callback(self)
+
+    def validate(self, step: int = 0) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
         batch = to_batch(self.val_examples, self.pad_token_id)
         tokens, metrics = batch["response_mask"].sum(), Metrics()
@@ -122,11 +116,7 @@ def train_sft(
 def _train_sft(
     config: SFTConfig, data: Sequence[Mapping[str, Any]] | None, callbacks: Sequence[Callable[[SFTRun], None]]
 ) -> SFTRun:
-    if config.model.path is None:
-        raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
-    model_path, trusted = config.model.path, config.model.trust_remote_code
-    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
-    check_context(config, context_length(model_path, trust_remote_code=trusted))
+    tokenizer = tokenizer_of(config)
     seed = config.trainer.seed
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
     val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
@@ -159,13 +149,13 @@ def _train_sft(
 
 
 def setup(config: SFTConfig, lengths: Sequence[int] = ()) -> Setup:
-    """What the plan of a run is made from; without lengths every example is taken to be as long as it may be."""
+    """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
     lengths = tuple(lengths) or (config.data.max_length,)
     return Setup(config, {"actor": _settings(config, 1)}, {"actor": ImitationObjective()}, Lengths(lengths, 0))
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:
-    """Examples as rows: the first token is the prompt, all others the response; the mask says what is learnt."""
+    """Examples as rows: the first token is the prompt, all others the response; the mask says what is trained on."""
     width = max(len(example.input_ids) for example in examples)
 
     def padded(values: Sequence[int], value: int) -> list[int]:
@@ -183,19 +173,4 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
 
 
 def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
-    return RoleSettings(
-        model_path=str(config.model.path),
-        engine=config.engine,
-        dtype=config.model.dtype,
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        optim=config.optim,
-        grad_clip=config.grad_clip,
-        total_steps=total_steps,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        adapter_path=config.model.lora.path,
-        allow_pickle=config.model.allow_pickle,
-        trust_remote_code=config.model.trust_remote_code,
-        lora=config.model.lora if config.model.lora.rank is not None else None,
-        freeze=tuple(config.model.freeze),
-        seed=config.trainer.seed,
-    )
+    return replace(settings_trained(config, config, total_steps), freeze=tuple(config.model.freeze))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to rewards before the estimator and to advantages after it, as the config says."""
+"""Shaping of rewards before the estimator, and of advantages after it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from whet.protocol import DataProto
 class Shaper:
     """Scores to rewards: penalty for length, normalisation, clip, KL term. Its state is in the checkpoint."""
 
-    def __init__(self, config: TrainConfig, kl_controller: Fixed | AdaptiveKL) -> None:
-        self.config, self.kl_controller = config, kl_controller
-        self.running = RunningScores()
+    def __init__(self, config: TrainConfig) -> None:
+        kl = config.algorithm.kl
+        self.config, self.running = config, RunningScores()
+        self.kl_controller: Fixed | AdaptiveKL = (
+            Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+        )
 
     def rewards(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """`token_level_rewards` from `token_level_scores`; rows of answers that were cut off masked, if so asked."""
@@ -60,11 +63,11 @@ class Shaper:
         return without_truncated(batch, metrics) if self.config.algorithm.truncated == "zero" else batch
 
     def state(self) -> dict[str, dict[str, float]]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return {"kl_controller": self.kl_controller.state(), "running": self.running.state()}
 
     def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state` gave."""
+        """Goes on from what `state` gave."""
         self.kl_controller.load_state(state["kl_controller"])
         self.running.load_state(state["running"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a run early in good order: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's limit),
+"""Ways to end a run early in good order: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's limit),
 SIGUSR1, or a file named `stop` in the run's folder.
 
 The run ends at the next place where its state is that of a whole step, saves, and says how to go on. A second signal

@@ -1,48 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that trains or reads a model."""
+"""The worker that trains or reads a model, and the training side of its link to rollout ranks in other processes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
 
+from whet.config.checks import check_context
+from whet.config.schema import ActorConfig, ModelConfig, RefConfig, SFTConfig, TrainConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
-from whet.errors import CheckpointError, EngineError, WorkerError
+from whet.errors import CheckpointError, ConfigError, EngineError, WorkerError
 from whet.metrics import Metrics
+from whet.models.load import context_length, load_tokenizer
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.trainers.objectives import narrowed
-from whet.trainers.weight_sender import WeightSender
+from whet.weight_sync.buckets import send
+from whet.weight_sync.link import Outlet
+from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
-class TrainWorker(WeightSender):
-    """One rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+class EngineWorker(Worker):
+    """A rank that calls a training engine."""
 
-    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
-        super().__init__(placement)
-        entry, key = ENGINES[settings.engine.name], "engine.options"
-        given = {"role": settings, "process_group": self.process_group, "device": self.device}
-        self.settings = settings
-        self.engine: TrainEngine = entry.make(given, entry.resolve_options(settings.engine.options, key))
-        self.start: dict[str, Any] | None = None
-        if settings.lora is not None:
-            self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
+    engine: TrainEngine
 
     @property
     def dp_rank(self) -> int:
-        """Which shard of a batch the engine is given here."""
+        """The number of the shard of a batch that the engine is given here."""
         return self.engine.dp_rank
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """The number of shards that a batch is split into."""
         return self.engine.dp_size
 
     @property
@@ -55,9 +55,24 @@ class TrainWorker(WeightSender):
         """Model outputs [B, R] without gradient."""
         return self.engine.forward(batch, frozenset(needs), temperature)
 
+
+class TrainWorker(EngineWorker):
+    """A rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
+        super().__init__(placement)
+        entry, key = ENGINES[settings.engine.name], "engine.options"
+        given = {"role": settings, "process_group": self.process_group, "device": self.device}
+        self.settings = settings
+        self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
+        self._outlets: dict[Way, Outlet] = {}
+        self.start: dict[str, Any] | None = None
+        if settings.lora is not None:
+            self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
+
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
-        """One optimizer step on the mini-batch `batch`."""
+        """Takes an optimizer step on the mini-batch `batch`."""
         return self.engine.update(narrowed(batch, objective), objective)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -90,35 +105,51 @@ class TrainWorker(WeightSender):
                 f"{self.start['model_path']} are others; name the model that the run started from"
             )
 
+    @register(Dispatch.ONE_TO_ALL)
+    def site(self) -> Site:
+        """The place where this rank runs."""
+        return Site.here(self.address, self.device)
 
-class AdapterOffWorker(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
+        """Opens this rank's ends of links.  Returns their addresses."""
+        self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
+        return {way: outlet.address for way, outlet in self._outlets.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def publish(self, version: int, dtype: str) -> str | None:
+        """Sends the weights of `version` in the rollout's dtype; every rank takes part, as making them whole may need
+        it.  Returns their digest; None on a rank that sends to nobody.
+
+        Raises: WeightSyncError; DeadlineError.
+        """
+        try:
+            return send(self.engine.named_weights(), version, list(self._outlets.values()), vars(torch)[dtype])
+        except BaseException:
+            self.close()  # whoever waits for this rank hears of it
+            raise
+
+    def close(self) -> None:
+        """Closes the links."""
+        for outlet in self._outlets.values():
+            outlet.close()
+
+
+class AdapterOffWorker(EngineWorker):
     """The reference where the actor trains an adapter: the actor's own module, with the adapter off."""
 
-    @property
-    def dp_rank(self) -> int:
-        """As the actor's: its module is read."""
-        return actor_beside(self).dp_rank
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self.engine = actor_beside(self).engine
 
-    @property
-    def dp_size(self) -> int:
-        """As the actor's."""
-        return actor_beside(self).dp_size
-
-    @property
-    def is_reporting(self) -> bool:
-        """As the actor's."""
-        return actor_beside(self).is_reporting
-
-    @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
-        engine = actor_beside(self).engine
-        with with_adapter(engine).adapter_off():
-            return engine.forward(batch, frozenset(needs), temperature)
+        with with_adapter(self.engine).adapter_off():
+            return super().forward(batch, needs, temperature)
 
 
 def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
-    """What a checkpoint says of the model that an adapter is for; folders by their whole path, wherever it is read."""
+    """The model that an adapter is for, as a checkpoint notes it, with whole paths of folders."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
@@ -146,3 +177,50 @@ def with_adapter(engine: TrainEngine) -> TrainsAdapter:
             f"{type(engine).__name__} trains no adapters; unset model.lora.rank, or choose another engine"
         )
     return engine
+
+
+def path_of(model: ModelConfig) -> str:
+    """The folder or hub name of the policy.  Raises: ConfigError where it is not set."""
+    if model.path is None:
+        raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
+    return model.path
+
+
+def settings_of(model: ModelConfig, role: ActorConfig | RefConfig | SFTConfig, path: str | None = None) -> RoleSettings:
+    """The settings of a role that only reads the model at `path`, by default that of the policy."""
+    return RoleSettings(
+        model_path=path or path_of(model),
+        engine=role.engine,
+        dtype=model.dtype,
+        max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
+        adapter_path=model.lora.path if path is None else None,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def settings_trained(
+    config: TrainConfig | SFTConfig, role: ActorConfig | SFTConfig, total_steps: int, path: str | None = None
+) -> RoleSettings:
+    """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
+    model = config.model
+    return replace(
+        settings_of(model, role, path),
+        optim=role.optim,
+        grad_clip=role.grad_clip,
+        total_steps=total_steps,
+        gradient_checkpointing=model.gradient_checkpointing,
+        lora=model.lora if model.lora.rank is not None else None,
+        seed=config.trainer.seed,
+    )
+
+
+def tokenizer_of(config: TrainConfig | SFTConfig, *others: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the policy, which has to be that of the models at `others` too.
+
+    Raises: ModelError; ConfigError where the model's context is too short."""
+    path, trusted = path_of(config.model), config.model.trust_remote_code
+    models = [path, *(other for other in others if other is not None)]
+    tokenizer = load_tokenizer(config.model.tokenizer_path or path, *models, trust_remote_code=trusted)
+    check_context(config, context_length(path, trust_remote_code=trusted))
+    return tokenizer

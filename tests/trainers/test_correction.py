@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, rejections and what losses settle, in a real run; and what does not go together."""
+"""Weights, rejections and columns of losses, in a real run; and what does not go together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, plan, train
-from whet.trainers.rl import add_advantages
+from whet.trainers.rl import estimate_advantages
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -85,8 +85,8 @@ def test_what_is_rejected_is_not_trained_on(train_config: MakeConfig, additions:
     apart[3] = 1.0  # u - o of one row
     batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"] - apart)
     metrics = Metrics()
-    batch = add_advantages(run, run.shaper.rewards(batch, metrics), metrics)
-    left = run.settlement.reject(batch, metrics)
+    batch = estimate_advantages(run, run.shaper.rewards(batch, metrics), metrics)
+    left = run.correction.reject(batch, metrics)
     run.close()
     assert not left["loss_mask"][3].any()
     others = torch.arange(len(left)) != 3
@@ -148,8 +148,8 @@ def test_answers_that_were_cut_off(mode: str, train_config: MakeConfig, addition
     cut = batch["truncated"]
     assert cut.any() and not cut.all()
     metrics = Metrics()
-    whole = add_advantages(run, batch.with_columns(token_level_rewards=batch["token_level_scores"]), metrics)
-    shaped = run.shaper.advantages(add_advantages(run, run.shaper.rewards(batch, metrics), metrics), metrics)
+    whole = estimate_advantages(run, batch.with_columns(token_level_rewards=batch["token_level_scores"]), metrics)
+    shaped = run.shaper.advantages(estimate_advantages(run, run.shaper.rewards(batch, metrics), metrics), metrics)
     run.close()
     assert not shaped["response_mask"][cut].any()
     assert torch.equal(shaped["response_mask"][~cut], batch["response_mask"][~cut])

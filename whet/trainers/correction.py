@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that are taken on all rows of a step or a mini-batch before its update: which tokens are not trained on
-(`loss_mask`), the weights of the others, and the columns of losses that look at more rows than a micro-batch has.
+"""Functions of a whole step or mini-batch, called before its update: rejections say which tokens are not trained on
+(`loss_mask`), weights what the others count for (`token_weights`); some losses have columns of their own.
 
-`response_mask` stays what it is, the tokens that were sampled: ratios of sequences and statistics of rows are of them.
+`response_mask` stays the mask of the tokens that were sampled: ratios of sequences and statistics of rows are of them.
 Losses are summed over `loss_mask` and divided by its counts."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from whet.algorithms.adapters import settle
+from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.correction import gap
+from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,40 @@ class Chosen:
         """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
         return cls(registry[name], registry[name].resolve_options(options, where))
 
+    @classmethod
+    def estimator(cls, algorithm: AlgorithmConfig) -> Chosen:
+        """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
+        return cls.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
+
     def __call__(self, batch: DataProto) -> torch.Tensor:
-        """What it says of a batch."""
+        """The column that it makes of a batch."""
         result: torch.Tensor = call(self.entry, batch.tensors(), self.options)
         return result
 
 
 @dataclass(frozen=True)
-class Settlement:
-    """The functions of a config that look at a whole step, or a whole mini-batch."""
+class Correction:
+    """The rejection, the weight and the loss that a config chooses."""
 
     loss: Chosen
     weight: Chosen | None = None
     rejection: Chosen | None = None
 
     @classmethod
-    def from_config(cls, config: TrainConfig) -> Settlement:
+    def from_config(cls, config: TrainConfig) -> Correction:
         """The functions that a config names, with their options.  Raises: ConfigError, RegistryError."""
-        algorithm, correction = config.algorithm, config.algorithm.correction
+        algorithm, names = config.algorithm, config.algorithm.correction
 
-        def chosen(registry: Registry, name: str | None, options: Mapping[str, Any], key: str) -> Chosen | None:
-            return None if name is None else Chosen.of(registry, name, options, f"algorithm.correction.{key}")
+        def chosen(registry: Registry, key: str) -> Chosen | None:
+            name, options = names[key], names[f"{key}_options"]
+            return None if name is None else Chosen.of(registry, name, options, f"algorithm.correction.{key}_options")
 
-        return cls(
-            Chosen.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options"),
-            chosen(WEIGHTS, correction.weight, correction.weight_options, "weight_options"),
-            chosen(REJECTIONS, correction.rejection, correction.rejection_options, "rejection_options"),
-        )
+        loss = Chosen.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
+        return cls(loss, chosen(WEIGHTS, "weight"), chosen(REJECTIONS, "rejection"))
 
     def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Adds `loss_mask`, the sampled tokens without those that are not to be trained on, after advantages were
-        estimated from all of them; and measures how far sampler and trainer are apart."""
+        """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
+        and measures how far sampler and trainer are apart."""
         if "old_log_probs" in batch:
             apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
             for name, value in apart.items():
@@ -77,8 +81,8 @@ class Settlement:
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def weigh(self, mini_batch: DataProto, metrics: Metrics) -> DataProto:
-        """A mini-batch with `token_weights`, which are of all that was sampled, and with the columns that the loss has
-        settled, which are of what is trained on."""
+        """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
+        those that are trained on."""
         trained = loss_mask(mini_batch.tensors())
         if self.weight is not None:
             weights, counted = self.weight(mini_batch), trained != 0
@@ -87,7 +91,7 @@ class Settlement:
             mini_batch = mini_batch.with_columns(token_weights=weights)
         if "before" in self.loss.entry.marks:
             columns = {**mini_batch.tensors(), "response_mask": trained}
-            settled = settle(self.loss.entry, columns, self.loss.options)
-            new = {name: column for name, column in settled.items() if name not in columns}
+            added = with_mini_batch_columns(self.loss.entry, columns, self.loss.options)
+            new = {name: column for name, column in added.items() if name not in columns}
             mini_batch = mini_batch.with_columns(**new)
         return mini_batch

@@ -11,7 +11,8 @@ import pytest
 
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.trainers.step_log import StepLog
+from whet.protocol import DataProto
+from whet.trainers.schedule import Schedule
 from whet.trainers.stop import Stopped
 
 SECONDS = 10.0
@@ -24,13 +25,17 @@ class Scene:
         self.validated: list[int] = []
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.began = threading.Event()
+        self.is_due = True
         self.run: Any = SimpleNamespace(
             samples_apart=samples_apart,
-            config=SimpleNamespace(trainer=SimpleNamespace(save_freq=3)),
-            is_due=lambda every: every == 3 and self.step == 3,
+            validates=True,
+            step=0,
+            config=SimpleNamespace(trainer=SimpleNamespace(save_freq=3, val_freq=1, val_before_train=False)),
+            is_due=lambda every: self.is_due if every == 1 else self.run.step == 3,
             log=lambda step, metrics: self.lines.append((step, metrics.reduce())),
+            check_health=lambda batch, metrics: None,
+            save=lambda: None,
         )
-        self.step = 0
 
     def validate(self, run: Any, step: int) -> Metrics:
         self.validated.append(step)
@@ -39,24 +44,24 @@ class Scene:
         metrics.mean("val/accuracy", step / 10)
         return metrics
 
-    def log(self, steps: StepLog, step: int, *, is_validated: bool = True) -> None:
-        self.step = step
+    def end(self, schedule: Schedule[Any], step: int, *, is_validated: bool = True) -> None:
+        self.run.step, self.is_due = step - 1, is_validated
         metrics = Metrics()
         metrics.mean("loss", step)
-        steps.log(step, metrics, is_validated=is_validated)
+        schedule.end_step(DataProto(), metrics)
 
 
 def test_a_step_is_validated_while_the_next_one_trains() -> None:
     scene = Scene()
-    with StepLog(scene.run, scene.validate) as steps:
-        scene.log(steps, 1)
+    with Schedule(scene.run, scene.validate) as schedule:
+        scene.end(schedule, 1)
         assert scene.validated == [] and scene.lines == []
-        with steps.beside():
+        with schedule.training():
             assert scene.began.wait(SECONDS)  # in this block, not before and not after it
             assert scene.lines == []
         assert scene.lines == [(1, {"loss": 1.0, "val/accuracy": 0.1})]
-        scene.log(steps, 2, is_validated=False)
-        with steps.beside():
+        scene.end(schedule, 2, is_validated=False)
+        with schedule.training():
             assert scene.validated == [1]
     assert scene.lines[1:] == [(2, {"loss": 2.0})]
 
@@ -64,15 +69,15 @@ def test_a_step_is_validated_while_the_next_one_trains() -> None:
 @pytest.mark.parametrize(("samples_apart", "step"), [(False, 1), (True, 3)])
 def test_who_samples_where_models_train_and_who_saves_validates_first(samples_apart: bool, step: int) -> None:
     scene = Scene(samples_apart=samples_apart)
-    with StepLog(scene.run, scene.validate) as steps:
-        scene.log(steps, step)
+    with Schedule(scene.run, scene.validate) as schedule:
+        scene.end(schedule, step)
         assert scene.lines == [(step, {"loss": step, "val/accuracy": step / 10})]
 
 
 def test_a_run_that_is_stopped_has_the_line_of_its_last_step() -> None:
     scene = Scene()
-    with pytest.raises(Stopped), StepLog(scene.run, scene.validate) as steps:
-        scene.log(steps, 1)
+    with pytest.raises(Stopped), Schedule(scene.run, scene.validate) as schedule:
+        scene.end(schedule, 1)
         raise Stopped("SIGTERM", 15)
     assert scene.lines == [(1, {"loss": 1.0, "val/accuracy": 0.1})]
 
@@ -83,8 +88,8 @@ def test_what_validation_raises_ends_the_step() -> None:
     def fails(run: Any, step: int) -> Metrics:
         raise EngineError("the rollout is gone")
 
-    with pytest.raises(EngineError, match="the rollout is gone"), StepLog(scene.run, fails) as steps:
-        scene.log(steps, 1)
-        with steps.beside():
+    with pytest.raises(EngineError, match="the rollout is gone"), Schedule(scene.run, fails) as schedule:
+        scene.end(schedule, 1)
+        with schedule.training():
             pass
     assert scene.lines == []

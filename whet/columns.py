@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of columns: the named arrays of a batch, their shapes and meanings, and who gives them when.
+
+B rows, P prompt tokens, R response tokens, L = P + R, V tokens of the vocabulary, K numbers of the reward. Columns
+[B, R] are 0 where nothing was sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+When = Literal["rollout", "score", "shaping", "unscored", "scored", "update"]
+Reader = Literal["estimator", "correction", "actor", "critic"]  # in the order in which a step calls them
+WHEN: dict[When, str] = {
+    "rollout": "in every batch",
+    "score": "in every batch, final once responses are scored",
+    "shaping": "in every batch, once rewards are shaped",
+    "unscored": "where a function reads it, while responses are being scored",
+    "scored": "where a function reads it, once responses are scored",
+    "update": "by the loop, after the estimator",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named array of the batch. A provider gives those that are there only where a function reads them."""
+
+    name: str
+    shape: str
+    when: When
+    meaning: str
+    roles: tuple[str, ...] = ()  # their models give it
+    output: str | None = None  # of the forward pass of the first of the roles; None: a registered function gives it
+    reads: tuple[str, ...] = ()  # the columns that its provider reads, beside those of every batch
+    phase: str = "columns"  # its seconds are time/<phase>
+    given_to: tuple[Reader, ...] = ()  # the loop gives it to these itself
+
+    @property
+    def has_provider(self) -> bool:
+        """Whether a provider gives it."""
+        return self.when in ("unscored", "scored")
+
+    @property
+    def is_in_every_batch(self) -> bool:
+        """Whether every function may read it."""
+        return self.when in ("rollout", "score", "shaping") and "object" not in self.shape
+
+
+def _of_model(
+    name: str, role: str, output: str, meaning: str, shape: str = "B, R", given_to: tuple[Reader, ...] = ()
+) -> Column:
+    phase = "values" if role == "critic" else "log_probs"
+    return Column(name, shape, "unscored", meaning, (role,), output, phase=phase, given_to=given_to)
+
+
+LOSSES: tuple[Reader, ...] = ("actor", "critic")
+TABLE = (
+    Column("prompts", "B, P", "rollout", "token ids of the prompt, padded on the left"),
+    Column("responses", "B, R", "rollout", "token ids after the prompt, padded on the right"),
+    Column("input_ids", "B, L", "rollout", "prompt and response"),
+    Column("attention_mask", "B, L", "rollout", "1 on tokens, 0 on padding"),
+    Column("position_ids", "B, L", "rollout", "positions without the padding; [B, 3, L] for multimodal rotary ones"),
+    Column("turn_ids", "B, R", "rollout", "turn that sampled a token, -1 on text that was not sampled"),
+    Column("policy_version", "B, R", "rollout", "version of the weights that sampled a token"),
+    Column("rollout_log_probs", "B, R", "rollout", "log pi of the sampler, before top-p, top-k and penalties"),
+    Column("uid", "B", "rollout", "number of the group: rows of one prompt have the same"),
+    Column("trajectory_uid", "B", "rollout", "number of the trajectory"),
+    Column("truncated", "B", "rollout", "whether the length limit cut the trajectory off"),
+    Column("uid_name", "B objects", "rollout", "name of the group"),
+    Column("trajectory_uid_name", "B objects", "rollout", "name of the trajectory"),
+    Column("data_source", "B objects", "rollout", "data source of the prompt"),
+    Column("error", "B objects", "score", "failure of the trajectory, None without one"),
+    Column("response_mask", "B, R", "score", "1 on tokens that the policy sampled, 0 in rows that failed"),
+    Column("token_level_scores", "B, R", "score", "score that a token is paid"),
+    Column("accuracy", "B", "score", "1 for a right response, 0 for a wrong one"),
+    Column("reward_parts", "B, K", "score", "numbers that the reward reports"),
+    Column("token_level_rewards", "B, R", "shaping", "scores after shaping and the KL in the reward"),
+    _of_model("old_log_probs", "actor", "log_probs", "log pi of the policy before the update", given_to=("actor",)),
+    _of_model("entropy", "actor", "entropy", "entropy of the policy before the update", given_to=("actor",)),
+    _of_model("sum_pi_squared", "actor", "sum_pi_squared", "sum_v pi_v^2 before the update", given_to=("actor",)),
+    _of_model("ref_log_probs", "ref", "log_probs", "log pi of the reference"),
+    _of_model("old_vocab_log_probs", "actor", "vocab_log_probs", "log pi of every token, before the update", "B, R, V"),
+    _of_model("ref_vocab_log_probs", "ref", "vocab_log_probs", "log pi of every token, of the reference", "B, R, V"),
+    _of_model("values", "critic", "values", "value of the state in which a token was chosen", given_to=("critic",)),
+    Column(
+        name="process_rewards",
+        shape="B, R",
+        when="unscored",
+        meaning="log pi of the critic, a language model here, less that of the reference",
+        roles=("critic",),
+        reads=("ref_log_probs",),
+        phase="values",
+    ),
+    Column(
+        name="teacher_log_probs",
+        shape="B, R",
+        when="scored",
+        meaning="log pi of the teacher, or of the policy with a hint in its prompt",
+        roles=("actor",),
+        phase="log_probs",
+    ),
+    Column("reward_baselines", "B", "scored", "score of the greedy response, 0 where that failed", phase="baselines"),
+    Column("draws", "B, R", "scored", "uniform number in [0, 1), the same whenever the response is"),
+    Column("state_hash", "B, R", "scored", "number of the state in which a token's turn was sampled"),
+    Column("advantages", "B, R", "update", "advantage of a token", given_to=("correction", *LOSSES)),
+    Column("returns", "B, R", "update", "reward-to-go that a critic learns", given_to=("estimator", *LOSSES)),
+    Column("log_probs", "B, R", "update", "log pi of the model that is updated", given_to=LOSSES),
+    Column("vocab_log_probs", "B, R, V", "update", "log pi of every token, of the same model", given_to=("actor",)),
+    Column("old_values", "B, R", "update", "`values` before the update", given_to=("critic",)),
+    Column("loss_mask", "B, R", "update", "1 on tokens that are trained on: sampled, and not rejected"),
+    Column("token_weights", "B, R", "update", "weight of a token in the loss"),
+)
+COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}  # a user's providers add theirs
+POLICY_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles != ("critic",))
+VALUE_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles == ("critic",))
+ROW_COLUMNS = frozenset(column.name for column in TABLE if column.shape == "B, K")  # no padding, even where K is R

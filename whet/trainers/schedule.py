@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a training loop may be stopped, and when it validates, logs and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.trainers.frame import Frame
+from whet.trainers.stop import Stopped
+
+F = TypeVar("F", bound=Frame)
+
+
+class Schedule(Generic[F]):
+    """Stands around the steps of a loop. `validate` returns the metrics of the held-out data after a step.
+
+    Where the rollout has processes of its own, these have nothing to do while models train, and still hold the weights
+    of the step before: a validation waits until then, and with it the step's line in the log. Not where a checkpoint is
+    due too, which notes the validation's score.
+    """
+
+    def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
+        self._run, self._validate = run, validate
+        self._held: tuple[int, Metrics] | None = None
+
+    def __enter__(self) -> Self:
+        run = self._run
+        if run.step == 0 and run.config.trainer.val_before_train and run.validates:
+            with self.sampling():
+                before = self._validate(run, 0)
+            run.log(0, before)
+        return self
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """For a block that changes no weights, at the start of a step: a stopped run does not wait for its end."""
+        return self._run.interruptible()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """For a block that does not change the rollout's weights: a validation that is held runs beside it."""
+        if self._held is None:
+            yield
+            return
+        step, metrics = self._held
+        with ThreadPoolExecutor(1, "validation") as thread:
+            validated = thread.submit(self._validate, self._run, step)
+            yield
+            metrics.merge(validated.result())
+        self._held = None
+        self._run.log(step, metrics)
+
+    def end_step(self, batch: DataProto, metrics: Metrics) -> None:
+        """Counts the step, then validates, logs, checks the run's health and saves, each where it is due."""
+        run, trainer = self._run, self._run.config.trainer
+        run.step += 1
+        is_saved = run.is_due(trainer.save_freq)
+        is_validated = run.validates and run.is_due(trainer.val_freq)
+        if is_validated and run.samples_apart and not is_saved:
+            self._held = run.step, metrics
+        else:
+            if is_validated:
+                metrics.merge(self._validate(run, run.step))
+            run.log(run.step, metrics)
+        run.check_health(batch, metrics)
+        if run.is_due(trainer.save_freq):  # a callback may have made this step the last
+            run.save()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Stopped):  # a step that is saved has its line
+            with self.training():
+                pass
