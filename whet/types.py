@@ -14,7 +14,7 @@ Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tok
 
 @dataclass(frozen=True)
 class Media:
-    """One image, video or audio of a prompt or an observation. The digest of its bytes is its identity."""
+    """An image, video or audio of a prompt or an observation. The digest of its bytes is its identity."""
 
     kind: Literal["image", "video", "audio"]
     digest: str
@@ -23,7 +23,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message. `content` is text, or the list of parts that multimodal chat templates take."""
+    """A chat message. `content` is text, or the list of parts that multimodal chat templates take."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -42,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data set as the model reads it, with what the reward needs to score a response."""
+    """A row of the data set as the model reads it, with what the reward needs to score a response."""
 
     uid: str  # names the row in this run: "<epoch>:<index in the data set>"
     index: int  # row number in the data set, over all files
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion inside a trajectory: the tokens that the model was fed and those that it sampled."""
+    """A completion inside a trajectory: the tokens that the model was fed and those that it sampled."""
 
     context_ids: tuple[int, ...]  # everything before the first sampled token
     token_ids: tuple[int, ...]  # sampled, the stop token included where one was sampled

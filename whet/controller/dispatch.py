@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one call of the loop becomes one call a rank, and how the results of the ranks become one result."""
+"""The way from a call of the loop to a call on each rank, and from the results of the ranks to one result."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, c
 
 
 def check_layouts(layouts: Sequence[Layout], role: str) -> None:
-    """Every data-parallel rank is reported by exactly one rank.  Raises: WorkerError."""
+    """Checks that exactly one rank reports each data-parallel rank.  Raises: WorkerError."""
     reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
     if any(reporting != list(range(layout.dp_size)) or layout.dp_rank not in reporting for layout in layouts):
         found = ", ".join(f"rank {rank}: {layout}" for rank, layout in enumerate(layouts))

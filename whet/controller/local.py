@@ -21,7 +21,7 @@ class SameProcess:
         self._closed_by: WhetError | None = None
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
-        """As `RemoteTransport.build`."""
+        """Implements `RemoteTransport.build`."""
         try:
             return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
         except BaseException:
@@ -29,7 +29,7 @@ class SameProcess:
             raise
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
-        """As `Transport.send`."""
+        """Implements `Transport.send`."""
         if self._closed_by is not None:
             raise closed_error(role, method, self._closed_by)
         return {rank: self._reply(role, method, given) for rank, given in arguments.items()}
@@ -45,10 +45,10 @@ class SameProcess:
         return reply
 
     def abort(self, error: WhetError) -> None:
-        """As `Transport.abort`."""
+        """Implements `Transport.abort`."""
         self._closed_by = self._closed_by or error
 
     def close(self) -> None:
-        """As `Transport.close`."""
+        """Implements `Transport.close`."""
         self._closed_by = self._closed_by or WorkerError("close() was called")
         self.hosted.close()

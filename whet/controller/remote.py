@@ -93,7 +93,7 @@ class RemoteTransport(ABC, Generic[P]):
         return layouts
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
-        """As `Transport.send`. Arguments that several ranks share are pickled once."""
+        """Implements `Transport.send`. Arguments that several ranks share are pickled once."""
         header = pickle.dumps((role, method))
         try:
             encoded = {id(given): wire.encode(given) for given in {id(g): g for g in arguments.values()}.values()}
@@ -111,11 +111,11 @@ class RemoteTransport(ABC, Generic[P]):
         }
 
     def abort(self, error: WhetError) -> None:
-        """As `Transport.abort`."""
+        """Implements `Transport.abort`."""
         self._end(error, is_orderly=False)
 
     def close(self) -> None:
-        """As `Transport.close`."""
+        """Implements `Transport.close`."""
         self._end(WorkerError("close() was called"), is_orderly=True)
 
     def settle(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:

@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether results come from this rank: true on exactly one of those with the same `dp_rank`."""
+        """True on exactly one of the ranks with the same `dp_rank`: results come from it."""
         return True
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How to build the workers of a role: `cls(placement, *args, **kwargs)` on every rank. Travels by pickle, so the
+    """The recipe for the workers of a role: `cls(placement, *args, **kwargs)` on every rank. Travels by pickle, so the
     class stands in a module that other processes can import."""
 
     role: str

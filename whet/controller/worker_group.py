@@ -17,7 +17,7 @@ Reply = concurrent.futures.Future[Any]
 
 
 class Transport(Protocol):
-    """How a backend reaches the ranks. One transport serves all roles that share its processes."""
+    """The way of a backend to the ranks. One transport serves all roles that share its processes."""
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
         """Starts `method` on the ranks in `arguments` and returns at once, with a reply for each.
@@ -49,7 +49,7 @@ class PendingCall:
     deadline_seconds: float
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Tells whether `result` would return or raise at once."""
         return all(reply.done() for reply in self.replies.values())
 
     def result(self, deadline_seconds: float | None = None) -> Any:

@@ -36,6 +36,8 @@ class TensorBytes(TorchDispatchMode):
     ) -> Any:
         """Runs the operator and counts what it made."""
         made = function(*args, **(kwargs or {}))
+        if not isinstance(made, torch.Tensor | tuple | list):  # a device, asked for more often than all else
+            return made
         new = {each.untyped_storage()._cdata: each for each in _tensors(made)}
         new = {key: each for key, each in new.items() if key not in self._alive}
         if new:  # or a view of what was there before the block

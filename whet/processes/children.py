@@ -48,12 +48,12 @@ class Talker(Child):
 
     @property
     def is_open(self) -> bool:
-        """Whether the child may still say something."""
+        """True while messages of the child may still come."""
         return self.leaves_by == math.inf
 
     @property
     def deadline(self) -> float:
-        """When the child is killed."""
+        """The time.monotonic() at which the child is killed."""
         return min([self.leaves_by, *(call.deadline for call in self.calls.values())])
 
 

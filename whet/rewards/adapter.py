@@ -62,7 +62,7 @@ class RewardFunction:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether one call judges all items, so that they also fail together."""
+        """True where one call scores all items, so that they also fail together."""
         return self._form.takes_batch
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -135,7 +135,7 @@ def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Seque
 
 @dataclass(frozen=True)
 class _Form:
-    """How a function is called: the parameters that it is given, and their values for some items (for one item where it
+    """The call of a function: the parameters that it is given, and their values for some items (for one item where it
     does not take a batch)."""
 
     values: Mapping[str, Callable[[Sequence[RewardItem]], Any]]  # by parameter

@@ -27,7 +27,7 @@ class InlineScorer:
         return future
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there are no processes."""
 
 
 class ThreadScorer:

@@ -166,7 +166,7 @@ def _parse(text: str, units: bool = True) -> Any:
 
 
 def _is_feasible(expression: Any) -> bool:
-    """Whether its numbers have at most `MAX_DIGITS` digits, and it asks for no sum or integral."""
+    """Tells whether its numbers have at most `MAX_DIGITS` digits, and it asks for no sum or integral."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
             return False

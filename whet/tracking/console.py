@@ -76,7 +76,7 @@ class ConsoleTracker:
             self._console.print(Text(f"step {step} validation  {listed}", style="green"), soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
-        """Nothing is held back."""
+        """Does nothing: no line is held back."""
 
     def _print_step(self, step: int, numbers: Mapping[str, float | None]) -> None:
         before = len(self._shown)

@@ -120,7 +120,7 @@ class LongPhases:
 
     @staticmethod
     def _state(phases: list[_Phase], seconds: float) -> str:
-        """How much is done, in which time, and how long the rest takes at that pace."""
+        """The part that is done, its time, and the time of the rest at that pace."""
         last = phases[-1]
         parts = [clock_time(seconds)]
         if last.total:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a version of the weights comes from the ranks that train it to those that sample from it."""
+"""The way of a version of the weights from the ranks that train it to those that sample from it."""

@@ -103,7 +103,7 @@ class CollectiveInlet(Inlet):
         return self._bucket
 
     def release(self) -> None:
-        """Nothing to say: the next broadcast waits for this rank."""
+        """Does nothing: the next broadcast waits for this rank."""
 
     def finish(self) -> None:
         """Tells the sender that all is verified."""
@@ -123,7 +123,7 @@ class CollectiveInlet(Inlet):
 
 
 def spans(device: torch.device) -> bool:
-    """Whether a broadcast can go from one such device to another without the hosts' memory."""
+    """Tells whether a broadcast can go from one such device to another without the hosts' memory."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 
@@ -147,7 +147,7 @@ def _broadcast(group: Any, octets: torch.Tensor) -> dist.Work:
 
 
 def _end(group: Any) -> None:
-    """For a link that is closed: nccl breaks off what is under way, gloo when the last reference is gone."""
+    """Ends a closed link: nccl breaks off what is under way, gloo when the last reference is gone."""
     if group is not None:
         group.abort()
 

@@ -37,7 +37,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Route:
-    """How one rank of the rollout gets its weights; `address` is known once the sender has opened its end."""
+    """The way of the weights to one rank of the rollout; `address` is known once the sender has opened its end."""
 
     sender: int  # rank
     way: Way

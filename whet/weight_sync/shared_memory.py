@@ -112,7 +112,7 @@ class SharedMemoryInlet(Inlet):
             self._socket.sendall(b".")
 
     def finish(self) -> None:
-        """Nothing more to say: the last bucket was given back after all was verified."""
+        """Does nothing: the last bucket was given back after all was verified."""
 
     def close(self) -> None:
         """Lets go of socket and memory."""

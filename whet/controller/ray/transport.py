@@ -83,7 +83,7 @@ class RayTransport(RemoteTransport[_Actor]):
         ]
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
-        """As `RemoteTransport.build`; the actors meet first."""
+        """Implements `RemoteTransport.build`; the actors meet first."""
         try:
             self._meet()
             return super().build(specs)
@@ -111,7 +111,7 @@ class RayTransport(RemoteTransport[_Actor]):
             self._threads[-1].start()
 
     def close(self) -> None:
-        """As `Transport.close`; the connection to Ray ends too, if the launch made it."""
+        """Implements `Transport.close`; the connection to Ray ends too, if the launch made it."""
         super().close()
         for thread in self._threads:
             thread.join(2 * LOOK_SECONDS)

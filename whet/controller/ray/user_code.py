@@ -88,7 +88,7 @@ def _whole(entry: str) -> str:
 
 
 def _is_users(entry: str) -> bool:
-    """Whether an entry of sys.path is a folder that no installation made."""
+    """Tells whether an entry of sys.path is a folder that no installation made."""
     installed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
     path = Path(entry)
     return path.is_dir() and "site-packages" not in path.parts and not any(map(path.is_relative_to, installed))

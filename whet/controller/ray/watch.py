@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether machines can be reached: Ray itself takes half a minute and more to say that one is gone.
+"""A watch over machines: Ray itself takes half a minute and more to say that one is gone.
 
 Each is asked for a connection to a port on which it listens. One that refuses has lost the process that listened; one
 that is silent twice in a row is gone, or the network to it is cut. Ten seconds are enough for either.

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Docstrings: every public name has one, and each begins with a verb or a noun."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# A first word that leaves open what the sentence is about.
+VAGUE = set(
+    ["what", "who", "whose", "whom", "where", "when", "which", "whether", "how", "why", "that", "this", "these", "those", "such", "so", "as", "if", "one", "all", "each", "every", "only", "no", "none", "nothing", "from", "of", "to", "in", "for", "with", "without", "by", "at", "on", "up", "again", "here", "both"]
+)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    missing = [
+        place for place, definition, is_public in definitions() if is_public and ast.get_docstring(definition) is None
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    vague = [
+        f"{place}: {docstring.splitlines()[0]}"
+        for place, definition, _ in definitions()
+        if (docstring := ast.get_docstring(definition)) and first_word(docstring) in VAGUE
+    ]
+    assert not vague, "\n".join(vague)
+
+
+def first_word(docstring: str) -> str:
+    """The first word in small letters; "" where the docstring begins with a formula or a name in code."""
+    found = re.match(r"[\"(\[]?([A-Za-z]+)(?![\w.(=^/])", docstring)
+    return "" if found is None else found.group(1).lower()
+
+
+def definitions() -> Iterator[tuple[str, Definition | ast.Module, bool]]:
+    """Place, node, and whether the name is public, of every module, class and function of whet."""
+    for file in sorted((ROOT / "whet").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        yield f"{file.relative_to(ROOT)}:1", tree, True
+        yield from _inside(tree, file, is_public=True)
+
+
+def _inside(parent: ast.AST, file: Path, *, is_public: bool) -> Iterator[tuple[str, Definition, bool]]:
+    # The methods of an autograd function have torch's meaning, and a setting that a protocol names has the config's.
+    is_told_elsewhere = isinstance(parent, ast.ClassDef) and any(
+        ast.unparse(base) in ("torch.autograd.Function", "Protocol") for base in parent.bases
+    )
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, Definition):
+            public = is_public and not node.name.startswith("_")
+            yield f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", node, public and not is_told_elsewhere
+            if isinstance(node, ast.ClassDef):
+                yield from _inside(node, file, is_public=public)
+
+
+def test_first_words() -> None:
+    docstrings = ["Returns the rows.", "What it is.", "exp(d) - d - 1 with d = x", "top_p of the rest", "(One of them)"]
+    assert [first_word(each) for each in docstrings] == ["returns", "what", "", "", "one"]
