@@ -139,7 +139,7 @@ def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V
 
 
 def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str, V]:
-    """Both in a new dict. Raises DataError if a name in both does not hold equal values."""
+    """Merges both into a new dict. Raises DataError if a name in both does not hold equal values."""
     for name in other:
         if name in one and not equal(one[name], other[name]):
             raise DataError(
@@ -150,7 +150,7 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether types, dtypes, shapes and values are the same all the way down; NaN equals NaN."""
+    """Tells whether types, dtypes, shapes and values are the same all the way down; NaN equals NaN."""
     if one is other:
         return True
     if type(one) is not type(other):

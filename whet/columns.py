@@ -24,7 +24,7 @@ WHEN: dict[When, str] = {
 
 @dataclass(frozen=True)
 class Column:
-    """One named array of the batch. A provider gives those that are there only where a function reads them."""
+    """A named array of the batch. A provider gives those that are there only where a function reads them."""
 
     name: str
     shape: str
@@ -38,12 +38,12 @@ class Column:
 
     @property
     def has_provider(self) -> bool:
-        """Whether a provider gives it."""
+        """Tells whether a provider gives it."""
         return self.when in ("unscored", "scored")
 
     @property
     def is_in_every_batch(self) -> bool:
-        """Whether every function may read it."""
+        """Tells whether every function may read it."""
         return self.when in ("rollout", "score", "shaping") and "object" not in self.shape
 
 

@@ -66,7 +66,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the file ends in the checksum of what is before it: running a library that was cut short kills."""
+    """Tells whether the file ends in the checksum of what is before it: running a library that was cut short kills."""
     content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
@@ -77,7 +77,7 @@ def _cache_folder() -> Path:
 
 
 def _instruction_set() -> str:
-    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    """Describes the processor that `-march=native` compiles for: a home folder may be shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

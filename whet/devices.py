@@ -13,7 +13,7 @@ HOST = torch.device("cpu")
 
 
 def count() -> int:
-    """How many accelerators this process sees."""
+    """Returns the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 

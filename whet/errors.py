@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can act on. Everything else that raises is a bug or a library's own error.
+"""Errors that a user can act on. All others are bugs, or a library's own.
 
 WhetError
 ├── ConfigError (ValueError)     a key, a value, or two values that do not go together

@@ -28,5 +28,5 @@ def zero_outside(column: Any, mask: Any) -> Any:
 
 
 def _any(flags: Any) -> bool:
-    """Whether one of the flags is set; a maximum of bytes is many times faster than torch's own `any`."""
+    """Tells whether one of the flags is set; a maximum of bytes is many times faster than torch's own `any`."""
     return bool(flags.numel()) and bool(flags.byte().amax())

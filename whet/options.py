@@ -53,7 +53,7 @@ def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
 
 
 def bounds_of(annotation: Any) -> Iterator[Any]:
-    """Every bound that stands in an annotation."""
+    """Returns the bounds that stand in an annotation."""
     for argument in get_args(annotation):
         if isinstance(argument, GroupedMetadata):
             yield from argument
@@ -64,7 +64,7 @@ def bounds_of(annotation: Any) -> Iterator[Any]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is one that the annotation takes."""
+    """Tells whether a value is one that the annotation takes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return True

@@ -165,7 +165,7 @@ class DataProto:
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
     ) -> DataProto:
-        """Only the named columns and keys; None keeps all of that kind."""
+        """Keeps the named columns and keys; None keeps all of that kind."""
         tensors = pick(self.tensors(), batch_keys, "tensor column")
         objects = pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
         return _assemble({**tensors, **objects}, pick(self.meta_info, meta_info_keys, "meta_info key"), len(self))
@@ -219,7 +219,7 @@ class DataProto:
         return _assemble(columns, meta_info, max(len(self), len(other)))
 
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
-        """These columns added, in place of any that have their names."""
+        """Adds these columns, in place of any that have their names."""
         given = DataProto.from_single_dict(columns)
         if len(given) != len(self):
             return self.union(given)  # raises, unless there is nothing here yet
@@ -250,7 +250,7 @@ class DataProto:
         return [self[end - size : end] for size, end in zip(split_size, ends, strict=True)]
 
     def repeat(self, repeat_times: int, interleave: bool = True) -> DataProto:
-        """Every row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
+        """Repeats each row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
         order = np.arange(len(self))
         return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]
 

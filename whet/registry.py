@@ -148,7 +148,7 @@ class Registry:
         return decorate
 
     def names(self) -> list[str]:
-        """Every known name, aliases included, sorted."""
+        """Returns the known names, aliases included, sorted."""
         return sorted({**self._shipped, **self._live})
 
     def __iter__(self) -> Iterator[Entry]:

@@ -134,7 +134,7 @@ def policy_loss(
 
 
 def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
-    """None where every row is a trajectory of its own."""
+    """Returns the layout of trajectories; None where every row is a trajectory of its own."""
     if "trajectory_uid" not in columns:
         return None
     trajectory_uid = columns["trajectory_uid"]

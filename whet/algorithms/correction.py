@@ -165,7 +165,7 @@ def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tens
 
 
 def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """Each token's own number, or its row's mean, sum or maximum.   [B, R] -> [B, R] or [B, 1]"""
+    """Returns each token's own number, or its row's mean, sum or maximum.   [B, R] -> [B, R] or [B, 1]"""
     if level == "token":
         return k
     by_row = {

@@ -200,7 +200,7 @@ def mi_clamp_unify(t: Terms) -> Tensor:
 
 @register_wrapper("mi_clamp_unify_difficulty")
 def mi_clamp_unify_difficulty(t: Terms) -> Tensor:
-    """All of the group right or all wrong: + a+ MI (1 - U);  mixed: + a- MI (1 - U);  MI <= 10."""
+    """Groups that are all right or all wrong: + a+ MI (1 - U);  mixed: + a- MI (1 - U);  MI <= 10."""
     return pick(t.difficulty != 0, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
 
 

@@ -103,9 +103,9 @@ def dppo_tv(
 def dppo_kl(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: NonNegative = 0.05, cap: Cap = 20.0
 ) -> Loss:
-    """As `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.   -> [B, R]
+    """The mask of `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.
 
-    https://arxiv.org/abs/2602.04879.
+    -> [B, R]   https://arxiv.org/abs/2602.04879.
     """
     p, p_old = log_probs.detach().exp(), old_log_probs.exp()
     rest, rest_old = (1 - p).clamp(min=1e-6), (1 - p_old).clamp(min=1e-6)

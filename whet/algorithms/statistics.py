@@ -121,7 +121,7 @@ class Groups:
         return largest[self._group]
 
     def differ(self, x: Tensor) -> Tensor:
-        """Whether x differs between the members of a row's group; False for a row that is none.   [B] -> [B] bool"""
+        """Tells whether x differs within a row's group; False for a row that is none.   [B] -> [B] bool"""
         return (self.max(x) > -self.max(-x)) & self.member
 
     def deviation(self, x: Tensor) -> Tensor:

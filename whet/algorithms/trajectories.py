@@ -57,7 +57,7 @@ class TrajectoryLayout:
 
 
 def _tokens_before(trajectory_of_row: Tensor, row_lengths: Tensor, num_trajectories: int) -> tuple[Tensor, Tensor]:
-    """For each row the tokens of its trajectory in earlier rows [B], and for each trajectory all its tokens [T]."""
+    """Returns each row's tokens of its trajectory in earlier rows [B], and each trajectory's tokens [T]."""
     lengths = row_lengths.new_zeros(num_trajectories).index_add(0, trajectory_of_row, row_lengths)
     starts = lengths.cumsum(0) - lengths  # where each trajectory begins if all are laid one after another
     order = trajectory_of_row.argsort(stable=True)

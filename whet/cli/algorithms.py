@@ -143,7 +143,7 @@ def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> list[list[str]]:
-    """Every certificate as a row of text, behind kind and name; `show` may look at what is certified as it comes."""
+    """Computes the certificates as rows of text, behind kind and name; `show` may look at each as it comes."""
     from whet.trainers.certify import rows
 
     return [[row.kind, row.name, *cells(row)] for row in show(rows())]

@@ -55,7 +55,7 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
 
 
 def uses_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
+    """Tells whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)

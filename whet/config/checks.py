@@ -109,7 +109,7 @@ def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iter
 
 
 def _chosen(section: Section, at: Place) -> Iterator[str]:
-    """For everything that is chosen by name, with options."""
+    """Rules of everything that is chosen by name, with options."""
     for name, field in type(section).model_fields.items():
         for choice in field.metadata:
             if isinstance(choice, Choice) and choice.is_checked:

@@ -66,7 +66,7 @@ class ClusterConfig(Section):
 
     @property
     def stays_here(self) -> bool:
-        """Whether workers run in the calling process itself."""
+        """Tells whether workers run in the calling process itself."""
         return self.backend == "local" and not self.placement and self.processes == 1
 
     def pool_of(self, role: str) -> str:

@@ -68,7 +68,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
-    """Every training rank has a row of every optimizer step."""
+    """Requires a row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
     if isinstance(config, SFTConfig):
         rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"

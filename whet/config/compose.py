@@ -227,7 +227,7 @@ def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
 
 
 def key_lines(file: Path, section: str = "") -> Iterator[tuple[str, int]]:
-    """Every dotted key that a YAML file sets, below `section`, with the number of its line."""
+    """Returns the dotted keys that a YAML file sets, below `section`, each with the number of its line."""
     root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     if isinstance(root, yaml.MappingNode):
         yield from _node_lines(root, f"{section}." if section else "")

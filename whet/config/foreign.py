@@ -44,7 +44,7 @@ def foreign_key(schema: type[Section], key: str) -> str | None:
 
 @cache
 def foreign_keys() -> tuple[ForeignKey, ...]:
-    """Every key of the tables."""
+    """Reads all keys of the tables."""
     return tuple(_read(TABLES.read_text(encoding="utf-8")))
 
 

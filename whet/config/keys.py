@@ -38,12 +38,12 @@ def choices(schema: type[Section]) -> Mapping[str, Choice]:
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    """Whether a field of this type has keys of its own."""
+    """Tells whether a field of this type has keys of its own."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def is_free(field: FieldInfo) -> bool:
-    """Whether the field is a mapping whose keys are the user's."""
+    """Tells whether the field is a mapping whose keys are the user's."""
     return get_origin(field.annotation) is dict
 
 
@@ -65,7 +65,7 @@ def meaning(schema: type[Section], key: str) -> str:
 
 
 def is_known(schema: type[Section], key: str) -> bool:
-    """Whether `key` is a value, a section, or lies in a mapping whose keys are the user's."""
+    """Tells whether `key` is a value, a section, or lies in a mapping whose keys are the user's."""
     fields = leaf_fields(schema)
     return (
         key in fields

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recipe and overrides to a checked, frozen config whose every value knows where it came from."""
+"""The way from recipe and overrides to a checked, frozen config whose values know where they came from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of whet, its default and its meaning. Options of registered functions live in their signatures."""
+"""The settings of whet, their defaults and meanings. Options of registered functions live in their signatures."""
 
 from __future__ import annotations
 

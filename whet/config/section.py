@@ -63,7 +63,7 @@ class Section(BaseModel):
         return list(self.__dict__.items())
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
-        """Every section below this one, then itself, each with its dotted key."""
+        """Yields the sections below this one, then itself, each with its dotted key."""
         for name, value in self.items():
             if isinstance(value, Section):
                 yield from value.sections(f"{key}.{name}" if key else name)

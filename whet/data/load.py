@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the `data` section to prompts or examples: each source is opened, filtered, and read by its own keys."""
+"""The way from the `data` section to prompts or examples: each source is opened, filtered, and read by its own keys."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _rounded(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _times_before(rows: Rows) -> Rows:
-    """For each place how often its row came before: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
+    """Counts for each place how often its row came before: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
     places = np.argsort(rows, kind="stable")
     ordered, counting = rows[places], np.arange(len(rows))
     starts = np.concatenate([[True], ordered[1:] != ordered[:-1]])

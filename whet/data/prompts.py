@@ -284,7 +284,7 @@ def _extra_info(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """No row needs an answer (a judge may do without), but where most have one, one without is a mistake."""
+    """Refuses rows without an answer where most have one; where none has (a judge may do without) all is well."""
     missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
     if not missing:
         return

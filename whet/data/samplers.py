@@ -106,13 +106,13 @@ def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:
 
 @register_sampler("shuffle")
 def shuffle(prompts: Sequence[Prompt], epoch: int, seed: int) -> Rows:
-    """Every prompt once an epoch, in a new order each epoch."""
+    """Draws each prompt once an epoch, in a new order each epoch."""
     return shuffled(len(prompts), seed, epoch)
 
 
 @register_sampler("sequential")
 def sequential(prompts: Sequence[Prompt]) -> Rows:
-    """Every prompt once an epoch, in the order of the data."""
+    """Draws each prompt once an epoch, in the order of the data."""
     return in_order(len(prompts), 0)
 
 
@@ -127,7 +127,7 @@ def curriculum(
     spread: NonNegative = 0.1,
     hardest_first: bool = False,
 ) -> Rows:
-    """From easy to hard over the steps of the run, by the number that `difficulty_key` names.
+    """Goes from easy to hard over the steps of the run, by the number that `difficulty_key` names.
 
     Draw t of T, sorted by t / T + `spread` * u with u uniform in (0, 1), is the prompt at that share of the ranking:
     0 is a strict ranking, 1 nearly a shuffle. In a run of less than an epoch some prompts of each difficulty are left

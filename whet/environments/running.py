@@ -78,7 +78,7 @@ class Running:
 
 
 def _form(environment: Any) -> tuple[bool, bool]:
-    """Tells whether an environment is reset, and whether it is closed; asking a protocol takes longer than a whole step."""
+    """Tells whether an environment is reset, and whether it is closed: a protocol takes longer to ask than a step."""
     kind = type(environment)
     if kind not in _FORMS:
         _FORMS[kind] = isinstance(environment, Resets), isinstance(environment, Closes)

@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def is_real(self) -> bool:
-        """Whether chance is an unlikely explanation: p < 0.05, and the interval does not hold 0."""
+        """Tells whether chance is an unlikely explanation: p < 0.05, and the interval does not hold 0."""
         return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
 
     def verdict(self) -> str:

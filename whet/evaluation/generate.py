@@ -156,7 +156,7 @@ def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]
 
 
 def _model_digest(path: str, trust_remote_code: bool) -> str:
-    """Of the contents of a folder or checkpoint; the commit of a model on the hub."""
+    """Returns the digest of a folder's or checkpoint's contents; of a model on the hub its commit."""
     folder = Path(find_model(path)).expanduser()
     if not folder.is_dir():
         return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"

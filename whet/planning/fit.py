@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run fits into memory and onto the disk, and what to change where it does not."""
+"""Tells whether a run fits into memory and onto the disk, and what to change where it does not."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """As far as it is known."""
+        """True where it fits, as far as that is known."""
         return self.free is None or self.needed <= self.free
 
     @property
     def share(self) -> float:
-        """Of what is free."""
+        """Share of what is free."""
         return 0.0 if self.free is None else self.needed / max(1, self.free)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to what its run will need, for `whet plan` and `whet doctor`."""
+"""The way from a config to the needs of its run, for `whet plan` and `whet doctor`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Forecast:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint, on disk."""
+        """Bytes of a checkpoint on disk."""
         return next(iter(self.plans.values())).checkpoint_bytes
 
     @property
@@ -58,7 +58,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """In memory everywhere, as far as it is known."""
+        """True where it fits in memory everywhere, as far as that is known."""
         return all(room.fits for room in self.rooms)
 
     @property
@@ -68,13 +68,13 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """As measured in run_dir, else estimated; None on an accelerator, whose rates are not measured."""
+        """Seconds of a step, as measured in run_dir, else estimated; None on an accelerator: its rates are unknown."""
         estimated = sum(self.speed.seconds.values()) if self.setup.device is None else None
         return self.measured.get("time/step", estimated)
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run; None without data to count."""
+        """Seconds of the whole run; None without data to count."""
         step, counts = self.step_seconds, self.counts
         if step is None or counts is None:
             return None
@@ -126,7 +126,7 @@ def forecast(
 
 
 def row_lengths(config: TrainConfig | SFTConfig) -> tuple[list[int], str]:
-    """Of some of the data's prompts or examples, where it can be read, and a word about it."""
+    """Returns lengths of some of the data's prompts or examples, where it can be read, and a word about it."""
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"no data is named: every row is taken to be as long as it may be, {limit} tokens"

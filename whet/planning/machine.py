@@ -47,7 +47,7 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
 
 
 def total_memory() -> int | None:
-    """Of the machine, without looking at limits."""
+    """Returns the memory of the machine, limits aside."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -74,7 +74,7 @@ def _machine() -> Iterator[FreeMemory]:
 
 
 def _control_groups() -> Iterator[FreeMemory]:
-    """Of both versions, this process's own group and those above it; file pages are given back when asked for."""
+    """Yields control groups of both versions, this process's own and those above; file pages are given back on demand."""
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
@@ -102,7 +102,7 @@ def _address_space() -> Iterator[FreeMemory]:
 
 
 def _number(path: Path) -> int | None:
-    """None for a file that is not there or says `max`."""
+    """Reads a number; None for a file that is not there or says `max`."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

@@ -192,7 +192,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Whether a rollout needs no weights of its own: it is beside a whole actor that computes as it does."""
+    """Tells whether a rollout needs no weights of its own: it is beside a whole actor that computes as it does."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
@@ -201,7 +201,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
 
 
 def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[str]) -> Counter[str]:
-    """At the height of an update: in its first micro-batch, or in the largest of those that find gradients there."""
+    """Returns the bytes at the height of an update: in its first micro-batch, or in the largest that finds gradients."""
     first, *later = split
     if not later:
         return model.update_bytes(first, needs, accumulates=False)
@@ -213,7 +213,7 @@ def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[s
 
 
 def _micro_batches(setup: Setup, name: str) -> list[list[Row]]:
-    """Of one mini-batch, as the engine splits it."""
+    """Returns the micro-batches of a mini-batch, as the engine splits it."""
     rows, role = mini_batch(setup.config, name, setup.lengths), setup.roles[name]
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(

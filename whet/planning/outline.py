@@ -43,7 +43,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and response."""
+        """Tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
@@ -73,7 +73,7 @@ class Outline:
 
     @property
     def weight_bytes(self) -> int:
-        """As they are trained from, tied ones once, an adapter's among them."""
+        """Bytes of the weights as they are trained, tied ones once, an adapter's among them."""
         return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
@@ -84,7 +84,7 @@ class Outline:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether only an adapter is trained."""
+        """Tells whether only an adapter is trained."""
         return self.role.lora is not None
 
     @property
@@ -106,7 +106,7 @@ class Outline:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of what is trained."""
+        """Bytes of gradients of the weights that are trained."""
         return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad) * FLOAT32
 
     @cached_property
@@ -130,7 +130,7 @@ class Outline:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """On disk: weights, of an adapter its own alone, and what the optimizer keeps."""
+        """Bytes on disk: weights, of an adapter its own alone, and the optimizer's state."""
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
     def update_bytes(self, rows: Sequence[Row], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
@@ -238,6 +238,6 @@ def columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def _bytes(where: Layout) -> int:
-    """Of all indices and masks of a layout."""
+    """Returns the bytes of all indices and masks of a layout."""
     values = [value for part in (where, *where.bunches) for value in vars(part).values()]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

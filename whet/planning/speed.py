@@ -167,7 +167,7 @@ def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, seconds: f
 
 @torch.no_grad()
 def _seconds(run: Callable[[], Any], least: float) -> float:
-    """Of one call, the mean over at least so many seconds after a first one."""
+    """Measures a call: the mean over at least so many seconds after a first one."""
     run()
     start, calls = time.perf_counter(), 0
     while calls == 0 or time.perf_counter() - start < least:

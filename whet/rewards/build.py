@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to the reward processes."""
+"""The reward processes of a config."""
 
 from __future__ import annotations
 

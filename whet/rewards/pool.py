@@ -143,7 +143,7 @@ def _make_scorer(
 
 
 def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
-    """Refers to the function where a process finds it under the same name, else holds it. An alias brings its options."""
+    """Names the function where a process finds it under that name, else holds it. An alias brings its options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:

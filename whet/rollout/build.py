@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to what samples."""
+"""The rollout engine and the episodes of a config."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.d
 def build_collector(
     config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
 ) -> Collector:
-    """What runs the config's environment on an engine."""
+    """Builds the collector of the config's environment on an engine."""
     return Collector(
         engine,
         tokenizer,

@@ -49,7 +49,7 @@ class World:
 
     @cached_property
     def answers(self) -> list[tuple[int, ...]]:
-        """Every answer: token 0 ends it, as the length does."""
+        """Returns all possible answers: token 0 ends one, as the length does."""
         inner, size = range(1, self.vocabulary), self.length
         ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
         return ended + list(itertools.product(inner, repeat=size))
@@ -234,7 +234,7 @@ class Step:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Whether the config's filter trains on a group, by which of its answers are right."""
+        """Tells whether the config's filter trains on a group, by which of its answers are right."""
         settings = self.config.algorithm.filter
         right = [float(self.world.scores[answer] >= 1) for answer in group]
         kept: bool = FILTERS[settings.name or ""].load()(right, **settings.options)
@@ -269,7 +269,7 @@ def outputs_of(world: World, now: Tensor) -> Batch:
 
 
 def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
-    """Every column that an algorithm may read, of all answers."""
+    """Returns the columns that an algorithm may read, of all answers."""
     scores = world.scores
     mask, right = world.mask, (world.scores >= 1).double()
     greedy = old.argmax(-1)
@@ -372,7 +372,7 @@ def rows_of(entry: Entry) -> list[Row]:
 
 
 def certificates(row: Row) -> tuple[Certificate, Certificate]:
-    """On the policy's own samples, and on those of one that is `STALENESS` away."""
+    """Computes certificates on the policy's own samples, and on those of a policy `STALENESS` away."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

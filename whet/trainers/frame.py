@@ -86,16 +86,16 @@ class Frame:
 
     @property
     def validates(self) -> bool:
-        """Whether a held-out set is looked at."""
+        """Tells whether a held-out set is looked at."""
         return self.config.trainer.val_freq >= 0
 
     @property
     def samples_apart(self) -> bool:
-        """Whether a validation can run beside the training of the next step."""
+        """Tells whether a validation can run beside the training of the next step."""
         return False
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """For a block that changes nothing that is saved: a run that is stopped in it ends at once."""
+        """Marks a block that changes nothing that is saved: a run that is stopped in it ends at once."""
         return self.signals.at_once()
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Frame:
             raise self._stopped_in_order(stopped) from stopped
 
     def is_due(self, every: int) -> bool:
-        """Whether what happens every so many steps (0: only at the end) follows the step just done."""
+        """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     def log(self, step: int, metrics: Metrics) -> None:

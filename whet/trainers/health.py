@@ -72,7 +72,7 @@ class Health:
         self._seen = {name: list(values) for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
-        """Whether `value` is a jump against the steps before; it is remembered."""
+        """Tells whether `value` is a jump against the steps before; it is remembered."""
         if not value < float("inf"):
             return False
         seen = self._seen.setdefault(name, [])

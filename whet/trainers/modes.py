@@ -19,7 +19,7 @@ class Modes:
 
     @contextmanager
     def rollout_mode(self, *, samples: bool = True) -> Iterator[None]:
-        """For a block in which trained models and their optimizers are off the device; else `trainer_mode`."""
+        """Opens a block in which trained models and their optimizers are off the device; else `trainer_mode`."""
         before = self._samples
         self._switch(samples)
         try:
@@ -32,7 +32,7 @@ class Modes:
         self._switch(before)
 
     def trainer_mode(self) -> AbstractContextManager[None]:
-        """For a block in which the rollout's cache and own weights are off the device."""
+        """Opens a block in which the rollout's cache and own weights are off the device."""
         return self.rollout_mode(samples=False)
 
     def _switch(self, samples: bool) -> None:

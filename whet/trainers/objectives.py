@@ -59,7 +59,7 @@ class Objective:
         return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
-        """This micro-batch's share of the mini-batch's number."""
+        """Returns this micro-batch's share of the mini-batch's number."""
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
@@ -138,7 +138,7 @@ class PolicyObjective(Objective):
         return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Without a column of old log-probs the samples are the current policy's own: its log-probs, detached."""
+        """Computes the loss. Without old log-probs the samples are the current policy's own: its log-probs, detached."""
         columns = {"old_log_probs": outputs["log_probs"].detach(), **batch, **outputs}
         supplied = {
             "config": self.supplied,

@@ -122,7 +122,7 @@ def _stages(run_dir: Path, seed: int, program: str) -> dict[str, Any]:
 
 
 def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
-    """Every addition of two two-digit numbers once, in train.jsonl or in held_out.jsonl."""
+    """Writes the additions of two two-digit numbers, each once, in train.jsonl or in held_out.jsonl."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(key(seed, "quickstart split")).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]

@@ -83,7 +83,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def is_beside_actor(self) -> bool:
-        """Whether this process has a rank of the actor too."""
+        """Tells whether this process has a rank of the actor too."""
         return "actor" in self.neighbours
 
     @register(Dispatch.ONE_TO_ALL)

@@ -56,12 +56,12 @@ class Run(Frame):
 
     @property
     def validates(self) -> bool:
-        """Whether there are prompts to validate on."""
+        """Tells whether there are prompts to validate on."""
         return bool(self.val_prompts) and super().validates
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the rollout has processes of its own."""
+        """Tells whether the rollout has processes of its own."""
         cluster = self.config.cluster
         pools = [cluster.pool_of(role) for role in self.roles]
         return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
@@ -104,7 +104,7 @@ class Run(Frame):
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
+        """Marks a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
         the checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing
         to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
@@ -170,8 +170,8 @@ def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limi
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Each row: its trajectory, its tokens, whether they were sampled and are trained on, and every column [B, R] of
-    floats. With a teacher `k` is its log-prob less that of the policy."""
+    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, and its float columns
+    [B, R]. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}

@@ -67,7 +67,7 @@ class RunDir:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the run writes to it."""
+        """Tells whether the run writes to it."""
         return self.lock is not None
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def _is_begun(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str]) -> bool:
-    """Whether the run in a folder is the one that `config` and `inputs` describe, started as `trainer.resume` says.
+    """Tells whether a folder's run is the one that `config` and `inputs` describe, started as `trainer.resume` says.
 
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
     in `trainer.resume` asks for that.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a training loop may be stopped, and when it validates, logs and saves."""
+"""The schedule of a training loop: when it may be stopped, validates, logs and saves."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Schedule(Generic[F]):
         return self
 
     def sampling(self) -> AbstractContextManager[None]:
-        """For a block that changes no weights, at the start of a step: a stopped run does not wait for its end."""
+        """Marks a block that changes no weights, at the start of a step: a stopped run does not wait for its end."""
         return self._run.interruptible()
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """For a block that does not change the rollout's weights: a validation that is held runs beside it."""
+        """Marks a block that does not change the rollout's weights: a validation that is held runs beside it."""
         if self._held is None:
             yield
             return

@@ -72,7 +72,7 @@ class SFTRun(Frame):
 
     @property
     def validates(self) -> bool:
-        """Whether there are examples to validate on."""
+        """Tells whether there are examples to validate on."""
         return bool(self.val_examples) and super().validates
 
     def check_health(self, batch: DataProto, metrics: Metrics) -> None:

@@ -59,7 +59,7 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """For what may be left anywhere, because nothing that is saved changes in it."""
+        """Marks a block that may be left anywhere, because nothing that is saved changes in it."""
         self.here()
         self._at_once = True
         try:

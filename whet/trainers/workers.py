@@ -47,7 +47,7 @@ class EngineWorker(Worker):
 
     @property
     def is_reporting(self) -> bool:
-        """Whether results come from this rank."""
+        """Tells whether results come from this rank."""
         return self.engine.is_reporting
 
     @register(Dispatch.DP_COMPUTE)
@@ -77,7 +77,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:
-        """Whether all numbers are finite that this rank has of the trained weights."""
+        """Tells whether all numbers are finite that this rank has of the trained weights."""
         return self.engine.has_finite_weights()
 
     @register(Dispatch.ONE_TO_ALL)
