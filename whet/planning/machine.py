@@ -74,7 +74,7 @@ def _machine() -> Iterator[FreeMemory]:
 
 
 def _control_groups() -> Iterator[FreeMemory]:
-    """Yields control groups of both versions, this process's own and those above; file pages are given back on demand."""
+    """Yields control groups of both versions, this process's own and those above; file pages are returned on demand."""
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):

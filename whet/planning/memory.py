@@ -201,7 +201,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
 
 
 def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[str]) -> Counter[str]:
-    """Returns the bytes at the height of an update: in its first micro-batch, or in the largest that finds gradients."""
+    """Returns the bytes at the height of an update: in its first micro-batch, or the largest that finds gradients."""
     first, *later = split
     if not later:
         return model.update_bytes(first, needs, accumulates=False)

@@ -138,7 +138,7 @@ class PolicyObjective(Objective):
         return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Computes the loss. Without old log-probs the samples are the current policy's own: its log-probs, detached."""
+        """Computes the loss. Without old log-probs the samples are the current policy's: its log-probs, detached."""
         columns = {"old_log_probs": outputs["log_probs"].detach(), **batch, **outputs}
         supplied = {
             "config": self.supplied,

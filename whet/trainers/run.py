@@ -170,8 +170,8 @@ def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limi
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, and its float columns
-    [B, R]. With a teacher `k` is its log-prob less that of the policy."""
+    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, and its float
+    columns [B, R]. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}
