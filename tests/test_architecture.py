@@ -82,9 +82,11 @@ def test_layer_four_meets_in_protocols() -> None:
     assert not met, "\n".join(met)
 
 
-def test_evaluation_stands_beside_the_trainers() -> None:
-    files = [file for file in FILES if _part(file) == "evaluation"]
-    assert not [_shown(file) for file in files for _, _, target in _own_imports(file) if target == "trainers"]
+@pytest.mark.parametrize(("part", "apart"), [("evaluation", "trainers"), ("rollout", "rewards")])
+def test_parts_that_know_nothing_of_each_other(part: str, apart: str) -> None:
+    """Evaluation stands beside the trainers; rollout knows rewards by a protocol."""
+    files = [file for file in FILES if _part(file) == part]
+    assert files and not [_shown(file) for file in files for _, _, target in _own_imports(file) if target == apart]
 
 
 def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:

@@ -31,12 +31,11 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.planning import fit
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
-from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
 from whet.rollout.failures import FailureWatch
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
-from whet.types import Failure, Group, Prompt, Trajectory
+from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bad-input.md").read_text(encoding="utf-8")
 MESSAGES = {

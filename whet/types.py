@@ -116,3 +116,34 @@ class Group:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """A response to score, and what it is scored by. The ids are those that the model read and sampled."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    prompt_str: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The score of a response. All numbers are finite.
+
+    `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
+    by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
+    """
+
+    reward: float
+    accuracy: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: tuple[float, ...] | None = None
+    extracted: str | None = None
+
+
+Outcome = RewardResult | Failure

@@ -12,9 +12,8 @@ import torch
 
 from whet.errors import RewardError
 from whet.protocol import DataProto
-from whet.rewards.adapter import RewardItem, adapt
-from whet.rewards.result import RewardResult
-from whet.types import Failure
+from whet.rewards.adapter import adapt
+from whet.types import Failure, RewardItem, RewardResult
 
 if TYPE_CHECKING:
     import verl

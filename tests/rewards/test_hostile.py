@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from whet.errors import RewardError
-from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
-from whet.rewards.result import RewardResult
-from whet.types import Failure
+from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
 ENDED = "the reward process wrote what is no answer into its connection, or read from it, and was ended"
@@ -194,7 +192,7 @@ def test_what_a_function_leaves_behind_ends_with_its_process(behaviours, tmp_pat
 
 SCRIPT = """
 import sys
-from whet.rewards.adapter import RewardItem
+from whet.types import RewardItem
 from whet.rewards.pool import RewardPool
 
 pool = RewardPool(sys.argv[1], num_workers=2, timeout_seconds=60, correct_threshold=1.0)

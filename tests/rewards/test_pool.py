@@ -16,10 +16,8 @@ import pytest
 
 from whet.errors import RegistryError, RewardError
 from whet.registry import REWARDS, load_target, register_reward
-from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import RewardPool
-from whet.rewards.result import RewardResult
-from whet.types import Failure
+from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
 
@@ -493,7 +491,7 @@ def test_a_pool_that_is_forgotten_ends_its_processes(behaviours):
 
 SCRIPT = """
 import signal, sys, threading
-from whet.rewards.adapter import RewardItem
+from whet.types import RewardItem
 from whet.rewards.pool import RewardPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored

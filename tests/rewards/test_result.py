@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from whet.errors import RewardError
-from whet.rewards.result import RewardResult, read_result, split_rows
-from whet.types import Failure
+from whet.rewards.result import read_result, split_rows
+from whet.types import Failure, RewardResult
 
 
 def read(raw, threshold=1.0, tokens=3):

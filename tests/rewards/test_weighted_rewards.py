@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from concurrent.futures import Future
 
-from whet.rewards.adapter import RewardItem
 from whet.rewards.pool import WeightedRewards
-from whet.rewards.result import RewardResult
-from whet.types import Failure
+from whet.types import Failure, RewardItem, RewardResult
 
 
 class Said:

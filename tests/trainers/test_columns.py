@@ -20,14 +20,13 @@ from whet.config import TrainConfig
 from whet.errors import ConfigError, DataError, RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.rewards.result import RewardResult
 from whet.rollout.batch import to_batch
 from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
 from whet.trainers.columns import ColumnPlan, Sources, plan_columns, register_provider
 from whet.trainers.rl import estimate_advantages, fit, sample
 from whet.trainers.run import Run
-from whet.types import Failure
+from whet.types import Failure, RewardResult
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]

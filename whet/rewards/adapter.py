@@ -11,13 +11,14 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, describe, last_line
-from whet.rewards.result import Outcome, failure, read_result, split_rows
+from whet.rewards.result import failure, read_result, split_rows
+from whet.types import Outcome, RewardItem
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,19 +35,6 @@ FORMS = """\
 Where several names are shown, any of them may be left out but the answer.
 Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
-
-
-@dataclass(frozen=True)
-class RewardItem:
-    """An answer to judge, and what it is judged by. The ids are those that the model read and wrote."""
-
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    prompt_str: str = ""
-    prompt_ids: tuple[int, ...] = ()
-    response_ids: tuple[int, ...] = ()
 
 
 class RewardFunction:

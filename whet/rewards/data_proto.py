@@ -9,8 +9,8 @@ import torch
 
 from whet.errors import RewardError
 from whet.protocol import DataProto
-from whet.rewards.adapter import RewardItem
 from whet.rewards.result import split_rows
+from whet.types import RewardItem
 
 SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 

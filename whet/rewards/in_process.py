@@ -10,8 +10,9 @@ from functools import partial
 
 from whet.errors import RewardError
 from whet.processes.background import Background
-from whet.rewards.adapter import RewardFunction, RewardItem, split_calls
-from whet.rewards.result import CLOSED, Outcome, failure
+from whet.rewards.adapter import RewardFunction, split_calls
+from whet.rewards.result import CLOSED, failure
+from whet.types import Outcome, RewardItem
 
 
 class InlineScorer:

@@ -15,12 +15,10 @@ from typing import Any
 from whet.errors import describe
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
-from whet.rewards.adapter import RewardItem
 from whet.rewards.in_process import InlineScorer, ThreadScorer
 from whet.rewards.processes import ProcessScorer
-from whet.rewards.result import Outcome, RewardResult
 from whet.rewards.worker import WorkerSpec
-from whet.types import Failure
+from whet.types import Failure, Outcome, RewardItem, RewardResult
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from whet.errors import RewardError, describe
 from whet.processes.children import Children, Event, Gone, Talker
-from whet.rewards.adapter import RewardItem, split_calls
-from whet.rewards.result import CLOSED, Outcome, failure
+from whet.rewards.adapter import split_calls
+from whet.rewards.result import CLOSED, failure
 from whet.rewards.worker import Scored, Started
+from whet.types import Outcome, RewardItem
 
 logger = logging.getLogger(__name__)
 

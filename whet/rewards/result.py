@@ -12,35 +12,16 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Protocol, SupportsFloat, TypeAlias, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from whet.errors import RewardError
-from whet.types import Failure
+from whet.types import Failure, Outcome, RewardResult
 
 REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
 CLOSED = "the reward pool is closed"
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The judgement of an answer. All numbers are finite.
-
-    `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
-    by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
-    """
-
-    reward: float
-    accuracy: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    token_rewards: tuple[float, ...] | None = None
-    extracted: str | None = None
-
-
-Outcome: TypeAlias = RewardResult | Failure
 
 
 @runtime_checkable

@@ -20,7 +20,8 @@ from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, adapt
-from whet.rewards.result import Outcome, failure
+from whet.rewards.result import failure
+from whet.types import Outcome
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.errors import DataError
 from whet.metrics import Metrics
-from whet.rewards.adapter import RewardItem
-from whet.rewards.result import Outcome, RewardResult
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.failures import FailureWatch
 from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
-from whet.types import Failure, Group, Prompt, Trajectory
+from whet.types import Failure, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
