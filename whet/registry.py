@@ -21,7 +21,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -341,19 +341,26 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
 def _read_shipped(registry: Registry) -> dict[str, Entry]:
     """Entries of the functions in the registry's folder that carry its decorator, read from source."""
     found: dict[str, Entry] = {}
-    for path in sorted((PACKAGE / registry.folder).rglob("*.py")):
+    for module, node, use, decorator in _decorated(registry.folder):
+        if decorator == registry.decorator:
+            marks = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
+            aliases = marks.pop("aliases", ())
+            own = registry.entry_of(_without_body(node), ast.literal_eval(use.args[0]), marks)
+            entry = replace(own, target=f"{module}:{node.name}", function=None)
+            found |= {each.name: each for each in (entry, *_alias_entries(entry, aliases))}
+    return found
+
+
+@cache
+def _decorated(folder: str) -> list[tuple[str, ast.FunctionDef | ast.ClassDef, ast.Call, str]]:
+    """Module, definition, decorator and its name of everything in a folder of whet that a call decorates."""
+    found = []
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
         module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
         for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-                continue
-            for use in tuple(node.decorator_list):
-                if not isinstance(use, ast.Call) or ast.unparse(use.func).rsplit(".", 1)[-1] != registry.decorator:
-                    continue
-                marks = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
-                aliases = marks.pop("aliases", ())
-                own = registry.entry_of(_without_body(node), ast.literal_eval(use.args[0]), marks)
-                entry = replace(own, target=f"{module}:{node.name}", function=None)
-                found |= {each.name: each for each in (entry, *_alias_entries(entry, aliases))}
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                uses = [use for use in node.decorator_list if isinstance(use, ast.Call)]
+                found += [(module, node, use, ast.unparse(use.func).rsplit(".", 1)[-1]) for use in uses]
     return found
 
 
