@@ -25,7 +25,10 @@ def at_step_three(run, step, numbers):
         mark.touch()
         transport = run.roles["actor"]._transport
         if run.config.cluster.backend == "ray":
-            os.kill(transport.peers[1].site.pid, signal.SIGKILL)
+            import ray
+
+            pid = transport.peers[1].handle.__ray_call__.remote(lambda actor: os.getpid())
+            os.kill(ray.get(pid), signal.SIGKILL)
         else:
             os.kill(child_of(child_of(transport._server._template.pid, 1), 0), signal.SIGKILL)
 

@@ -133,7 +133,7 @@ def test_an_adapter_is_exported_merged_and_alone(sft_config: MakeConfig, tmp_pat
 MEASURED = """
 import sys
 from pathlib import Path
-from whet.trainers import weight_files
+from whet.checkpoints import weight_files
 from whet.checkpoints.export import export
 
 def most():  # bytes that were resident at once; what getrusage says begins with the parent's
