@@ -169,10 +169,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (
             "extra:\n" + "".join(f"  {line}\n" for line in BOMB.splitlines()),
-            "mine.yaml:7: it unfolds to more than 100,000 values",
+            "mine.yaml:7: this value expands to more than 100,000 values",
         ),
-        ("extra: &a [*a]\n", "mine.yaml:1: it unfolds to more than 100,000 values, or without end"),
-        ("extra: &a\n  b: *a\n", "mine.yaml:1: it unfolds to more than 100,000 values, or without end"),
+        ("extra: &a [*a]\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
+        ("extra: &a\n  b: *a\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
         ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml is nested more than 50 deep"),
         (
             "extra: {n: " + "9" * 5000 + "}",
@@ -180,7 +180,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ),
         ("extra: {n: 0x" + "9" * 5000 + "}", "extra.n (mine.yaml:1) holds a number of more than 4,300 digits"),
         ('extra: {s: "\\ud800"}', "extra.s (mine.yaml:1) holds half of a surrogate pair"),
-        ("extra: \x00", "no readable YAML in mine.yaml: "),
+        ("extra: \x00", "mine.yaml is not valid YAML: "),
         (b"extra: \xff\xfe", "mine.yaml cannot be read: 'utf-8' codec"),
         (
             "actor: {optim: {betas: [1, 1]}}",

@@ -46,7 +46,7 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
     facts = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines() if "  " in line}
     assert out.startswith("policy loss gspo\n") and "arxiv.org/abs/2507.18071" in out
     assert "In formulas: l log_probs, o old_log_probs" in out
-    assert facts["stale error"].startswith("the error on samples of a policy whose logits are 0.3")
+    assert facts["stale error"].startswith("the error on samples of a policy whose logits differ by noise of")
     assert facts["choose"] == "algorithm.policy_loss=gspo"
     assert facts["columns"].startswith("log_probs, old_log_probs, advantages")
     assert facts["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
@@ -55,7 +55,7 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
 
 def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     err = printed(capsys, "show", "gppo", status=2)
-    assert err.startswith("RegistryError: nothing is called 'gppo'; did you mean ") and "gspo" in err
+    assert err.startswith("RegistryError: no registered function is called 'gppo'; expected a name") and "gspo" in err
 
 
 def test_every_kind_is_chosen_by_a_key_that_exists() -> None:
@@ -131,7 +131,7 @@ def test_show_takes_the_users_own_function_by_its_place(
     assert f"algorithm.adv_estimator={file}:mine" in out and "algorithm.adv_options.scale" in out
     assert "certificate" in out
     err = printed(capsys, "show", f"{file}:plain", status=2)
-    assert f"{file}:plain is a function of no known kind; put one of these before it: @register_adv_est, " in err
+    assert f"{file}:plain is not registered; expected one of these decorators on it: @register_adv_est, " in err
 
 
 def test_on_a_terminal_of_120_columns_no_name_is_cut(

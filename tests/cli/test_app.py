@@ -71,7 +71,7 @@ def test_code_of_the_user_that_exits_is_a_mistake(
 ) -> None:
     (tmp_path / "mine.py").write_text(code)
     assert whet("data", f"model.path={qwen25_folder}", f"data.train_files={tmp_path}/mine.py:rows") == 2
-    assert f"{tmp_path}/mine.py:2 ends the process (SystemExit" in capsys.readouterr().err
+    assert f"{tmp_path}/mine.py:2 called sys.exit(" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])

@@ -48,7 +48,7 @@ def test_without_a_recipe_it_prints_the_defaults(
 ) -> None:
     out, err = printed(capsys, command)
     assert yaml.safe_load(out) == schema().model_dump(mode="json")
-    assert f"`whet {command}` would refuse this:\n- model.path is not set" in err
+    assert f"`whet {command}` would refuse this config:\n- model.path is not set" in err
 
 
 def test_what_would_be_refused_is_told_beside_the_tree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,37 +48,37 @@ def test_a_config_without_mistakes_has_no_problems(folder: Path) -> None:
 
 SECTIONS_AND_REFUSALS = [
     ("model: {path: null}", "model.path is not set; name a model folder"),
-    ("model: {path: ./nowhere}", "model.path=./nowhere is no folder"),
-    ("model: {path: train.jsonl}", "model.path=train.jsonl is no folder"),
+    ("model: {path: ./nowhere}", "model.path=./nowhere is not a folder"),
+    ("model: {path: train.jsonl}", "model.path=train.jsonl is not a folder"),
     ("model: {path: .}", "model.path=. has no config.json"),
     ("data: {train_files: []}", "data.train_files is empty; name at least one file"),
     ("data: {train_files: [nowhere.jsonl]}", "data.train_files: nowhere.jsonl does not exist (seen from "),
     ("data: {train_files: [mine.py]}", "data.train_files: mine.py ends in .py; expected .jsonl, .json, .parquet"),
     ("data: {val_files: [nowhere.jsonl]}", "data.val_files: nowhere.jsonl does not exist"),
-    ("trainer: {val_freq: 5}", "trainer.val_freq=5 and data.val_files is empty"),
-    ("trainer: {resume: nowhere}", "trainer.resume=nowhere is no folder; expected auto, never"),
-    ("trainer: {loop: my_loop}", "trainer.loop=my_loop names no function; write package.module:function"),
+    ("trainer: {val_freq: 5}", "trainer.val_freq=5, but data.val_files is empty"),
+    ("trainer: {resume: nowhere}", "trainer.resume=nowhere is not a folder; expected auto, never"),
+    ("trainer: {loop: my_loop}", "trainer.loop=my_loop is not a function path; expected package.module:function"),
     ("trainer: {callbacks: ['nowhere.py:f']}", "trainer.callbacks: nowhere.py does not exist"),
     ("reward: {function: null}", "reward.function is not set; name "),
     ("reward: {function: gms8k}", "reward.function: no reward is called 'gms8k'; did you mean 'gsm8k'?"),
     ("reward: {kwargs: {format_score: 2}}", "reward.kwargs.format_score=2; expected a number >= 0 and <= 1; change it"),
     ("reward: {function: 'nowhere.py:f'}", "reward.function: nowhere.py does not exist"),
-    ("reward: {weights: [1, 2]}", "reward.weights has 2 and reward.function 1; give one for each"),
+    ("reward: {weights: [1, 2]}", "reward.weights has length 2 and reward.function length 1; set one weight for each"),
     ("environment: {name: nothing}", "environment.name: no environment is called 'nothing'"),
     ("environment: {options: {depth: 3}}", "environment.options: environment 'single_turn' has no option 'depth'"),
-    ("rollout: {temperature: 0}", "rollout.temperature=0 is greedy: all 8 answers to a prompt would be the same"),
+    ("rollout: {temperature: 0}", "rollout.temperature=0 is greedy: all 8 responses to a prompt would be the same"),
     (
         "trainer: {validation: {min_p: 0.1}}",
-        "trainer.validation.min_p=0.1 changes nothing with trainer.validation.temp",
+        "trainer.validation.min_p=0.1 has no effect with trainer.validation.temp",
     ),
-    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids is empty: no token could be sampled; list some"),
-    ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which is everywhere; take it out"),
+    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids is empty, so no token could be sampled; list token ids"),
+    ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which matches everywhere; remove it"),
     ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words has an empty string"),
-    ("rollout: {temperature: 1e-9}", "rollout.temperature=1e-09 is greedy: all 8 answers to a prompt would"),
-    ("rollout: {top_k: 1}", "rollout.top_k=1 is greedy: all 8 answers"),
-    ("rollout: {top_p: 1e-9}", "rollout.top_p=1e-09 is greedy: all 8 answers"),
-    ("rollout: {min_p: 1}", "rollout.min_p=1 is greedy: all 8 answers"),
-    ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 answers"),
+    ("rollout: {temperature: 1e-9}", "rollout.temperature=1e-09 is greedy: all 8 responses to a prompt would"),
+    ("rollout: {top_k: 1}", "rollout.top_k=1 is greedy: all 8 responses"),
+    ("rollout: {top_p: 1e-9}", "rollout.top_p=1e-09 is greedy: all 8 responses"),
+    ("rollout: {min_p: 1}", "rollout.min_p=1 is greedy: all 8 responses"),
+    ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 responses"),
     ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator: no advantage estimator is called 'grpoo'; did you"),
     ("algorithm: {adv_options: {std_nrm: false}}", "'grpo' has no option 'std_nrm'; did you mean 'std_norm'?"),
     (
@@ -100,16 +100,16 @@ SECTIONS_AND_REFUSALS = [
     ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode: no aggregation is called 'token-maen'; did"),
     (
         "algorithm: {loss_agg_mode: 'mine.py:with_options'}",
-        "algorithm.loss_agg_mode=mine.py:with_options takes 'token_level_rewards', which nobody gives it; there is val",
+        "algorithm.loss_agg_mode=mine.py:with_options has a parameter 'token_level_rewards'; an aggregation may have val",
     ),
     ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high'; expected true or false"),
     ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options: policy loss 'ppo_clip' has no option 'clip'"),
     ("algorithm: {kl: {form: k4}}", "algorithm.kl.form: no KL form is called 'k4'"),
     ("algorithm: {filter: {name: dap}}", "algorithm.filter.name: no filter is called 'dap'; did you mean 'dapo'?"),
-    ("rollout: {n: 1}", "rollout.n=1, but 'grpo' compares the answers to one prompt; set rollout.n to 2 or more"),
+    ("rollout: {n: 1}", "rollout.n=1, but 'grpo' compares the responses to one prompt; set rollout.n to 2 or more"),
     (
         "{rollout: {n: 1}, algorithm: {adv_estimator: gae, filter: {name: dapo}}}",
-        "rollout.n=1, but algorithm.filter.name=dapo judges groups of answers",
+        "rollout.n=1, but algorithm.filter.name=dapo compares the responses",
     ),
     (
         "{algorithm: {policy_loss: gspo, loss_agg_mode: token-mean}}",
@@ -148,7 +148,7 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "{algorithm: {adv_estimator: gae}, critic: {warmup_steps: 9}, trainer: {total_steps: 9}}",
-        "critic.warmup_steps=9 leaves no step of trainer.total_steps=9 to the policy",
+        "critic.warmup_steps=9 must be below trainer.total_steps=9, or the policy is",
     ),
     (
         "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}",
@@ -162,10 +162,10 @@ SECTIONS_AND_REFUSALS = [
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",
         "rollout.engine.options: rollout engine 'native' has no option 'kv_cache_byte'; did you mean 'kv_cache_bytes'?",
     ),
-    ("rollout: {max_staleness: 1}", "rollout.max_staleness=1 lets samples lag behind the weights that they train, but"),
+    ("rollout: {max_staleness: 1}", "rollout.max_staleness=1 is not supported: whet does not sample and train at the"),
     (
         "algorithm: {kl: {controller: adaptive, where: loss}}",
-        "algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is loss",
+        "algorithm.kl.controller=adaptive needs the KL in the reward, but algorithm.kl.where is loss",
     ),
 ]
 
@@ -284,11 +284,11 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     evaluation = {"model": {"path": "model"}, "data": {"val_files": ["train.jsonl"]}, "reward": {"function": "gsm8k"}}
     assert problems(EvalConfig.model_validate(evaluation)) == []
     assert (
-        "all 3 answers"
+        "all 3 responses"
         in problems(EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}}))[0]
     )
     stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
-    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 lets samples lag")
+    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 is not supported")
     asked = {"model": {"path": "model"}, "input": "train.jsonl", "output": "answers.jsonl"}
     assert problems(GenerateConfig.model_validate(asked)) == []
     assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []

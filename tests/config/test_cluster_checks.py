@@ -27,34 +27,34 @@ def refusals(sections: str) -> list[str]:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ("cluster: {nnodes: 2}", "cluster.nnodes=2 is of a Ray cluster, and cluster.backend is local"),
-        ("cluster: {address: auto}", "cluster.address=auto is of a Ray cluster, and cluster.backend is local"),
+        ("cluster: {nnodes: 2}", "cluster.nnodes=2 needs a Ray cluster, but cluster.backend is local"),
+        ("cluster: {address: auto}", "cluster.address=auto needs a Ray cluster, but cluster.backend is local"),
         ("cluster: {backend: ray, address: 'ray://10.0.0.1:10001'}", "start whet on a node of the cluster (`ray job"),
         (
             "cluster: {backend: ray, nnodes: 2, processes: 5}",
-            "5 processes, which cluster.nnodes=2 does not divide; try 4",
+            "5 processes, which must be a multiple of cluster.nnodes=2; try 4",
         ),
         (
             "cluster: {backend: ray, nnodes: 2, n_gpus_per_node: 8, processes: 4}",
-            "cluster.processes asks for 4 processes, one a GPU, and cluster.nnodes=2 with cluster.n_gpus_per_node=8 "
-            "make 16 GPUs; make the two equal",
+            "cluster.processes sets 4 processes, but cluster.nnodes=2 x cluster.n_gpus_per_node=8 "
+            "is 16 GPUs; a process has one GPU: make the two",
         ),
         (
             f"cluster: {{backend: ray, n_gpus_per_node: 2, placement: {TWO_POOLS}}}",
-            "the pools of cluster.placement have 3 processes, one a GPU, and cluster.nnodes=1 with",
+            "the pools of cluster.placement have 3 processes, but cluster.nnodes=1 x",
         ),
-        (f"cluster: {{processes: 2, placement: {TWO_POOLS}}}", "cluster.processes=2 is for one pool of all roles, and"),
+        (f"cluster: {{processes: 2, placement: {TWO_POOLS}}}", "cluster.processes=2 is the size of a single pool, but"),
         (
             "cluster: {placement: {train: {}, sample: {}}}",
-            "cluster.placement.sample.roles is empty, and roles that no pool names go to the first one, train; ",
+            "cluster.placement.sample.roles is empty, and roles in no pool go to the first one, train; ",
         ),
         (
             "cluster: {placement: {train: {}, sample: {roles: [rolout]}}}",
-            "cluster.placement.sample.roles has 'rolout'; did you mean rollout? There are actor, critic, ref",
+            "cluster.placement.sample.roles has 'rolout'; expected one of actor, critic, ref",
         ),
         (
             "cluster: {placement: {train: {roles: [actor]}, sample: {roles: [actor]}}}",
-            "cluster.placement names the role actor in train and in sample; a role is in one pool",
+            "cluster.placement has the role actor in the pools train and sample; remove it from one",
         ),
         (
             "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {placement: {a: {processes: 3}}}}",
@@ -62,7 +62,7 @@ def refusals(sections: str) -> list[str]:
         ),
         (
             "{model: {lora: {rank: 4}}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
-            "cluster.placement puts ref into look and actor into train, and with model.lora.rank the reference is the",
+            "cluster.placement has ref in pool look and actor in pool train, but with model.lora.rank the reference is the",
         ),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_goes_together_is_not_refused(sections: str) -> None:
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.config.cluster_checks.find_spec", lambda name: None)
     assert refusals("cluster: {backend: ray}") == [
-        f"cluster.backend=ray, and Ray is not installed; run {pip_install('ray')}"
+        f"cluster.backend=ray, but Ray is not installed; run {pip_install('ray')}"
     ]
 
 

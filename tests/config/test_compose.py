@@ -129,7 +129,7 @@ def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
     assert composed.values["model"]["path"] == "a/b"
     assert composed.values["actor"]["optim"]["betas"] == [0.8, 0.9]
     assert composed.sources["rollout.n"] == composed.sources["actor.optim.betas"] == "argument"
-    with pytest.raises(ConfigError, match="a config holds text, numbers, lists and mappings"):
+    with pytest.raises(ConfigError, match="expected text, numbers, lists and mappings as config values"):
         compose(TrainConfig, None, {"reward.function": print})
 
 
@@ -143,8 +143,8 @@ def test_composing_leaves_a_hydra_that_is_in_use_as_it_was(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("foo", r"'foo' is no override; write key=value"),
-        ("rollout.n=4,8", r"a run takes one value; a list is written rollout.n=\[4,8\]"),
+        ("foo", r"'foo' is not an override; write key=value"),
+        ("rollout.n=4,8", r"is a Hydra sweep over several values, expected one value; write a list as rollout.n=\[4,8\]"),
         ("data.format_prompt={{ content }}", r"cannot be read .* quote a value"),
         ("data.prompt_key=${nope}", r"data\.prompt_key: Interpolation key 'nope' not found"),
         ("~trainer.seed", r"'trainer.seed' does not exist"),
@@ -159,8 +159,8 @@ def test_an_override_that_cannot_be_used_is_answered_in_one_line(override: str, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("rollout: [", r"no readable YAML.*mine\.yaml"),
-        ("rollout:\n  n: 1\n  n: 2\n", r"no readable YAML.*duplicate key n"),
+        ("rollout: [", r"mine\.yaml is not valid YAML"),
+        ("rollout:\n  n: 1\n  n: 2\n", r"not valid YAML.*duplicate key n"),
         ("defaults:\n  - nowhere\n", r"[Cc]ould not load 'nowhere'"),
         ("extra:\n  mine: ???\n", r"extra\.mine"),
     ],
@@ -182,10 +182,10 @@ def test_recipes_are_found_by_shipped_name_and_by_path(recipe: Path, monkeypatch
     assert find_recipe("gsm8k").name == "gsm8k.yaml"
     with pytest.raises(ConfigError, match=r"did you mean mine\.yaml"):
         find_recipe("mine")
-    with pytest.raises(ConfigError, match=r"did you mean gsm8k\?.*shipped are .*ppo_gsm8k"):
+    with pytest.raises(ConfigError, match=r"did you mean gsm8k\?.*shipped recipe: .*ppo_gsm8k"):
         find_recipe("gsm8kk")
     (recipe.parent / "other.yml").write_text("")
-    with pytest.raises(ConfigError, match=r"a recipe is named \.yaml"):
+    with pytest.raises(ConfigError, match=r"the name of a recipe ends in \.yaml"):
         find_recipe("other.yml")
 
 

@@ -18,13 +18,13 @@ def test_a_document_is_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"a: 1\nb: &b [c, *b]\n", r"mine\.yaml:2: it unfolds to more than 100,000 values, or without end; write"),
-        (b"a: " + b"[" * 60 + b"]" * 60, r"mine\.yaml:1: it is nested more than 50 deep"),
+        (b"a: 1\nb: &b [c, *b]\n", r"mine\.yaml:2: this value expands to more than 100,000 values, or without end; replace"),
+        (b"a: " + b"[" * 60 + b"]" * 60, r"mine\.yaml:1: this value is nested more than 50 levels deep"),
         (b"a: &a [0,0,0,0,0,0,0,0,0,0]\n" + b"".join(b"%c: &%c [%s]\n" % (n, n, b",".join([b"*%c" % (n - 1)] * 10))
                                                      for n in range(98, 106)),
-         r"mine\.yaml:5: it unfolds to more than 100,000 values"),
+         r"mine\.yaml:5: this value expands to more than 100,000 values"),
         (b"a: \xff", r"mine\.yaml cannot be read: 'utf-8' codec .*; save it as UTF-8"),
-        (b"a: [", r"no readable YAML in .*mine\.yaml: .*; correct it there"),
+        (b"a: [", r"mine\.yaml is not valid YAML: .*; correct it there"),
         (b"a" * 2**21, r"mine\.yaml has 2,097,152 bytes; a config has at most 1,048,576"),
     ],
 )  # fmt: skip

@@ -49,10 +49,10 @@ MakeConfig = Callable[..., TrainConfig]
         ),
         (
             {"optim.weight_rounding": "kahan"},
-            r"keeps weights in bfloat16, and model\.dtype=float32; set model\.dtype=bfloat16",
+            r"keeps weights in bfloat16, but model\.dtype is float32; set model\.dtype=bfloat16",
         ),
-        ({"engine.compile": True}, r"compiles layers, and torch runs those that model\.gradient_checkpointing"),
-        ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is for adamw"),
+        ({"engine.compile": True}, r"has no effect with model\.gradient_checkpointing"),
+        ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is an option of adamw"),
         (
             {"engine.name": "fsdp", "engine.options.tensor_parallel_size": 2, "optim.state_dtype": "int8"},
             r"blocks along rows that actor\.engine\.options\.tensor_parallel_size=2 cuts; set bfloat16",

@@ -73,7 +73,7 @@ def test_types_are_said_in_words(key: str, words: str) -> None:
 
 def test_a_path_that_goes_below_a_value_stops_at_the_value() -> None:
     key, field = field_at(TrainConfig, ["trainer", "logger", "1"])
-    assert (key, field.description) == ("trainer.logger", "where metrics go")
+    assert (key, field.description) == ("trainer.logger", "trackers that receive the metrics")
 
 
 def test_the_meaning_of_an_option_is_that_of_its_mapping() -> None:

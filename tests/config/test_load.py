@@ -33,7 +33,7 @@ REFUSED = {
     "rollout.temprature=1": "unknown key rollout.temprature (command line); did you mean rollout.temperature?",
     "+rollout.topp=1": "unknown key rollout.topp (command line); did you mean rollout.top_p?",
     "rollot={n: 3}": "unknown key rollot.n (command line); did you mean rollout.n?",
-    "foo=1": "unknown key foo (command line); `whet config` lists all keys; your own go below extra",
+    "foo=1": "unknown key foo (command line); `whet config` lists all keys; put keys of your own below extra",
     "rollout.n=two": 'rollout.n="two" (command line) is text; expected a whole number > 0',
     "data.train_batch_size=8.5": "data.train_batch_size=8.5 (command line) is a number; expected a whole number > 0",
     "ref.max_tokens_per_micro_batch=0": (
@@ -124,8 +124,8 @@ def test_the_alias_and_the_key_may_not_name_two_functions() -> None:
     assert load("custom_reward_function.path=a.py", "reward.function=a.py:compute_score").reward.function == (
         "a.py:compute_score"
     )
-    assert "it has path and name" in refusal("custom_reward_function.file=my.py")
-    assert "it has path and name" in refusal("custom_reward_function=my.py")
+    assert "expected path and name" in refusal("custom_reward_function.file=my.py")
+    assert "expected path and name" in refusal("custom_reward_function=my.py")
     with pytest.raises(ConfigError, match="unknown key custom_reward_function"):
         load_config(SFTConfig, None, ["custom_reward_function.path=my.py"])
 
@@ -170,7 +170,7 @@ def test_small_learning_rates_survive_yaml(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_config_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the folder of a run holds a config\.yaml"):
+    with pytest.raises(ConfigError, match=r"expected the folder of a run, which has a config\.yaml"):
         read_config(TrainConfig, tmp_path)
     (tmp_path / "config.yaml").write_text("- a list\n")
     with pytest.raises(ConfigError, match="expected the sections of a config"):

@@ -42,8 +42,8 @@ def test_an_old_name_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert config.actor.engine.options == {"shard_size": 2, "cpu_offload": True}
     assert config.critic.engine.options == {}
     assert loaded.source("rollout.engine.name") == "alias rollout.name (command line)"
-    assert "rollout.name (command line) is called rollout.engine.name now" in caplog.text
-    assert "actor.engine.shard_size (command line) is called actor.engine.options.shard_size now" in caplog.text
+    assert "rollout.name (command line) is now called rollout.engine.name" in caplog.text
+    assert "actor.engine.shard_size (command line) is now called actor.engine.options.shard_size" in caplog.text
     one = load_config(SFTConfig, None, ["engine.name=fsdp", "engine.tensor_parallel_size=2"], checked=False).config
     assert one.engine.options == {"tensor_parallel_size": 2}
 

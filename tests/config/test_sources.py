@@ -64,13 +64,13 @@ def test_what_an_entry_names(entry: Any, source: Source) -> None:
         ("./owner/name", "./owner/name does not exist"),
         ("nothing", "nothing does not exist"),
         ("yours.py:rows", "yours.py does not exist"),
-        ({"file": "a.jsonl"}, "an entry has no 'file'; did you mean filter?"),
-        ({"path": "a.jsonl", "wieght": 1}, "an entry has no 'wieght'; did you mean weight?"),
-        ({"path": "a.jsonl", "response_key": "r"}, "an entry has no 'response_key'"),
+        ({"file": "a.jsonl"}, "unknown key 'file' in an entry; did you mean filter?"),
+        ({"path": "a.jsonl", "wieght": 1}, "unknown key 'wieght' in an entry; did you mean weight?"),
+        ({"path": "a.jsonl", "response_key": "r"}, "unknown key 'response_key' in an entry"),
         ({"weight": 1}, "the entry {'weight': 1} has no path"),
         ({"path": "a.jsonl", "weight": 0}, "the weight of a.jsonl is 0; expected a number > 0"),
         ({"path": "a.jsonl", "split": "train"}, "a.jsonl is a file, which has no config and no split"),
-        ({"path": "a.jsonl", "options": {"n": 1}}, "options are for a function, and a.jsonl is a file"),
+        ({"path": "a.jsonl", "options": {"n": 1}}, "a.jsonl is a file, and only a function has options"),
         ({"path": "a.jsonl", "filter": "level"}, "filter of a.jsonl is 'level'; expected a mapping"),
     ],
 )
@@ -91,11 +91,11 @@ def test_weights_are_shares() -> None:
     assert read_weights(sources, [1, 3]) == [0.25, 0.75]
     own = read({"path": "a.jsonl", "weight": 4}, {"path": "saved", "weight": 1})
     assert read_weights(own, None) == [0.8, 0.2]
-    with pytest.raises(ConfigError, match=r"data.weights has 1 and data.train_files 2; give one for each entry"):
+    with pytest.raises(ConfigError, match=r"data.weights has length 1 and data.train_files length 2; set one weight for each entry"):
         read_weights(sources, [1])
-    with pytest.raises(ConfigError, match=r"data.weights is set, and the entry a.jsonl has a weight of its own"):
+    with pytest.raises(ConfigError, match=r"data.weights is set, but the entry a.jsonl of data.train_files has a weight"):
         read_weights(own, [1, 2])
-    with pytest.raises(ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; give one to each"):
+    with pytest.raises(ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set a weight for every entry"):
         read_weights([own[0], sources[1]], None)
 
 
@@ -106,5 +106,5 @@ def test_files_are_looked_for(folder: Path) -> None:
     check_files(KEY, ["saved/*.jsonl", "saved", "owner/name", "mine.py:rows"], DataConfig(), required=True)
     with pytest.raises(ConfigError, match=r"saved/\*.parquet does not exist"):
         check_files(KEY, ["saved/*.parquet"], DataConfig(), required=True)
-    with pytest.raises(ConfigError, match=r"data.val_files: a.jsonl has a weight, but all of it is validated on"):
+    with pytest.raises(ConfigError, match=r"data.val_files: a.jsonl has a weight, but validation reads every row"):
         check_files("data.val_files", [{"path": "a.jsonl", "weight": 1}], DataConfig(), required=False)

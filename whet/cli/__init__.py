@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: a file for each command (`sft` is beside `train`), and `app` that puts them together.
+"""The command line: one file for each command (`sft` is in train.py), and `app`, which registers them.
 
-Modules that take long to import are imported when a command runs."""
+Slow imports happen inside the commands."""

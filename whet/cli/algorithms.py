@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from whet.trainers.certify import Row
 
 LEGEND = {  # the columns of a certificate
-    "exact": "yes: on its own samples the error has to be below 1e-8, and a test holds it to that",
-    "error": "|g - t| / |t|, g the expected gradient and t that of the objective, E[R] - beta KL(pi || ref)",
-    "cosine": "of the angle between g and t: 1 where g has t's direction and any length",
+    "exact": "yes: a test requires an on-policy error below 1e-8",
+    "error": "|g - t| / |t|, g the expected gradient and t the gradient of the objective E[R] - beta KL(pi || ref)",
+    "cosine": "cosine of the angle between g and t: 1 if g has the direction of t, whatever its length",
     "length": "|g| / |t|",
-    "variance": "of the gradient of one group of two, in units of |t|^2",
-    "stale error": "the error on samples of a policy whose logits are 0.3 (standard deviation) away",
-    "stale cosine": "the cosine on such samples",
-    "stale KL": "of a KL as a loss: the error of its own gradient on such samples, against that of each token's KL "
-    "with the states of the samples held fixed",
+    "variance": "variance of the gradient of one group of two trajectories, in units of |t|^2",
+    "stale error": "the error on samples of a policy whose logits differ by noise of standard deviation 0.3",
+    "stale cosine": "the cosine on the same stale samples",
+    "stale KL": "for a KL term in the loss: relative error of its gradient on stale samples; the reference is the "
+    "gradient of each token's KL with the states of the samples held fixed",
 }
 TITLES = tuple(LEGEND)
-UNLIMITED = 10_000  # columns where there is no terminal to ask: a line is a line
+UNLIMITED = 10_000  # console width where the output is no terminal, so that no line is wrapped
 
 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
-    """The key that chooses a function, and the key of its options, by kind; of several keys the first."""
+    """Maps each kind to the first config key that chooses a function of it, and to the key of its options."""
     from whet.config.keys import choices
     from whet.config.schema import TrainConfig
 
@@ -83,19 +83,19 @@ def list_all(context: typer.Context) -> None:
 def show(
     name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
 ) -> None:
-    """Print the formula, the columns and the options of one."""
+    """Print the formula, the columns and the options of a registered function."""
     from rich.console import Console
     from rich.text import Text
 
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
         certified = certificate(entry)
-        said = [*facts(entry), *certified]
+        properties = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
         output.print(Text(f"{entry.doc}\n"))
         if notation(entry.kind):
             output.print(Text(f"In formulas: {notation(entry.kind)}.\n", style="dim"))
-        _print_pairs(output, said)
+        _print_pairs(output, properties)
         if certified:
             output.print("\nIn certificates:", style="dim")
             _print_pairs(output, list(LEGEND.items()))
@@ -103,7 +103,7 @@ def show(
 
 
 def _entries(name: str) -> list[Entry]:
-    """The functions of a name, one of each kind that has it.  Raises: RegistryError."""
+    """The registered functions of this name: at most one for each kind.  Raises: RegistryError."""
     if found := [kind[name] for kind in KINDS if name in kind]:
         return found
     if ":" in name:
@@ -111,16 +111,19 @@ def _entries(name: str) -> list[Entry]:
         if found := [replace(entry, name=name) for kind in KINDS if (entry := kind.registered(function))]:
             return found
         decorators = ", ".join(f"@{kind.decorator}" for kind in KINDS)
-        raise RegistryError(f"{name} is a function of no known kind; put one of these before it: {decorators}")
+        raise RegistryError(f"{name} is not registered; expected one of these decorators on it: {decorators}")
     known = sorted({each for kind in KINDS for each in kind.names()})
     near = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`whet algorithms` lists all"
-    raise RegistryError(f"nothing is called {name!r}; {hint}; your own function is named as path/file.py:function")
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    raise RegistryError(
+        f"no registered function is called {name!r}; expected a name that `whet algorithms` lists{hint}, or "
+        "path/file.py:function"
+    )
 
 
 @algorithms.command(cls=Command)
 def certify() -> None:
-    """Print how far every algorithm's expected gradient is from the objective's, computed exactly."""
+    """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
     from rich.console import Console
     from rich.progress import track
 
@@ -143,14 +146,14 @@ def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> list[list[str]]:
-    """Computes the certificates as rows of text, behind kind and name; `show` may look at each as it comes."""
+    """Computes all certificates as rows of text: kind, name, numbers. `show` wraps the iteration (a progress bar)."""
     from whet.trainers.certify import rows
 
     return [[row.kind, row.name, *cells(row)] for row in show(rows())]
 
 
 def cells(row: Row) -> list[str]:
-    """The certificates of one row, on its own samples and on stale ones, under `TITLES`."""
+    """The certificates of one row as text, in the order of `TITLES`."""
     from whet.trainers.certify import certificates
 
     own, stale = certificates(row)
@@ -167,12 +170,12 @@ def cells(row: Row) -> list[str]:
 
 
 def number(error: float) -> str:
-    """An error of rounding is shown as such: its digits mean nothing."""
+    """Formats a relative error; one below 1e-12 is rounding error, whose digits mean nothing."""
     return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
-    """The lines of `whet algorithms show` about a function's expected gradient."""
+    """The certificate of a function, for `whet algorithms show`."""
     from whet.trainers.certify import rows_of
 
     found = []
@@ -183,7 +186,7 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """The facts about a function, without its definition."""
+    """Pairs of title and text about a function: key, columns, code, options, names elsewhere."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
@@ -200,7 +203,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """The name in other frameworks, or their meaning of it; nothing outside the mathematics."""
+    """The name that other frameworks use, or what they mean by this name; "" where there is none."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})
@@ -208,7 +211,7 @@ def elsewhere(entry: Entry) -> str:
 
 
 def notation(kind: str) -> str:
-    """The symbols in which formulas of a kind are written; nothing of a kind without formulas."""
+    """The symbols that formulas of a kind use; "" for a kind without formulas."""
     return _texts()["notation"].get(kind, "")
 
 
@@ -226,12 +229,12 @@ MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 
 def default(value: object) -> str:
-    """An option's default as a person writes it."""
+    """The default of an option as text."""
     return "required" if value is REQUIRED else str(value)
 
 
 def summary(entry: Entry) -> str:
-    """The first line of the docstring; of an alias what it changes."""
+    """The first line of the docstring; for an alias, the name and the options that it presets."""
     if entry.alias_of is None:
         return entry.summary
     original = next(kind for kind in KINDS if kind.kind == entry.kind)[entry.alias_of]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet`: the table of contents, and how an error looks."""
+"""`whet`: the list of commands, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from whet.cli.train import sft, train
 from whet.errors import WhetError
 from whet.threads import yield_soon
 
-START, TRAIN, AFTER, LOOK = "Start", "Train", "After training", "Look things up"
+START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
 
 
 app = typer.Typer(
     cls=Group,
     help="Post-train language models with reinforcement learning.",
-    epilog="A mistake is shown as one block; --debug or WHET_DEBUG=1 adds the traceback.",
+    epilog="Errors are printed without a traceback; --debug or WHET_DEBUG=1 adds it.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -79,7 +79,7 @@ def whet(
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows what whet logs on the console that steps and bars are drawn on, so that neither tears the other apart."""
+    """Prints log records on the console that also shows steps and progress bars, so that they do not overwrite it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record, a warning in yellow."""
@@ -95,7 +95,7 @@ CONSOLE = ConsoleHandler()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command that `arguments` (by default those of the process) name, then exits: 2 after a WhetError."""
+    """Runs the command in `arguments` (default: those of the process), then exits, with status 2 after a WhetError."""
     yield_soon()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logger.addHandler(CONSOLE)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # no text of a row ends a command while it is shown
+            stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="whet")
     except WhetError as error:
@@ -118,15 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _show(
             WhetError(
-                f"{place} ends the process (SystemExit: {error.code}) in the middle of the command; expected code that "
-                "returns or raises another error: take the exit out"
+                f"{place} called sys.exit({error.code!r}) while the command was running; expected code that returns or "
+                "raises another exception: remove the call"
             )
         )
         sys.exit(2)
 
 
 def _exit_below(error: SystemExit) -> str | None:
-    """The file and line from which code that the library called ended the process; None for an exit of a command."""
+    """The file and line of user code that called sys.exit below the library; None for an exit of a command."""
     frames = list(traceback.walk_tb(error.__traceback__))
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     if not any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules):
@@ -136,7 +136,7 @@ def _exit_below(error: SystemExit) -> str | None:
 
 
 def _show(error: WhetError) -> None:
-    """A red block on a terminal; elsewhere plain lines, which a log keeps whole."""
+    """Prints an error to stderr: a red panel on a terminal, else plain text."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

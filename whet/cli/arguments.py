@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that commands share: the look of their help, and `[RECIPE] KEY=VALUE...`."""
+"""Arguments that several commands take (`[RECIPE] KEY=VALUE...`), and the layout of their help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 
 class _Plain:
-    """Commands whose help shows no type beside a flag, which takes no value."""
+    """Mixin: help shows no type for a flag, since a flag takes no value."""
 
     def get_params(self, ctx: Any) -> Any:
         """Returns the parameters."""
@@ -30,17 +30,17 @@ class Command(_Plain, TyperCommand):
 
 
 class Group(_Plain, TyperGroup):
-    """A command that has others."""
+    """A command with subcommands."""
 
 
 def program() -> str:
-    """Returns how a shell calls this whet: by its name if that is found, else by its path (`.venv/bin/whet`)."""
+    """Returns the shell command for this program: `whet` if it is on the PATH, else its path (`.venv/bin/whet`)."""
     path = Path(sys.argv[0])
     return "whet" if shutil.which("whet") or path.name != "whet" else shlex.quote(str(path))
 
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:
-    """Returns the recipes and keys that a word may become, for the shell."""
+    """Returns the recipes and keys that complete a word, for the shell."""
     from whet.config.compose import shipped_recipes
     from whet.config.keys import leaf_fields
     from whet.config.schema import COMMANDS, TrainConfig
@@ -53,18 +53,18 @@ RecipeAndOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE KEY=VALUE",
-        help="a shipped recipe by name or a YAML file by path, then values over it: rollout.n=8, ~key, data=gsm8k",
+        help="a shipped recipe (by name) or a YAML file (by path), then overrides: rollout.n=8, ~key, data=gsm8k",
         show_default=False,
         autocompletion=complete,
     ),
 ]
 ConfigName = Annotated[
-    str | None, typer.Option("--config-name", metavar="RECIPE", help="the recipe, said as Hydra says it", hidden=True)
+    str | None, typer.Option("--config-name", metavar="RECIPE", help="the recipe, in Hydra's syntax", hidden=True)
 ]
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the overrides: a first word that is no override is the recipe."""
+    """Returns the recipe, if there is one, and the overrides. The first word is the recipe unless it is an override."""
     words = words or []
     if config_name is None and words and "=" not in words[0] and not words[0].startswith("~"):
         return words[0], words[1:]

@@ -11,18 +11,19 @@ import typer
 
 def compare(
     a: Annotated[
-        Path, typer.Argument(metavar="A", help="a folder that whet eval wrote, or a file of answers", exists=True)
+        Path,
+        typer.Argument(metavar="A", help="an output folder of whet eval, or a file of scored responses", exists=True),
     ],
-    b: Annotated[Path, typer.Argument(metavar="B", help="the same of the model to compare with A", exists=True)],
-    metric: Annotated[str, typer.Option(help="accuracy, reward, or a part of the reward")] = "accuracy",
+    b: Annotated[Path, typer.Argument(metavar="B", help="the same for the model to compare with A", exists=True)],
+    metric: Annotated[str, typer.Option(help="accuracy, reward, or the name of a reward part")] = "accuracy",
     other_prompts: Annotated[
-        bool, typer.Option("--other-prompts", help="the same problems may have been asked in other words")
+        bool, typer.Option("--other-prompts", help="accept different prompt texts for the same data rows")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of resampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the resampling")] = 0,
 ) -> None:
-    """Say whether B is better than A, or whether that may be chance.
+    """Test whether two evaluations differ significantly.
 
-    Validation files of a run (rollouts/validation_*.jsonl) are files of answers too."""
+    The validation files of a run (rollouts/validation_*.jsonl) can be compared too."""
     from whet.cli.tables import Cell, interval, table
     from whet.evaluation.answers import read_answers
     from whet.evaluation.compare import compare as run
@@ -40,6 +41,6 @@ def compare(
         )
     console, whole = shared_console(), found["all"]
     console.print(table(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only"), rows))
-    console.print(f"A: {a}, {whole.n[0]} a prompt\nB: {b}, {whole.n[1]} a prompt", soft_wrap=True)
-    console.print("A only, B only: prompts on which that one scored higher", style="dim", soft_wrap=True)
+    console.print(f"A: {a}, {whole.n[0]} responses a prompt\nB: {b}, {whole.n[1]} responses a prompt", soft_wrap=True)
+    console.print("A only, B only: number of prompts on which that model scored higher", style="dim", soft_wrap=True)
     console.print(whole.verdict(), style="bold", soft_wrap=True)

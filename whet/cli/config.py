@@ -14,7 +14,7 @@ from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 if TYPE_CHECKING:
     from whet.config.section import Section
 
-NOTES_START_BY = 60  # columns; a longer value pushes its own note to the right, not everybody's
+NOTES_START_BY = 60  # columns; a longer line moves only its own note to the right
 
 
 class Command(StrEnum):
@@ -27,17 +27,17 @@ class Command(StrEnum):
 
 
 def config(
-    command: Annotated[Command, typer.Argument(help="whose config")],
+    command: Annotated[Command, typer.Argument(help="the command that reads the config")],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     meanings: Annotated[
-        bool, typer.Option("--meanings", help="note what each key means instead of its source")
+        bool, typer.Option("--meanings", help="show the meaning of each key instead of the source of its value")
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON Schema of recipe files instead, for editors")
+        bool, typer.Option("--schema", help="print the JSON Schema of recipe files, for editors")
     ] = False,
 ) -> None:
-    """Print a config, and where each of its values comes from."""
+    """Print the resolved config with the source of each value."""
     from whet.config.schema import COMMANDS
 
     if schema:
@@ -49,7 +49,7 @@ def config(
 
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
-    """The config line by line, each with its note, and what the command would refuse about it."""
+    """Prints the config line by line, each with its note, then the errors that the command would raise."""
     from rich.console import Console
     from rich.text import Text
 
@@ -71,6 +71,6 @@ def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, m
         output.print(Text.assemble((line.ljust(width), line_style), (f"  # {note}", note_style)))
     if found := problems(loaded.config):
         errors = Console(stderr=True, soft_wrap=True, highlight=False)
-        errors.print(Text(f"\n`whet {schema.command}` would refuse this:", style="yellow"))
+        errors.print(Text(f"\n`whet {schema.command}` would refuse this config:", style="yellow"))
         for each in found:
             errors.print(Text(f"- {each}"))

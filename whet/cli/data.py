@@ -20,29 +20,28 @@ if TYPE_CHECKING:
     from whet.data.preview import Preview, Shown
 
 BAR = 40  # columns of the longest bar
-STRIPES = ("on grey23", "on grey35")  # tokens in turn
+STRIPES = ("on grey23", "on grey35")  # backgrounds of alternating tokens
 LEARNED, READ = "bold green", "dim"
-OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there are no colours
+OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
 
 For = Annotated[
-    Command | None, typer.Option("--for", help="whose config it is; unset: train, or sft if only that fits")
+    Command | None,
+    typer.Option("--for", help="the command that the config is for; unset: train, or sft if only sft accepts it"),
 ]
 
 
 def data(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    rows: Annotated[int, typer.Option(min=0, help="how many rows to show")] = 3,
-    index: Annotated[int | None, typer.Option(min=0, help="show the row of this number")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="show each token with its id, and whether it is learned")] = (
-        False
-    ),
-    val: Annotated[bool, typer.Option("--val", help="look at data.val_files")] = False,
+    rows: Annotated[int, typer.Option(min=0, help="number of rows to show")] = 3,
+    index: Annotated[int | None, typer.Option(min=0, help="show the row with this number")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="list each token with its id and its loss mask")] = False,
+    val: Annotated[bool, typer.Option("--val", help="show data.val_files instead of data.train_files")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
     command: For = None,
 ) -> None:
-    """Show rows as the model will see them: template, tokens, masks."""
+    """Show data rows as the model reads them: template, tokens, mask."""
     config = config_of(command, *split_recipe(words, config_name))
 
     from rich.console import Console
@@ -66,7 +65,7 @@ def data(
 def config_of(
     command: Command | None, recipe: str | None, overrides: list[str]
 ) -> TrainConfig | SFTConfig | EvalConfig:
-    """The config, of `whet train` if nothing is said and it is one, else of `whet sft`."""
+    """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
     from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 
     chosen: type[Any] = {Command.eval: EvalConfig, Command.sft: SFTConfig}.get(command or Command.train, TrainConfig)
@@ -81,12 +80,12 @@ def config_of(
 
 
 def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig:
-    """The same for what only runs have."""
+    """Loads the config of a training run.  Raises: ConfigError for the config of another command."""
     from whet.config import EvalConfig
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig):
-        raise ConfigError("--for eval: only runs of `whet train` and `whet sft` are planned; take train or sft")
+        raise ConfigError("--for eval is not a training run; expected --for train or --for sft")
     return config
 
 
@@ -95,7 +94,7 @@ def _summary(found: Preview) -> Iterator[str]:
 
     for part in found.parts:
         filtered = f", {part.num_matching} after data.filter" if part.num_matching < part.num_rows else ""
-        weight = f", {part.weight:.1%} of what is drawn" if part.weight is not None else ""
+        weight = f", {part.weight:.1%} of the rows drawn" if part.weight is not None else ""
         yield f"{part.name}: {part.num_rows} rows{filtered}{weight}"
     lengths = sorted(found.lengths)
     shares = "  ".join(f"p{round(100 * share)} {percentile(lengths, share)}" for share in (0.5, 0.9, 0.99))
@@ -120,10 +119,10 @@ def _print(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_t
     from whet.data.preview import pieces, spans
 
     texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)
-    learned = f", {sum(mask)} of them learned" if row.mask is not None else ", then the policy writes"
+    learned = f", {sum(mask)} of them trained on" if row.mask is not None else ", then the policy generates"
     output.print(Text(f"── {row.title}: {len(row.token_ids)} tokens{learned}", style="bold cyan"))
     if by_token:
-        output.print(f"{'place':>5}  {'id':>7}  {'mask':>4}  token")
+        output.print(f"{'index':>5}  {'id':>7}  {'mask':>4}  token")
         for place, (token_id, learns, text) in enumerate(zip(row.token_ids, mask, texts, strict=True)):
             output.print(f"{place:>5}  {token_id:>7}  {learns:>4}  {text!r}", style=LEARNED if learns else None)
     elif output.is_terminal:

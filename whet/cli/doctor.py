@@ -23,9 +23,9 @@ def doctor(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     command: For = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="look at every node of the Ray cluster too")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="also check every node of the Ray cluster")] = False,
 ) -> None:
-    """Look at installation and machine, and at what a config needs."""
+    """Check the installation, the machine, and a config."""
     recipe, overrides = split_recipe(words, config_name)
     config = run_config_of(command, recipe, overrides)
 
@@ -63,14 +63,14 @@ def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
     for room in made.rooms:
         if room.free is not None:
             found = f"about {size(room.needed)} needed, {size(room.free)} free"
-            advice = "" if room.fits else "`whet plan` says what to change"
+            advice = "" if room.fits else "`whet plan` lists settings that reduce it"
             yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
     found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
-    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or make room"
+    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
     yield Finding("disk", found, advice, is_problem=True)
     step = made.step_seconds
     if step is None:
-        yield Finding("time", "not known: the rates of accelerators are not measured")
+        yield Finding("time", "unknown: the speed of accelerators is not measured")
         return
     whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
     advice = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator" * (step > SLOW)

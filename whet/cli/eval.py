@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Measure how many held-out prompts a model answers right.
+    """Evaluate a model on held-out prompts: accuracy, pass@k, maj@k.
 
-    RECIPE is gsm8k, math500, aime, or your own. model.path is a model folder, a checkpoint or a run's folder."""
+    RECIPE is gsm8k, math500, aime, or your own. model.path is a model folder, a checkpoint or the folder of a run."""
     from whet.config import EvalConfig, load_config
 
     config = load_config(EvalConfig, *split_recipe(words, config_name)).config
@@ -34,18 +34,18 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     for table in tables(evaluation):
         console.print(table)
     console.print(
-        f"{evaluation.mean_response_tokens:.0f} tokens an answer, {100 * evaluation.truncated:.1f} % of answers cut "
-        f"off at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
+        f"{evaluation.mean_response_tokens:.0f} tokens a response, {100 * evaluation.truncated:.1f} % of responses "
+        f"truncated at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
         soft_wrap=True,
     )
-    wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` sets two such folders side by side"
+    wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` compares two such folders"
     console.print(
-        wrote if config.output else "with output=DIR every answer is written to DIR/answers.jsonl", soft_wrap=True
+        wrote if config.output else "set output=DIR to write every response to DIR/answers.jsonl", soft_wrap=True
     )
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """A table of the metrics of all n responses with their intervals, and for n > 1 one of those of k of them."""
+    """Builds a table of the metrics over all n responses with intervals; for n > 1 also one of pass@k and maj@k."""
     from whet.cli.tables import table
 
     by_source = evaluation.by_data_source
@@ -63,12 +63,12 @@ def tables(evaluation: Evaluation) -> list[Table]:
     ks = [int(name.removeprefix("pass@")) for name in metrics if name.startswith("pass@")]
     second = []
     for source, found in rows.items():
-        for kind, title in (("pass", "one is right: pass@k"), ("maj", "most say: maj@k")):
+        for kind, title in (("pass", "at least one correct: pass@k"), ("maj", "majority vote correct: maj@k")):
             if f"{kind}@{n}" in found:
-                # The majority of one is that one.
+                # The majority of one response is that response.
                 values = [found.get(f"{kind}@{k}", found["pass@1"]).value for k in ks]
                 second.append([source, title, *(f"{100 * value:.1f}" for value in values)])
-    return [*tables, table(["data source", "of k answers", *map(str, ks)], second, left=(0, 1))]
+    return [*tables, table(["data source", "of k responses", *map(str, ks)], second, left=(0, 1))]
 
 
 def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
@@ -78,7 +78,7 @@ def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
 
 
 def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Text]:
-    """Accuracies in percent, and a reward as it is, each over its 95 % interval."""
+    """Yields the cells of a row, each with its 95 % interval: accuracies in percent, a reward as a number."""
     from whet.cli.tables import interval
 
     for name in names:

@@ -10,17 +10,19 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run for its newest")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run folder for its newest checkpoint")
+    ],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="the trained adapter alone, not merged, as peft loads it")
+        bool, typer.Option("--adapter", help="write only the trained adapter, in peft's format, without merging it")
     ] = False,
-    base: Annotated[str | None, typer.Option(help="where the adapter's base model lies now")] = None,
+    base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run the code that the model brings along")
+        bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
     ] = False,
 ) -> None:
-    """Write a checkpoint's model as a plain Hugging Face folder."""
+    """Export the model of a checkpoint as a Hugging Face folder."""
     from whet.checkpoints.export import export as run
 
     typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")

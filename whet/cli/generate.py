@@ -9,9 +9,9 @@ from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 
 
 def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Answer a file of prompts: one JSON object an answer.
+    """Sample completions for a file of prompts, as JSON lines.
 
-    A killed run goes on where it was."""
+    The same command continues an interrupted run."""
     from whet.config import GenerateConfig, load_config
 
     loaded = load_config(GenerateConfig, *split_recipe(words, config_name))
@@ -22,5 +22,7 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     with LongPhases().watch():
         done = run(loaded.config)
     if done.num_found:
-        typer.echo(f"{done.num_found} answers were there already")
-    typer.echo(f"wrote {done.num_written} answers, {done.num_tokens} tokens in {done.seconds:.1f} s, to {done.output}")
+        typer.echo(f"{done.num_found} completions were in the file already")
+    typer.echo(
+        f"wrote {done.num_written} completions, {done.num_tokens} tokens in {done.seconds:.1f} s, to {done.output}"
+    )

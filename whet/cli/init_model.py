@@ -15,7 +15,7 @@ GSM8K = "openai/gsm8k:main"
 
 
 class Arch(StrEnum):
-    """The architectures that can be made."""
+    """The supported architectures."""
 
     qwen2_5 = "qwen2.5"
     qwen3 = "qwen3"
@@ -32,19 +32,19 @@ def init_model(
     arch: Annotated[Arch, typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4")] = Arch.qwen3,
     size: Annotated[str, typer.Option(help="nano (0.8 M), tiny (3.3 M), small (27 M) or base (390 M)")] = "tiny",
     texts: Annotated[
-        Path | None, typer.Option(help="train the tokenizer on this file's lines", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="train the tokenizer on the lines of this file", exists=True, dir_okay=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the weights")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the weights")] = 0,
 ) -> None:
-    """Make a model folder: random weights and a trained tokenizer."""
+    """Create a model folder with random weights and a trained tokenizer."""
     from whet.models.init import init_model as run
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
     written = run(out, arch.value, size, seed=seed, texts=lines)
     rows = f"data.train_files={GSM8K}@train"
     typer.echo(
-        f"wrote {written}. Its weights are random: show it examples first, then reward it, for instance with GSM8K "
-        f"from the hub:\n  {program()} sft model.path={written} {rows} data.prompt_key=question "
+        f"wrote {written}. Its weights are random: run SFT before RL, for instance with GSM8K from the hub:\n"
+        f"  {program()} sft model.path={written} {rows} data.prompt_key=question "
         f"data.response_key=answer\n  {program()} export runs/whet/sft {written}_sft\n  {program()} train gsm8k "
         f"model.path={written}_sft {rows} data.val_files={GSM8K}@test"
     )

@@ -20,13 +20,13 @@ def plan(
     config_name: ConfigName = None,
     command: For = None,
     device_memory: Annotated[
-        float | None, typer.Option(help="GiB of an accelerator for each process, in place of what this machine has")
+        float | None, typer.Option(help="plan for accelerators with this many GiB, one for each process")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print numbers for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ) -> None:
-    """Say what a run will need before it starts: memory, disk, time.
+    """Estimate the memory, disk and time that a run needs.
 
-    The exit status is 1 where it does not fit."""
+    The exit status is 1 if the run does not fit."""
     from whet.config import problems
 
     config = run_config_of(command, *split_recipe(words, config_name))
@@ -43,7 +43,7 @@ def plan(
 
 
 def forecast_of(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
-    """The forecast of a run, with the roles of its trainer.  Raises: ConfigError, ModelError."""
+    """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
     from whet.config import SFTConfig
     from whet.planning.forecast import forecast
     from whet.trainers import build, sft

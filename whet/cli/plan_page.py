@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `whet plan`."""
+"""The output of `whet plan`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from whet.planning.forecast import Forecast
 
 NOTE = (
-    "Memory is that of tensors at the height of each phase, plus what the process itself takes. Seconds are good to a "
-    f"factor of two: rates measured just now, {EFFICIENCY:.0%} of a bare product's; rewards are not in "
-    "them, validation only in the time in all."
+    "Memory: the peak of all tensors in each phase, plus that of the process itself. Times are accurate to a factor of "
+    f"two; they assume {EFFICIENCY:.0%} of the matrix multiplication speed measured just now. Rewards are not "
+    "included; validation only in the total time."
 )
 
 
 def numbers(made: Forecast) -> str:
-    """Everything as one JSON object, in bytes and seconds."""
+    """The forecast as a JSON object, in bytes and seconds."""
     return json.dumps(
         {
             "parameters": {role: count for plan in made.plans.values() for role, count in plan.weights.items()},
@@ -66,23 +66,23 @@ def _plan(plan: Memory) -> dict[str, Any]:
 
 
 def show(made: Forecast, refused: Sequence[str]) -> None:
-    """Tables on the console; plain lines in a file."""
+    """Prints the forecast: tables on a terminal, plain lines elsewhere."""
     console = Console(highlight=False, soft_wrap=True)
     pools = made.setup.config.cluster.pools
     for line in model_lines(made.setup):
         console.print(line)
     if made.counts is not None and made.seconds is not None:
         console.print(data_line(made.setup, made.counts))
-        console.print(f"time in all: about {duration(made.seconds)}", style="bold")
+        console.print(f"total time: about {duration(made.seconds)}", style="bold")
     for name, plan in made.plans.items():
         for role in plan.weights:
             tokens = plan.micro_batch_tokens.get(role)
             extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
             console.print(f"{role}: {made.setup.roles[role].model_path}{extra}")
-        whose = f" of the {pools[name].processes} of pool {name}" if len(pools) > 1 else ""
+        of_pool = f" of the {pools[name].processes} in pool {name}" if len(pools) > 1 else ""
         for on_device, title in (
-            (True, f"the accelerator of one process{whose}"),
-            (False, f"memory of one process{whose}"),
+            (True, f"accelerator memory of one process{of_pool}"),
+            (False, f"host memory of one process{of_pool}"),
         ):
             if any(item.on_device == on_device for item in plan.items):
                 console.print(_memory_table(plan, title, on_device))
@@ -91,7 +91,7 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
     for note in (*made.notes, NOTE):
         console.print(Text(note, style="dim"))
     if refused:
-        console.print(Text(f"\n`whet {made.setup.config.command}` would refuse this:", style="yellow"))
+        console.print(Text(f"\n`whet {made.setup.config.command}` would refuse this config:", style="yellow"))
         for each in refused:
             console.print(Text(f"- {each}"))
 
@@ -107,30 +107,30 @@ def _memory_table(memory: Memory, title: str, on_device: bool) -> Table:
     table.add_row("all tensors", *totals, style="bold")
     if memory.untouched_bytes and not on_device:
         untouched = size(memory.untouched_bytes)
-        table.add_row("of them never written to", *(untouched for _ in memory.phases), style="dim")
+        table.add_row("reserved but never written", *(untouched for _ in memory.phases), style="dim")
     return table
 
 
 def _show_fit(console: Console, made: Forecast) -> None:
     for room in made.rooms:
         each = f" in {room.processes} processes" if room.processes > 1 else ""
-        needed = f"memory: about {size(room.needed)}{each}{'' if room.on_device else ' beside the imports'}"
+        needed = f"memory: about {size(room.needed)}{each}{'' if room.on_device else ', in addition to the imports'}"
         if room.free in (None, sys.maxsize):
-            console.print(f"{needed}; how much is free this system does not say")
+            console.print(f"{needed}; this system does not report how much is free")
         else:
             fits = "it fits" if room.fits else "it does not fit"
             text = f"{needed}, and {room.name} has {size(room.free or 0)} free: {fits}"
             console.print(Text(text, style="green" if room.fits else "red"))
     if not made.fits:
-        console.print("what to change, in the order of what it saves:")
+        console.print("settings that reduce it, largest saving first:")
         for line in advice(list(made.changes), made.tightest.free or 0):
             console.print(line)
     limit = made.setup.config.trainer.save_limit
-    fits = "" if made.fits_on_disk else ": lower trainer.save_limit or choose another place"
-    kept = "each is kept" if limit is None else f"{limit} and the next one {size(made.disk_bytes)}"
+    fits = "" if made.fits_on_disk else ": lower trainer.save_limit, or choose another trainer.run_dir"
+    kept = "all are kept" if limit is None else f"{size(made.disk_bytes)} for {limit} kept and the next one"
     console.print(
         Text(
-            f"disk: a checkpoint {size(made.checkpoint_bytes)}, {kept}; {made.run_dir} has "
+            f"disk: {size(made.checkpoint_bytes)} a checkpoint, {kept}; {made.run_dir} has "
             f"{size(made.free_disk_bytes)} free{fits}",
             style="red" if fits else "green",
         )
@@ -140,11 +140,11 @@ def _show_fit(console: Console, made: Forecast) -> None:
 def _show_speed(console: Console, made: Forecast) -> None:
     tokens, seconds = made.speed.tokens, made.speed.seconds
     parts = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
-    console.print(f"tokens a step: {sum(tokens.values()):,} ({parts})")
+    console.print(f"tokens per step: {sum(tokens.values()):,} ({parts})")
     phases = ", ".join(f"{name} {duration(each)}" for name, each in seconds.items())
-    console.print(f"time a step, estimated: {duration(sum(seconds.values()))} ({phases})")
+    console.print(f"estimated time per step: {duration(sum(seconds.values()))} ({phases})")
     if "time/step" in made.measured:
         measured = {name.removeprefix("time/"): each for name, each in made.measured.items()}
         step = measured.pop("step")
         phases = ", ".join(f"{name} {duration(each)}" for name, each in measured.items())
-        console.print(f"time a step in {made.run_dir}, measured: {duration(step)} ({phases})")
+        console.print(f"measured time per step in {made.run_dir}: {duration(step)} ({phases})")

@@ -12,10 +12,10 @@ from whet.cli.arguments import program
 
 
 def quickstart(
-    run_dir: Annotated[Path, typer.Option(help="where everything is written")] = Path("runs/quickstart"),
-    seed: Annotated[int, typer.Option(min=0, help="of every random draw")] = 0,
+    run_dir: Annotated[Path, typer.Option(help="the folder to write")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
 ) -> None:
-    """See a small model learn arithmetic in three minutes."""
+    """Train a small model on arithmetic in about three minutes."""
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.quickstart import quickstart as run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the commands."""
+"""Tables that commands print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cell = str | Text
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequence[int] = (0,)) -> Table:
-    """A table whose columns number `left` hold text; all others hold numbers, which end below each other."""
+    """A table whose columns with the numbers `left` are aligned left; all others hold numbers and are aligned right."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, title in enumerate(titles):
         made.add_column(title, justify="left" if number in left else "right")
@@ -23,5 +23,5 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequen
 
 
 def interval(value: str, low: str, high: str, between: str = " to ") -> Text:
-    """A number over its interval."""
+    """A number with its interval on the line below."""
     return Text.assemble(value, (f"\n{low}{between}{high}", "dim"))

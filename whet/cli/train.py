@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 def train(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check the config, load the model and one batch, then stop")
+    ] = False,
 ) -> None:
-    """Train a model with rewards: PPO, GRPO and their family."""
+    """Train a model with reinforcement learning (PPO, GRPO, ...)."""
     from whet.config import TrainConfig, load_config
 
     config = load_config(TrainConfig, *split_recipe(words, config_name)).config
 
-    from whet.trainers.build import train as run  # only now: a mistake in the config is shown before torch is loaded
+    from whet.trainers.build import train as run  # after the config is checked, since this loads torch
 
     with _as_command(config, writes=not dry_run):
         run(config, dry_run=dry_run)
 
 
 def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Train a model on examples: supervised fine-tuning."""
+    """Train a model on examples (supervised fine-tuning)."""
     from whet.config import SFTConfig, load_config
 
     config = load_config(SFTConfig, *split_recipe(words, config_name)).config
@@ -47,8 +49,8 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
 
 @contextmanager
 def _as_command(config: TrainConfig | SFTConfig, *, writes: bool = True) -> Iterator[None]:
-    """Shows long phases, and in the end where the run has written. Where a signal stops it, says what was saved and how
-    to go on, then exits as the shell expects: 130 after Ctrl-C."""
+    """Shows the progress of long phases, and at the end the folder of the run. After a signal, prints what was saved
+    and the command that resumes, then exits with the status that shells expect: 130 after Ctrl-C."""
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.frame import run_folder
     from whet.trainers.stop import Stopped
@@ -62,4 +64,4 @@ def _as_command(config: TrainConfig | SFTConfig, *, writes: bool = True) -> Iter
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped
     if writes:
         folder = run_folder(config.trainer)
-        typer.echo(f"wrote {folder}; `{program()} export {folder} OUT` makes a Hugging Face folder of it")
+        typer.echo(f"wrote {folder}; `{program()} export {folder} OUT` exports it as a Hugging Face folder")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the mathematics: `algorithm.*`."""
+"""The config of the algorithm: `algorithm.*`."""
 
 from __future__ import annotations
 
@@ -13,48 +13,52 @@ from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLIC
 
 
 class KLConfig(Section):
-    """Distance to the reference policy."""
+    """KL divergence from the reference policy."""
 
-    where: Literal["none", "reward", "loss"] = key("none", "what the KL term is added to")
+    where: Literal["none", "reward", "loss"] = key("none", "whether the KL term is added to the reward or to the loss")
     form: Annotated[str, Choice(KL_FORMS)] = key(
         "k3",
-        "k1, k2, k3, abs, with + the value of the form and the gradient of k2; k1_ratio and k3_ratio for a "
-        "loss with several updates a step; full over the vocabulary",
+        "estimator of the KL: k1, k2, k3, abs; with + after the name, its value with the gradient of k2; k1_ratio and "
+        "k3_ratio for a loss with several updates a step; full: exact, over the vocabulary",
     )
-    coef: NonNegativeFloat = key(0.001, "its weight")
-    controller: Literal["fixed", "adaptive"] = key("fixed", "whether the weight follows a target")
-    target: PositiveFloat = key(0.1, "KL that the adaptive controller aims at")
-    horizon: PositiveInt = key(10_000, "sequences over which the adaptive controller acts")
+    coef: NonNegativeFloat = key(0.001, "coefficient of the KL term")
+    controller: Literal["fixed", "adaptive"] = key(
+        "fixed", "adaptive: adjusts the coefficient to hold the KL at target"
+    )
+    target: PositiveFloat = key(0.1, "target KL of the adaptive controller")
+    horizon: PositiveInt = key(10_000, "horizon of the adaptive controller, in sequences: larger is slower")
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: which groups are worth training on."""
+    """Dynamic sampling: the groups to train on."""
 
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
     options: dict[str, Any] = key({}, "options of the filter")
-    metric: str = key("accuracy", "accuracy, reward, or the name of a part of the reward")
-    max_refills: NonNegativeInt = key(4, "batches of prompts tried again before training on what there is")
+    metric: str = key("accuracy", "metric that the filter reads: accuracy, reward, or the name of a reward part")
+    max_refills: NonNegativeInt = key(
+        4, "most extra batches of prompts sampled to replace dropped groups; the step then trains on the groups it has"
+    )
 
 
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses near the limit: min(-(len - (limit - buffer)) / buffer * penalty, 0)."""
 
-    penalty: NonNegativeFloat = key(0.0, "the most that is taken from a reward; 0 is off")
-    buffer_length: PositiveInt = key(64, "tokens before the limit over which the penalty grows")
+    penalty: NonNegativeFloat = key(0.0, "largest penalty, subtracted from the reward at the limit; 0 is off")
+    buffer_length: PositiveInt = key(64, "tokens before the limit over which the penalty grows from 0")
 
 
 class CorrectionConfig(Section):
-    """Correction for sampler and trainer, which compute other probabilities of the same tokens."""
+    """Correction of the mismatch between the rollout engine's and the trainer's probabilities of the same tokens."""
 
     old_log_probs: Literal["trainer", "rollout"] = key(
-        "trainer", "source of the log-probs before the update; rollout saves a pass"
+        "trainer", "where old_log_probs come from; rollout saves a forward pass of the trainer"
     )
     weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = key(
-        None, "registered weight of tokens in the loss: importance, ..."
+        None, "registered weight of each token in the loss: importance, ...; unset: none"
     )
     weight_options: dict[str, Any] = key({}, "options of the weight")
     rejection: Annotated[str | None, Choice(REJECTIONS, "rejection_options")] = key(
-        None, "registered rule that takes tokens out of training"
+        None, "registered rule that excludes tokens from training; unset: none"
     )
     rejection_options: dict[str, Any] = key({}, "options of the rejection")
 
@@ -63,41 +67,51 @@ Over = Literal["none", "group", "batch"]
 
 
 class ShapingConfig(Section):
-    """Changes of rewards before the estimator, and of advantages after it."""
+    """Normalisation and clipping of rewards before the estimator, and of advantages after it."""
 
-    norm_mean: Over | Literal["running"] = key("none", "rows whose mean score is subtracted; running: of all steps")
-    norm_std: Over | Literal["running"] = key("none", "rows whose deviation of scores divides rewards")
-    reward_clip: PositiveFloat | None = key(None, "largest reward of a token, either sign")
-    advantage_clip: PositiveFloat | None = key(None, "largest advantage, either sign")
-    whiten_advantages: bool = key(False, "mean 0 and deviation 1 over the sampled tokens of a step")
+    norm_mean: Over | Literal["running"] = key(
+        "none", "rows whose mean score is subtracted from scores; running: all rows of all steps"
+    )
+    norm_std: Over | Literal["running"] = key(
+        "none", "rows whose standard deviation of scores divides scores; running: all rows of all steps"
+    )
+    reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")
+    advantage_clip: PositiveFloat | None = key(None, "largest absolute advantage of a token; unset: no limit")
+    whiten_advantages: bool = key(
+        False, "scale advantages to mean 0 and standard deviation 1 over the sampled tokens of a step"
+    )
 
 
 class EntropyConfig(Section):
-    """An entropy bonus that keeps the entropy above a target."""
+    """Adaptive entropy bonus, which keeps the entropy above a target."""
 
-    target: NonNegativeFloat | None = key(None, "unset: algorithm.entropy_coef stays as it is")
-    delta: PositiveFloat = key(1e-4, "how much the bonus' weight moves a step")
-    highest: PositiveFloat = key(5e-3, "the largest weight")
+    target: NonNegativeFloat | None = key(
+        None, "entropy below which the coefficient grows; unset: algorithm.entropy_coef is constant"
+    )
+    delta: PositiveFloat = key(1e-4, "change of the coefficient in one step")
+    highest: PositiveFloat = key(5e-3, "largest coefficient")
 
 
 class AlgorithmConfig(Section):
-    """The mathematics of one step."""
+    """Estimator, loss, KL, corrections, filter and shaping."""
 
     adv_estimator: Annotated[str, Choice(ADV_ESTIMATORS, "adv_options")] = key(
-        "grpo", "registered name, module:function or file.py:function"
+        "grpo", "registered advantage estimator, module:function or file.py:function"
     )
     adv_options: dict[str, Any] = key({}, "options of the estimator")
     policy_loss: Annotated[str, Choice(POLICY_LOSSES, "loss_options")] = key(
-        "ppo_clip", "registered name, module:function or file.py:function"
+        "ppo_clip", "registered policy loss, module:function or file.py:function"
     )
     loss_options: dict[str, Any] = key({}, "options of the loss")
     loss_agg_mode: Annotated[str | None, Choice(AGGREGATIONS, is_checked=False)] = key(
         None,
-        "registered aggregation, module:function or file.py:function; unset: what the loss or estimator "
-        "fixes, else token-mean",
+        "registered aggregation of token losses, module:function or file.py:function; unset: that of the loss or the "
+        "estimator, else token-mean",
     )
-    loss_fixed_length: PositiveInt | None = key(None, "F of seq-mean-token-sum-norm; unset: data.max_response_length")
-    entropy_coef: float = key(0.0, "weight of the entropy bonus")
+    loss_fixed_length: PositiveInt | None = key(
+        None, "divisor of seq-mean-token-sum-norm, in tokens; unset: data.max_response_length"
+    )
+    entropy_coef: float = key(0.0, "coefficient of the entropy bonus")
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
     filter: FilterConfig = FilterConfig()
@@ -105,5 +119,7 @@ class AlgorithmConfig(Section):
     shaping: ShapingConfig = ShapingConfig()
     entropy: EntropyConfig = EntropyConfig()
     truncated: Literal["keep", "drop", "zero"] = key(
-        "keep", "responses cut off at the limit: drop from the group, or train on none of their tokens"
+        "keep",
+        "responses truncated at max_response_length: train on them, drop them from the group, or train on none of "
+        "their tokens",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about algorithms, losses, corrections and updates. As in `checks`, nothing heavy is loaded."""
+"""Consistency rules of the algorithm, its losses and corrections, and of updates. No torch, as in `checks`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from whet.registry import (
 )
 
 DEFAULT_AGGREGATION = "token-mean"
-AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # what there is to aggregate
+AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # parameters of an aggregation
 
 
 def aggregation(algorithm: AlgorithmConfig) -> str:
-    """The aggregation of per-token losses: what the loss or the estimator fixes, else what the config says.
+    """The aggregation of token losses: the one that the loss or the estimator fixes, else the one in the config.
 
-    Raises: ConfigError where two of the three disagree."""
+    Raises: ConfigError where two of these disagree."""
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     estimator = _estimator(algorithm)
     chosen, why = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
@@ -55,41 +55,41 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
 
 
 def uses_critic(algorithm: AlgorithmConfig) -> bool:
-    """Tells whether the estimator or the loss reads what a second model says.  Raises: ConfigError."""
+    """Tells whether the estimator or the loss reads a column of the critic.  Raises: ConfigError."""
     loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
 
 def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:
-    """The mathematics."""
+    """Checks KL, overlong penalty, teacher, correction and aggregation."""
     wrapper = algorithm.adv_options.get("wrap_method")
-    if isinstance(wrapper, str):  # an option of `cpo` that names a function
+    if isinstance(wrapper, str):  # the option of `cpo` that names a registered function
         entry_at(WRAPPERS, "algorithm.adv_options.wrap_method", wrapper)
     kl, overlong, limit = algorithm.kl, algorithm.overlong, at.whole["data"].max_response_length
     if kl.controller == "adaptive" and kl.where != "reward":
         yield (
-            f"algorithm.kl.controller=adaptive follows the KL that is taken from the reward, and algorithm.kl.where is "
-            f"{kl.where}; set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
+            f"algorithm.kl.controller=adaptive needs the KL in the reward, but algorithm.kl.where is {kl.where}; set "
+            "algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
         )
     if overlong.penalty > 0 and overlong.buffer_length >= limit:
         yield (
             f"algorithm.overlong.buffer_length={overlong.buffer_length} must be below "
-            f"data.max_response_length={limit}, whose last part it is; try {max(1, limit // 4)}"
+            f"data.max_response_length={limit}, since the buffer is the end of that length; try {max(1, limit // 4)}"
         )
     estimator, teacher = _estimator(algorithm), at.whole["teacher"]
     if "teacher_log_probs" in estimator.columns and not teacher.model_paths and teacher.hint is None:
         yield (
-            f"{estimator.name!r} reads what a teacher says, and without a hint the policy would be its own teacher and "
-            "agree with itself; set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
+            f"{estimator.name!r} reads teacher_log_probs, but without a teacher or a hint these are the policy's own; "
+            "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
         )
     yield from _correction(algorithm)
     entry = entry_at(AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
     required = [name for name, default in entry.options.items() if default is REQUIRED]
     if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
         yield (
-            f"algorithm.loss_agg_mode={entry.name} takes {unknown[0]!r}, which nobody gives it; there is "
-            f"{', '.join(AGGREGATED)}; give it a default after the `*`, or take it out"
+            f"algorithm.loss_agg_mode={entry.name} has a parameter {unknown[0]!r}; an aggregation may have "
+            f"{', '.join(AGGREGATED)}; make it an option with a default after the `*`, or remove it"
         )
 
 
@@ -97,8 +97,9 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction, loss = algorithm.correction, entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     if correction.weight is not None and loss.marks.get("corrects"):
         yield (
-            f"policy loss {loss.name!r} weighs tokens by trainer against sampler itself, and "
-            f"algorithm.correction.weight={correction.weight} would do it twice; unset it, or choose ppo_clip"
+            f"policy loss {loss.name!r} corrects for the mismatch of trainer and rollout itself, and "
+            f"algorithm.correction.weight={correction.weight} would correct it twice; unset "
+            "algorithm.correction.weight, or set algorithm.policy_loss=ppo_clip"
         )
     if correction.old_log_probs == "trainer":
         return
@@ -107,30 +108,30 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         reads = entry_at(registry, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
             yield (
-                f"algorithm.correction.{name}={chosen} compares trainer and sampler, and "
-                "algorithm.correction.old_log_probs=rollout takes the sampler's word for both; unset one of them"
+                f"algorithm.correction.{name}={chosen} compares the trainer's log-probs with the rollout's, but "
+                "algorithm.correction.old_log_probs=rollout uses the rollout's for both; unset one of these two keys"
             )
 
 
 def group_rule(rollout: RolloutConfig, at: Place) -> Iterator[str]:
-    """A group has several answers."""
+    """Requires several responses a prompt for estimators and filters that compare them."""
     if rollout.n > 1 or not isinstance(at.whole, TrainConfig):
         return
     entry, chosen = _estimator(at.whole.algorithm), at.whole.algorithm.filter.name
     if "uid" in entry.columns:
         yield (
-            f"rollout.n=1, but {entry.name!r} compares the answers to one prompt; set rollout.n to 2 or more, or "
-            "choose an estimator that does not (gae, reinforce_plus_plus)"
+            f"rollout.n=1, but {entry.name!r} compares the responses to one prompt; set rollout.n to 2 or more, or "
+            "algorithm.adv_estimator to one that does not (gae, reinforce_plus_plus)"
         )
     if chosen is not None:
         yield (
-            f"rollout.n=1, but algorithm.filter.name={chosen} judges groups of answers to one "
-            "prompt; set rollout.n to 2 or more, or unset the filter"
+            f"rollout.n=1, but algorithm.filter.name={chosen} compares the responses to one prompt; set rollout.n to 2 "
+            "or more, or unset algorithm.filter.name"
         )
 
 
 def updates_rule(role: ActorConfig, at: Place) -> Iterator[str]:
-    """Mini-batches and micro-batches of a role that is trained."""
+    """Checks the mini-batch and micro-batch sizes of a trained role."""
     if at.key == "critic" and not uses_critic(at.whole["algorithm"]):
         return
     data: DataConfig = at.whole["data"]
@@ -150,14 +151,17 @@ def updates_rule(role: ActorConfig, at: Place) -> Iterator[str]:
 
 
 def optim_rule(optim: OptimConfig, at: Place) -> Iterator[str]:
-    """Options of AdamW's states."""
+    """Allows the options of AdamW's states with AdamW only."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
-            yield f"{at.of(name)}={optim[name]} is for adamw, and {at.of('name')} is {optim.name}; unset one"
+            yield (
+                f"{at.of(name)}={optim[name]} is an option of adamw, but {at.of('name')} is {optim.name}; unset one of "
+                "these two keys"
+            )
 
 
 def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:
-    """A value model gives values, a process reward model log-probs; the loss says which of them is trained."""
+    """Checks that the value loss trains the model that the estimator reads: a value model or a process reward model."""
     algorithm, steps = at.whole["algorithm"], at.whole["trainer"].total_steps
     if not uses_critic(algorithm):
         if critic.warmup_steps > 0:
@@ -167,7 +171,10 @@ def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:
             )
         return
     if steps is not None and critic.warmup_steps >= steps:
-        yield f"critic.warmup_steps={critic.warmup_steps} leaves no step of trainer.total_steps={steps} to the policy"
+        yield (
+            f"critic.warmup_steps={critic.warmup_steps} must be below trainer.total_steps={steps}, or the policy is "
+            "never trained; lower it"
+        )
     estimator = _estimator(algorithm)
     wanted, output = (
         ("log_probs", "process_rewards") if "process_rewards" in estimator.columns else ("values", "values")
@@ -175,13 +182,13 @@ def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:
     if wanted not in entry_at(VALUE_LOSSES, "critic.value_loss", critic.value_loss).columns:
         fitting = [entry.name for entry in VALUE_LOSSES if wanted in entry.columns]
         yield (
-            f"{estimator.name!r} reads {output}, and critic.value_loss={critic.value_loss} trains a model that does "
-            f"not give them; set critic.value_loss to {' or '.join(fitting)}"
+            f"{estimator.name!r} reads {output}, but critic.value_loss={critic.value_loss} trains a model without that "
+            f"output; set critic.value_loss to {' or '.join(fitting)}"
         )
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`: the largest below and the smallest above, where there are such."""
+    """The largest divisor of `number` below `wanted` and the smallest above it, where they exist."""
     divisors = [each for each in range(1, number + 1) if number % each == 0]
     below, above = [each for each in divisors if each < wanted], [each for each in divisors if each > wanted]
     return [*below[-1:], *above[:1]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that do not go together, found before anything heavy is loaded: the registry reads signatures without torch.
+"""Consistency checks of a config, which run before torch is loaded: the registry reads signatures from source.
 
-A rule is about one kind of section, wherever it stands: it gives a line for each thing that is wrong there, or raises
-ConfigError. All rules run, so that a user sees every reason at once."""
+A rule checks one type of section, wherever it is in the config: it yields one line for each error, or raises
+ConfigError. All rules run, so that a user sees every error at once."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
 from whet.registry import REWARDS
 
-NARROW: dict[str, Callable[[float], bool]] = {  # values that leave the likeliest token alone
+NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
-    "top_p": lambda value: value < 0.01,  # less than what the likeliest token has
+    "top_p": lambda value: value < 0.01,  # below the probability of the most likely token
     "top_k": lambda value: value == 1,
     "min_p": lambda value: value == 1.0,
 }
 
 
 def check(config: Section, given: Collection[str] = ()) -> None:
-    """Refuses a config whose values do not go together, with one line for each reason.
+    """Checks that the values of a config are consistent.
 
-    `given` names what the caller hands over as an object ("reward", "data", "val_data").  Raises: ConfigError."""
+    `given` names the arguments that the caller passes as objects ("reward", "data", "val_data").
+    Raises: ConfigError with one line for each error."""
     if found := problems(config, given):
         raise ConfigError("\n".join(found))
 
 
 def problems(config: Section, given: Collection[str] = ()) -> list[str]:
-    """Returns a line for each thing that `check` refuses, which says what to change."""
+    """Returns one line for each error that `check` would raise."""
     found: dict[str, None] = {}
     for key, section in config.sections():
         for kind, rule in RULES:
@@ -66,7 +67,7 @@ def problems(config: Section, given: Collection[str] = ()) -> list[str]:
 
 
 def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig, max_position_embeddings: int) -> None:
-    """Refuses lengths that the model has no positions for; called once the model is known.  Raises: ConfigError."""
+    """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
     if isinstance(config, SFTConfig):
         if config.data.max_length > max_position_embeddings:
             raise ConfigError(
@@ -85,7 +86,7 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig,
 
 
 def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
-    """Refuses a config whose data cannot be looked at, whatever else is wrong with it.  Raises: ConfigError."""
+    """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
     name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
     check_files(f"data.{name}", config.data[name], config.data, required=True)
     of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
@@ -101,7 +102,7 @@ def _lines(rule: Rule, section: Section, at: Place) -> Iterator[str]:
 
 
 def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[str]:
-    """The line of a check that raises."""
+    """Yields the message of a check that raises."""
     try:
         each(*arguments, **named)
     except ConfigError as error:
@@ -109,7 +110,7 @@ def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iter
 
 
 def _chosen(section: Section, at: Place) -> Iterator[str]:
-    """Rules of everything that is chosen by name, with options."""
+    """Checks every key that names a registered function, and the options of that function."""
     for name, field in type(section).model_fields.items():
         for choice in field.metadata:
             if isinstance(choice, Choice) and choice.is_checked:
@@ -132,11 +133,11 @@ def _model(model: ModelConfig, at: Place) -> Iterator[str]:
     names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
     if not path.is_dir():
         if names_a_folder or path.exists():
-            yield f"model.path={model.path} is no folder; expected one with a config.json and the weights"
+            yield f"model.path={model.path} is not a folder; expected a folder with a config.json and the weights"
     elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
         if not (is_checkpoint and isinstance(at.whole, EvalConfig | GenerateConfig)):
-            hint = "; `whet export` makes one of this checkpoint" if is_checkpoint else ""
+            hint = "; `whet export` makes one from this checkpoint" if is_checkpoint else ""
             yield f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}"
 
 
@@ -156,20 +157,20 @@ def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
     data = at.whole["data"]
     if trainer.val_freq > 0 and not data.val_files and "val_data" not in at.given:
         yield (
-            f"trainer.val_freq={trainer.val_freq} and data.val_files is empty; name files (val_data, in Python), or "
-            "set it to 0"
+            f"trainer.val_freq={trainer.val_freq}, but data.val_files is empty; set data.val_files (in Python, "
+            "val_data), or trainer.val_freq=0"
         )
     if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
-        yield f"trainer.resume={trainer.resume} is no folder; expected auto, never, or a checkpoint's folder"
+        yield f"trainer.resume={trainer.resume} is not a folder; expected auto, never, or the folder of a checkpoint"
     if trainer.loop is not None:
         yield from _function_path("trainer.loop", trainer.loop)
         if isinstance(at.whole, SFTConfig):
-            yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; take it out of `whet sft`"
+            yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; unset it for `whet sft`"
     for reference in trainer.callbacks:
         yield from _function_path("trainer.callbacks", reference)
     for name in dict.fromkeys(trainer.logger):
         spec = None if name in ("console", "jsonl") else find_spec(name)
-        # A folder of its name in the working directory is no library.
+        # A folder of that name in the working directory has a spec without an origin.
         if name not in ("console", "jsonl") and (spec is None or spec.origin is None):
             yield f"trainer.logger names {name}, which is not installed; run {pip_install(name)}"
 
@@ -177,13 +178,13 @@ def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
 def _function_path(key: str, reference: str) -> Iterator[str]:
     location, _, name = reference.rpartition(":")
     if not location:
-        yield f"{key}={name} names no function; write package.module:function or path/file.py:function"
+        yield f"{key}={name} is not a function path; expected package.module:function or path/file.py:function"
     elif location.endswith(".py") and not Path(location).expanduser().is_file():
         yield f"{key}: {location} does not exist (seen from {Path.cwd()})"
 
 
 def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
-    """The function itself is loaded in the reward processes; here only what can be seen without running user code."""
+    """Checks the reward functions without running user code; the reward processes load them."""
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
@@ -195,41 +196,44 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
         else:
             entry_at(REWARDS, "reward.function", function).check(reward.kwargs, "reward.kwargs.")
     if reward.weights is not None and len(reward.weights) != len(functions):
-        yield f"reward.weights has {len(reward.weights)} and reward.function {len(functions)}; give one for each"
+        yield (
+            f"reward.weights has length {len(reward.weights)} and reward.function length {len(functions)}; set one "
+            "weight for each function"
+        )
 
 
 def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
     narrow = next((name for name, is_narrow in NARROW.items() if is_narrow(sampling[name])), None)
     if narrow is not None and sampling.n > 1:
         yield (
-            f"{at.of(narrow)}={sampling[narrow]:g} is greedy: all {sampling.n} answers to a prompt would be the same; "
-            f"change it, or set {at.of('n')}=1"
+            f"{at.of(narrow)}={sampling[narrow]:g} is greedy: all {sampling.n} responses to a prompt would be the "
+            f"same; change it, or set {at.of('n')}=1"
         )
     if sampling.temperature == 0 and sampling.min_p > 0:
         yield (
-            f"{at.of('min_p')}={sampling.min_p:g} changes nothing with {at.of('temperature')}=0, which takes the "
-            "likeliest token; unset one of them"
+            f"{at.of('min_p')}={sampling.min_p:g} has no effect with {at.of('temperature')}=0, which is greedy; unset "
+            "one of these two keys"
         )
     if sampling.allowed_token_ids == []:
-        yield f"{at.of('allowed_token_ids')} is empty: no token could be sampled; list some, or unset it"
+        yield f"{at.of('allowed_token_ids')} is empty, so no token could be sampled; list token ids, or unset it"
     for name in ("stop", "bad_words"):
         if "" in sampling[name]:
-            yield f"{at.of(name)} has an empty string, which is everywhere; take it out"
+            yield f"{at.of(name)} has an empty string, which matches everywhere; remove it"
 
 
 def _rollout(rollout: RolloutConfig, at: Place) -> Iterator[str]:
     if rollout.max_staleness > 0:
         yield (
-            f"rollout.max_staleness={rollout.max_staleness:g} lets samples lag behind the weights that they train, "
-            "but whet does not sample and train at the same time yet: it takes them in turn; set it to 0"
+            f"rollout.max_staleness={rollout.max_staleness:g} is not supported: whet does not sample and train at the "
+            "same time yet; set it to 0"
         )
 
 
 def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
     if config.output is None or Path(config.output).suffix != ".jsonl":
-        yield f"output={config.output} names no file for the answers; expected one that ends in .jsonl"
+        yield f"output={config.output} is not a file for completions; expected a path that ends in .jsonl"
     elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
-        yield f"output={config.output} is a file of prompts too; name another"
+        yield f"output={config.output} is also an input file of prompts; set output to another path"
 
 
 Rule = Callable[[Any, Place], Iterable[str]]

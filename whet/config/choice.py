@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that name a registered function or class, which the loader checks, editors complete and pages list alike."""
+"""`Choice`: marks a config field that names a registered function or class."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from whet.registry import Entry, Registry
 
 @dataclass(frozen=True)
 class Choice:
-    """Marks a field: the kind of function that it names, and the field beside it that holds the function's options.
+    """The registry of the function that a field names, and the name of the field with its options.
 
-    Only where `is_checked` the function is looked for, and its options are compared with its signature, when a config
-    is loaded: one by a path is imported then.
+    With `is_checked` the function is found, and its options are compared with its signature, when a config is loaded;
+    a function named by a path is imported then.
     """
 
     registry: Registry
@@ -24,24 +24,24 @@ class Choice:
     is_checked: bool = True
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """The field's own, with the registered names as examples."""
+        """The JSON schema of the field, with the registered names as examples."""
         return {**handler(core_schema), "examples": self.registry.names()}
 
     def options_key(self, key: str) -> str:
-        """The dotted key of the options of the function that `key` names; without options `key` itself."""
+        """The dotted key of the function's options; `key` itself where there is no such field."""
         return key if self.options is None else f"{key.rpartition('.')[0]}.{self.options}"
 
     def check(self, key: str, name: str | None, options: Mapping[str, Any]) -> None:
-        """Raises: ConfigError for a function that is not there, or an option that it does not take."""
+        """Checks a name and its options.  Raises: ConfigError for an unknown function, or an option that it lacks."""
         where = self.options_key(key)
         if name is not None:
             entry_at(self.registry, key, name).resolve_options(options, where)
         elif options:
-            raise ConfigError(f"{where}={dict(options)}, but {key} is not set; name one")
+            raise ConfigError(f"{where}={dict(options)}, but {key} is not set; set {key}, or remove the options")
 
 
 def entry_at(registry: Registry, key: str, reference: str) -> Entry:
-    """The function that a key names.  Raises: ConfigError."""
+    """The registered function that a key names.  Raises: ConfigError."""
     try:
         return registry[reference]
     except RegistryError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of the roles: settings, and what follows from them."""
+"""The config of processes and pools, and the questions about it: which pool hosts a role, how many ranks it has."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.section import Section, key
 
-ROLES = ("actor", "critic", "ref", "rollout", "teacher")  # that a pool can name; teacher stands for all teachers
+ROLES = ("actor", "critic", "ref", "rollout", "teacher")  # names in `roles` of a pool; teacher means all teachers
 ADDRESS = (
-    "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else one "
-    "is started and ended with the run"
+    "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
+    "new one that ends with the run"
 )
-PROCESSES = "ranks of every role; 1 with backend=local stays in this process; 1 with several GPUs or nodes: one on each"
+PROCESSES = (
+    "ranks of every role; 1 with backend=local runs in the calling process; 1 with several GPUs or nodes means one for "
+    "each"
+)
 PLACEMENT = (
-    "pools of processes by name, each {processes: , roles: [actor, critic, ref, rollout, teacher]}; a role that none "
-    "names goes to the first; empty: one pool of cluster.processes for all roles"
+    "pools of processes by name, each {processes: , roles: [actor, critic, ref, rollout, teacher]}; roles in no pool "
+    "go to the first one; empty: one pool of cluster.processes processes for all roles"
 )
 
 
 class PoolConfig(Section):
-    """Processes that some roles share."""
+    """A pool: processes that some roles share."""
 
-    processes: PositiveInt = key(1, "ranks of each of its roles")
-    roles: list[str] = key([], f"of {', '.join(ROLES)}")
+    processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
+    roles: list[str] = key([], f"roles of the pool, from {', '.join(ROLES)}")
 
 
 class ClusterConfig(Section):
     """Processes, nodes and pools of the roles."""
 
-    backend: Literal["local", "ray"] = key("local", "processes on this machine, or actors on a cluster")
+    backend: Literal["local", "ray"] = key("local", "local: processes on this machine; ray: actors on a Ray cluster")
     address: str | None = key(None, ADDRESS)
-    nnodes: PositiveInt = key(1, "Ray nodes that the processes are spread over, as many on each")
-    n_gpus_per_node: NonNegativeInt = key(0, "GPUs taken on each node, one a process; 0: none")
+    nnodes: PositiveInt = key(1, "Ray nodes, with the same number of processes on each")
+    n_gpus_per_node: NonNegativeInt = key(0, "GPUs to reserve on each node, one for each process; 0: none")
     processes: PositiveInt = key(1, PROCESSES)
     placement: dict[str, PoolConfig] = key({}, PLACEMENT)
-    deadline_seconds: PositiveFloat = key(1800.0, "the longest wait for one call of a worker")
+    deadline_seconds: PositiveFloat = key(1800.0, "longest wait for one call of a worker, in seconds")
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +54,7 @@ class ClusterConfig(Section):
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
-        """The pools by name; the first has every role that no other names."""
+        """The pools by name; the first has every role that no pool lists."""
         return self.placement or {"main": PoolConfig(processes=self.processes)}
 
     @property
@@ -61,12 +64,12 @@ class ClusterConfig(Section):
 
     @property
     def processes_here(self) -> int:
-        """Processes that share a machine."""
+        """The number of processes on one node."""
         return -(-self.world_size // self.nnodes)
 
     @property
     def stays_here(self) -> bool:
-        """Tells whether workers run in the calling process itself."""
+        """Tells whether the workers run in the calling process."""
         return self.backend == "local" and not self.placement and self.processes == 1
 
     def pool_of(self, role: str) -> str:
@@ -79,5 +82,5 @@ class ClusterConfig(Section):
         return self.pools[self.pool_of(role)].processes
 
     def processes_key(self, role: str) -> str:
-        """The key that gives this number."""
+        """The config key of the number of ranks of a role."""
         return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"

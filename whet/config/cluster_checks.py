@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the cluster that do not go together."""
+"""Consistency rules of `cluster.*`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from whet.errors import pip_install
 
 
 def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
-    """Backend, nodes and pools."""
+    """Checks backend, nodes, GPUs and pools."""
     if cluster.backend == "local":
         for key, value in (("address", cluster.address), ("nnodes", cluster.nnodes if cluster.nnodes > 1 else None)):
             if value is not None:
                 yield (
-                    f"cluster.{key}={value} is of a Ray cluster, and cluster.backend is local: this machine alone; set "
-                    "cluster.backend=ray, or unset it"
+                    f"cluster.{key}={value} needs a Ray cluster, but cluster.backend is local; set "
+                    f"cluster.backend=ray, or unset cluster.{key}"
                 )
     elif find_spec("ray") is None:
-        yield f"cluster.backend=ray, and Ray is not installed; run {pip_install('ray')}"
+        yield f"cluster.backend=ray, but Ray is not installed; run {pip_install('ray')}"
     if cluster.address is not None and "://" in cluster.address:
         yield (
-            f"cluster.address={cluster.address} is of Ray's client, which would carry every batch through one server; "
-            "start whet on a node of the cluster (`ray job submit -- whet train ...`), with host:port or no address"
+            f"cluster.address={cluster.address} is an address of Ray's client, which would send every batch through "
+            "one server; start whet on a node of the cluster (`ray job submit -- whet train ...`), with host:port or "
+            "no address"
         )
     total, nodes, gpus = cluster.world_size, cluster.nnodes, cluster.n_gpus_per_node
-    what = "the pools of cluster.placement have" if cluster.placement else "cluster.processes asks for"
+    what = "the pools of cluster.placement have" if cluster.placement else "cluster.processes sets"
     if gpus > 0 and total != nodes * gpus:
         yield (
-            f"{what} {total} processes, one a GPU, and cluster.nnodes={nodes} with cluster.n_gpus_per_node={gpus} make "
-            f"{nodes * gpus} GPUs; make the two equal"
+            f"{what} {total} processes, but cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus} is {nodes * gpus} "
+            "GPUs; a process has one GPU: make the two numbers equal"
         )
     elif total % nodes:
         yield (
-            f"{what} {total} processes, which cluster.nnodes={nodes} does not divide; try "
+            f"{what} {total} processes, which must be a multiple of cluster.nnodes={nodes}; try "
             f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
         )
     yield from _pools(cluster)
@@ -47,28 +48,31 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
 def _pools(cluster: ClusterConfig) -> Iterator[str]:
     if cluster.placement and cluster.processes > 1:
         yield (
-            f"cluster.processes={cluster.processes} is for one pool of all roles, and cluster.placement names pools "
-            "with processes of their own; unset one of them"
+            f"cluster.processes={cluster.processes} is the size of a single pool, but cluster.placement defines pools "
+            "with sizes of their own; unset one of these two keys"
         )
     owners: dict[str, str] = {}
     for number, (name, pool) in enumerate(cluster.placement.items()):
         if not pool.roles and number > 0:
             yield (
-                f"cluster.placement.{name}.roles is empty, and roles that no pool names go to the first one, "
-                f"{next(iter(cluster.placement))}; name some of {', '.join(ROLES)}, or take the pool out"
+                f"cluster.placement.{name}.roles is empty, and roles in no pool go to the first one, "
+                f"{next(iter(cluster.placement))}; list some of {', '.join(ROLES)}, or remove the pool"
             )
         for role in pool.roles:
             if role not in ROLES:
                 near = difflib.get_close_matches(role, ROLES, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                yield f"cluster.placement.{name}.roles has {role!r}; {hint}There are {', '.join(ROLES)}"
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                yield f"cluster.placement.{name}.roles has {role!r}; expected one of {', '.join(ROLES)}{hint}"
             elif role in owners:
-                yield f"cluster.placement names the role {role} in {owners[role]} and in {name}; a role is in one pool"
+                yield (
+                    f"cluster.placement has the role {role} in the pools {owners[role]} and {name}; remove it from one "
+                    "of them"
+                )
             owners[role] = name
 
 
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
-    """Requires a row of every optimizer step for every training rank."""
+    """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
     if isinstance(config, SFTConfig):
         rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
@@ -84,13 +88,13 @@ def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
 
 
 def neighbours_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
-    """An adapter's reference is the actor's own module."""
+    """Requires actor and reference in one pool where the reference is the actor's model without its adapter."""
     config = at.whole
     if not isinstance(config, TrainConfig) or config.model.lora.rank is None or config.ref.model_path is not None:
         return
     if cluster.pool_of("ref") != cluster.pool_of("actor"):
         yield (
-            f"cluster.placement puts ref into {cluster.pool_of('ref')} and actor into {cluster.pool_of('actor')}, and "
-            "with model.lora.rank the reference is the actor's own model without its adapter; put both into one pool, "
-            "or set ref.model_path to have it loaded apart"
+            f"cluster.placement has ref in pool {cluster.pool_of('ref')} and actor in pool {cluster.pool_of('actor')}, "
+            "but with model.lora.rank the reference is the actor's model without its adapter; put both into one pool, "
+            "or set ref.model_path to load a separate reference"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes and overrides to one tree of plain values: Hydra composes, and every value keeps where it came from.
+"""Composes recipe and overrides with Hydra into one tree of plain values, and records the source of each value.
 
-Overrides are Hydra's (`key=value`, `+key=`, `++key=`, `~key`, groups), with one ease: since the schema says which keys
-exist, `key=value` never needs a `+`, whether or not the recipe mentions the key."""
+Overrides have Hydra's syntax (`key=value`, `+key=`, `++key=`, `~key`, groups), except that `key=value` never needs a
+`+`: the schema defines the keys, so the recipe need not mention them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARGUMENT = "argument"
 
 @dataclass(frozen=True)
 class Composed:
-    """Values that nobody has checked yet, and by dotted key the source of each that is not a default."""
+    """Unchecked values, and the source of each value that is not a default, by dotted key."""
 
     values: dict[str, Any]
     sources: dict[str, str]
@@ -63,33 +63,34 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
 
 @contextmanager
 def _explained(recipe: str | Path | None, schema: type[Section], path: Path | None) -> Iterator[None]:
-    """Composes within limits, and says what was composed where Hydra, OmegaConf or YAML raise what they like."""
-    from hydra.errors import HydraException  # from a disk that may be slow: before the time is taken
+    """Runs the block within limits of time and memory, and turns errors of Hydra, OmegaConf and YAML into ConfigError
+    with the name of the recipe."""
+    from hydra.errors import HydraException  # imported before the time limit starts: a disk may be slow
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         with bounded():
             yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        told = error if isinstance(error, ConfigError) else ConfigError(_explain(error))
-        # A file of another framework may build on others that are not here: its keys say more than that.
+        message = str(error) if isinstance(error, ConfigError) else _explain(error)
+        # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
         foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
-        raise ConfigError("\n".join([*foreign, str(told)])) from error
+        raise ConfigError("\n".join([*foreign, message])) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"the recipe is no readable YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"the recipe is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
     except Exception as error:  # a recipe is other people's code: it includes files and refers to values
-        what = "the overrides" if recipe is None else f"the recipe {recipe} with its parts and overrides"
+        what = "the overrides" if recipe is None else f"the recipe {recipe} with its includes and overrides"
         raise ConfigError(
             f"{what} cannot be composed: {_first_line(cause(error)) or type(error).__name__}; look for aliases (*name) "
-            "and references (${key}) that unfold without end, and for a section that is given another kind of value"
+            "and references (${key}) that expand without end, and for a section that is set to a single value"
         ) from error
 
 
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
-    """The file of a recipe that ships with whet, by name, or of one of the user's, by path.  Raises: ConfigError.
+    """The file of a shipped recipe, by name, or of a user's recipe, by path.  Raises: ConfigError.
 
-    A name means the recipe of the command: `whet eval gsm8k` reads gsm8k_eval.yaml.
+    A name with a recipe for the command means that one: `whet eval gsm8k` reads gsm8k_eval.yaml.
     """
     name, path = str(recipe), Path(recipe).expanduser()
     if f"{name}_{command}" in shipped_recipes():
@@ -102,24 +103,24 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     is_file_name = path.suffix in (".yaml", ".yml") or "/" in name
     missing = f"the recipe {name} does not exist (seen from {Path.cwd()})" if is_file_name else f"no recipe {name!r}"
     if path.is_file():
-        missing, hint = f"no recipe {name!r}", "the file is there, but a recipe is named .yaml"
+        missing, hint = f"no recipe {name!r}", "the file exists, but the name of a recipe ends in .yaml"
     elif path.with_suffix(".yaml").is_file():
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = "overrides are written key=value"
+        hint = "write an override as key=value"
     known = ", ".join(shipped_recipes())
-    raise ConfigError(f"{missing}; {hint} (shipped are {known}; any other is named by the path of its file)")
+    raise ConfigError(f"{missing}; {hint} (expected the path of a YAML file or a shipped recipe: {known})")
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes that come with whet, sorted."""
+    """The names of the shipped recipes, sorted."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; an empty mapping is a value."""
+    """Yields dotted keys and their values; an empty mapping counts as a value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -134,15 +135,16 @@ def _parse(schema: type[Section], text: str) -> Override:
 
     key, equals, written = text.partition("=")
     if not equals and not text.startswith("~"):
-        raise ConfigError(f"{text!r} is no override; write key=value, or ~key to take a recipe's value away")
+        raise ConfigError(f"{text!r} is not an override; write key=value, or ~key to remove a value of the recipe")
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
-        hint = f"quote a value with commas, braces, brackets or quotes in it: '{key}=\"...\"'"
+        hint = f"quote a value that has commas, braces, brackets or quotes in it: '{key}=\"...\"'"
         raise ConfigError(f"{text[:200]!r} cannot be read ({_first_line(error)}); {hint}") from error
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text}: a run takes one value; a list is written {key}=[{written}], text with commas {key}='\"...\"'"
+            f"{text} is a Hydra sweep over several values, expected one value; write a list as {key}=[{written}], text "
+            f"with commas as {key}='\"...\"'"
         )
     if override.is_delete() and not is_known(schema, override.key_or_group):
         raise ConfigError(unknown_key(schema, override.key_or_group, COMMAND_LINE))
@@ -150,17 +152,17 @@ def _parse(schema: type[Section], text: str) -> Override:
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> str:
-    """Returns the line that says so, with what another framework's key is called here, or the nearest key."""
+    """Returns the error for an unknown key, with our name for another framework's key, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
-        return f"{key} ({source}): write it as nested sections, not as one name with dots"
-    meant = f"did you mean {near}?" if near else "`whet config` lists all keys; your own go below extra"
+        return f"{key} ({source}) is one name with dots; write it as nested sections"
+    meant = f"did you mean {near}?" if near else "`whet config` lists all keys; put keys of your own below extra"
     hint = foreign_key(schema, key) or meant
     return f"unknown key {key} ({source}); {hint}"
 
 
 def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
-    """The composed tree, and the recipe files in it, each with the section that it fills, the strongest last."""
+    """Returns the composed tree, and its recipe files in order of priority (last wins), each with its section."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -177,7 +179,7 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Puts a Hydra aside that the calling program uses itself: there is only one in a process."""
+    """Saves and restores the calling program's own Hydra state: Hydra has one global state in a process."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.initialize import get_gh_backup, restore_gh_from_backup
 
@@ -190,20 +192,20 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _part_file(name: str, folder: Path) -> Path | None:
-    """Finds a part as Hydra does: beside the recipe, else among the shipped ones, else inside Hydra itself."""
+    """Finds an included file as Hydra does: beside the recipe, else among the shipped ones; None for Hydra's own."""
     return next((place / name for place in (folder, SHIPPED) if (place / name).is_file()), None)
 
 
 def _for_hydra(override: Override, folder: Path) -> str:
-    """The override as Hydra must read it: a value is set whether or not the recipe names its key, and `data=gsm8k`
-    chooses data/gsm8k.yaml."""
+    """Returns the override in Hydra's syntax: `++` sets a value even if the recipe lacks the key; `data=gsm8k` chooses
+    data/gsm8k.yaml."""
     group, text = override.key_or_group, str(override.input_line)
     chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, SHIPPED))
     return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
 
 
 def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values, arguments laid over the composed tree and that over the defaults, interpolations filled in."""
+    """Merges defaults, composed tree and arguments (last wins), and resolves interpolations."""
     from omegaconf import OmegaConf
 
     OmegaConf.set_struct(composed, False)
@@ -217,7 +219,7 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
 
 
 def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
-    """A section whose every line is commented out is null in YAML; it means that nothing is set there."""
+    """Removes sections that are null, as YAML reads one whose lines are all commented out."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation) and name in composed:
             if composed[name] is None:
@@ -227,7 +229,7 @@ def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
 
 
 def key_lines(file: Path, section: str = "") -> Iterator[tuple[str, int]]:
-    """Returns the dotted keys that a YAML file sets, below `section`, each with the number of its line."""
+    """Yields the dotted keys that a YAML file sets, below `section`, each with its line number."""
     root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     if isinstance(root, yaml.MappingNode):
         yield from _node_lines(root, f"{section}." if section else "")
@@ -243,16 +245,16 @@ def _node_lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as YAML could hold them: paths are text, tuples are lists.  Raises: ConfigError."""
+    """Converts arguments to plain YAML values: paths to text, tuples to lists.  Raises: ConfigError."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(arguments), default=os.fspath))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"a config holds text, numbers, lists and mappings: {error}") from error
+        raise ConfigError(f"expected text, numbers, lists and mappings as config values: {error}") from error
     return plain
 
 
 def _explain(error: Exception) -> str:
-    """The first line of an error of Hydra or OmegaConf and of its cause, behind the key that it is about."""
+    """The config key of an error of Hydra or OmegaConf, and the first lines of the error and its cause."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files that somebody else may have written: read as text, and refused where unfolding them would never end."""
+"""Reads YAML files that may be malicious: limits on size, depth, and the number of values after expanding aliases."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from whet.errors import ConfigError
 SHIPPED = Path(__file__).parent.parent / "recipes"
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_VALUES = 100_000  # with every alias (*name) unfolded
+MAX_VALUES = 100_000  # with every alias (*name) expanded
 
 
 def read_document(file: Path) -> str:
     """Returns the text of a YAML file.
 
-    Raises: ConfigError for one that is not UTF-8 or no YAML, or goes over a limit, as one without end does."""
+    Raises: ConfigError for a file that is not UTF-8, is not YAML, or exceeds a limit."""
     name = shown(file)
     try:
         if file.stat().st_size > MAX_BYTES:
@@ -31,14 +31,14 @@ def read_document(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; save it as UTF-8") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"no readable YAML in {name}: {' '.join(str(error).split())}; correct it there") from error
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
     except RecursionError as error:
-        raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep; write it flatter") from error
+        raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep; write it flatter") from error
     return text
 
 
 def shown(file: Path) -> str:
-    """A path as the user knows it: below the working folder, or by the folder in which shipped recipes lie."""
+    """A path as errors show it: relative to the working directory or to the package, else absolute."""
     for root in (Path.cwd(), SHIPPED.parent):
         if file.is_relative_to(root):
             return str(file.relative_to(root))
@@ -46,7 +46,8 @@ def shown(file: Path) -> str:
 
 
 def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) -> float:
-    """Returns how many values the node unfolds to; `sizes` has those of nodes seen, without end for one still open."""
+    """Returns how many values a node expands to. `sizes` caches this by node; infinity marks an unfinished node, so
+    that an alias to it is found."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf
@@ -54,9 +55,12 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
     place = f"{name}:{node.start_mark.line + 1}"
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{place}: it is nested more than {MAX_DEPTH} deep; write it flatter")
+        raise ConfigError(f"{place}: this value is nested more than {MAX_DEPTH} levels deep; write it flatter")
     size = 1 + sum(_check(part, name, sizes, depth + 1) for part in parts)
     if size > MAX_VALUES:
-        raise ConfigError(f"{place}: it unfolds to more than {MAX_VALUES:,} values, or without end; write *names out")
+        raise ConfigError(
+            f"{place}: this value expands to more than {MAX_VALUES:,} values, or without end; replace its aliases "
+            "(*name) by what they stand for"
+        )
     sizes[id(node)] = size
     return size

@@ -16,14 +16,14 @@ from whet.registry import ENGINES, load_target
 
 @dataclass(frozen=True)
 class EngineUse:
-    """The engine of a role and its use: the argument of an engine's own check, `check=` where it registers.
+    """The settings of a role's engine: the argument of the check that an engine registers as `check=`.
 
-    Such a function returns a line for everything that cannot be; its module is imported when a config is loaded, and so
-    loads no torch."""
+    That function returns one line for each error. Its module is imported when a config is loaded, so it must not load
+    torch."""
 
     key: str  # actor.engine
     engine: EngineConfig
-    options: Mapping[str, Any]  # all of the engine's
+    options: Mapping[str, Any]  # with defaults
     model: ModelConfig
     optim: OptimConfig | None
     optim_key: str
@@ -32,7 +32,7 @@ class EngineUse:
 
 
 def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
-    """Combinations that no engine can do, then those that this one cannot."""
+    """Checks the settings of an engine: the rules of all engines, then those that the engine registered."""
     cluster: ClusterConfig = at.whole["cluster"]
     prefix = at.key.removesuffix("engine")
     role = prefix.removesuffix(".") or "actor"
@@ -49,14 +49,14 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
     )
     if engine.compile and use.model.gradient_checkpointing:
         yield (
-            f"{use.key}.compile=true compiles layers, and torch runs those that model.gradient_checkpointing computes "
-            "twice as they are; unset one of them"
+            f"{use.key}.compile=true has no effect with model.gradient_checkpointing=true: torch does not compile "
+            "checkpointed layers; unset one of these two keys"
         )
     rounding = None if use.optim is None else use.optim.weight_rounding
     if rounding is not None and use.model.dtype != "bfloat16":
         yield (
-            f"{use.optim_key}.weight_rounding={rounding} keeps weights in bfloat16, and model.dtype={use.model.dtype}; "
-            "set model.dtype=bfloat16"
+            f"{use.optim_key}.weight_rounding={rounding} keeps weights in bfloat16, but model.dtype is "
+            f"{use.model.dtype}; set model.dtype=bfloat16"
         )
     if "check" in entry.marks:
         own: Callable[[EngineUse], Iterable[str]] = load_target(entry.marks["check"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of verl, EasyR1 and ROLL, and what they are here: foreign_keys.md, which docs/migrating.md shows."""
+"""Config keys of verl, EasyR1 and ROLL with their counterparts, from foreign_keys.md, which docs/migrating.md shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key of another system. `ours` is empty where it has no counterpart."""
+    """A key of another system and its counterparts; `ours` is empty where there is none."""
 
     system: str
     key: str
@@ -27,7 +27,7 @@ class ForeignKey:
 
 
 def foreign_key(schema: type[Section], key: str) -> str | None:
-    """The sentence that answers a pasted key, or one below it; None where nobody is known to have it."""
+    """Returns what to write instead of another system's key (or a key below it); None for a key of no known system."""
     found = [each for each in foreign_keys() if f"{key}.".startswith(f"{each.key}.")]
     found = [each for each in found if all(is_known(schema, ours.partition("=")[0]) for ours in each.ours)]
     if found:

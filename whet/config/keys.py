@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted keys of a schema: which there are, which is meant by one that is not there, and what one takes."""
+"""Dotted keys of a config schema: their fields, their types in words, and the nearest key to an unknown one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from whet.config.choice import Choice
 from whet.config.schema import Section
 from whet.options import BOUNDS, words
 
-ENOUGH_ALIKE = 0.6  # of 1; below this a suggestion misleads more than it helps
+ENOUGH_ALIKE = 0.6  # similarity (0 to 1) below which a suggestion would mislead
 
 
 @cache
 def leaf_fields(schema: type[Section]) -> Mapping[str, FieldInfo]:
-    """The fields that hold a value, by dotted key, in the order in which they are declared."""
+    """The fields with a value (all but sections), by dotted key, in order of declaration."""
     fields: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         if is_section(field.annotation):
@@ -38,17 +38,17 @@ def choices(schema: type[Section]) -> Mapping[str, Choice]:
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    """Tells whether a field of this type has keys of its own."""
+    """Tells whether a type is a section, whose fields are keys."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def is_free(field: FieldInfo) -> bool:
-    """Tells whether the field is a mapping whose keys are the user's."""
+    """Tells whether the field is a mapping with arbitrary keys."""
     return get_origin(field.annotation) is dict
 
 
 def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo]:
-    """The field that a path of names leads to, or the last one on the way where the path goes on below it."""
+    """The dotted key and field at a path of names; where the path goes below a field's value, that field."""
     field = schema.model_fields[path[0]]
     if is_section(field.annotation) and len(path) > 1:
         below, field = field_at(field.annotation, path[1:])
@@ -60,12 +60,12 @@ def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo
 
 
 def meaning(schema: type[Section], key: str) -> str:
-    """The meaning of a key; of one in a mapping that is the user's, the meaning of the mapping."""
+    """The meaning of a key; for a key inside a free mapping, the meaning of the mapping."""
     return field_at(schema, key.split("."))[1].description or ""
 
 
 def is_known(schema: type[Section], key: str) -> bool:
-    """Tells whether `key` is a value, a section, or lies in a mapping whose keys are the user's."""
+    """Tells whether `key` is a field, a section, or a key inside a free mapping."""
     fields = leaf_fields(schema)
     return (
         key in fields
@@ -75,10 +75,10 @@ def is_known(schema: type[Section], key: str) -> bool:
 
 
 def nearest_key(schema: type[Section], key: str) -> str | None:
-    """The valid dotted key that is most like `key`, None where nothing is like it.
+    """The valid dotted key that is most similar to `key`; None if none is similar.
 
-    Likeness is the mean over the whole path and over the last name, so that a slip of a letter finds its key, and so
-    does a right name in a wrong section (`actor.lr`, or `actor_rollout_ref.rollout.n` as verl has it)."""
+    Similarity is the mean of that of the whole path and that of the last name: this finds the key for a typing error
+    and for a correct name in a wrong section (`actor.lr`, or verl's `actor_rollout_ref.rollout.n`)."""
 
     def likeness(candidate: str) -> float:
         last, wanted = candidate.rpartition(".")[2], key.rpartition(".")[2]
@@ -98,8 +98,8 @@ def _candidates(schema: type[Section], key: str) -> list[str]:
 
 
 def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
-    """`key` moved below `mapping`, if it looks like a misspelling of that: adv_option.lam -> adv_options.lam; in a
-    mapping of sections the keys that these have."""
+    """Candidates below a free mapping whose name `key` misspells: adv_option.lam -> adv_options.lam; in a mapping of
+    sections, the keys of those sections."""
     depth = mapping.count(".") + 1
     head, rest = key.split(".")[:depth], key.split(".")[depth:]
     alike = SequenceMatcher(None, ".".join(head), mapping).ratio() > 0.8
@@ -110,7 +110,7 @@ def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """The type of a field in words that a user knows from YAML: 'a whole number > 0 or null'."""
+    """The type of a field in words, such as 'a whole number > 0 or null'."""
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
     return words(annotation, [bound for bound in bounds if type(bound) in BOUNDS], describe_type)

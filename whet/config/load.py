@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from recipe and overrides to a checked, frozen config whose values know where they came from."""
+"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Loaded(Generic[ConfigT]):
-    """A config, and by dotted key the source of each value that is not a default."""
+    """A config, and the source of each value that is not a default, by dotted key."""
 
     config: ConfigT
     sources: Mapping[str, str]
 
     def source(self, key: str) -> str:
-        """The source of the value of a dotted key: a line of a recipe, the command line, an alias, or the default."""
+        """The source of a key's value: a line of a recipe, the command line, an alias, or the default."""
         return self.sources.get(key, DEFAULT)
 
 
@@ -48,13 +48,13 @@ def load_config(
     given: Collection[str] = (),
     checked: bool = True,
 ) -> Loaded[ConfigT]:
-    """The config that a shipped recipe (by name) or a YAML file (by path) and overrides describe.
+    """Loads the config from a shipped recipe (by name) or a YAML file (by path), and overrides.
 
-    Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names what the caller
-    hands over as an object instead ("reward", "data", "val_data"), which the config then need not say. `checked=False`
-    leaves out whether the values go together (`whet.config.checks`).
+    Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names the arguments that
+    the caller passes as objects ("reward", "data", "val_data"), whose keys are then not required. `checked=False` skips
+    the consistency checks (`whet.config.checks`).
 
-    Raises: ConfigError with one line for each mistake."""
+    Raises: ConfigError with one line for each error."""
     composed = compose(schema, recipe, overrides)
     values, sources = dict(composed.values), dict(composed.sources)
     _apply_reward_alias(values, sources)
@@ -66,35 +66,39 @@ def load_config(
 
 
 def read_config(schema: type[ConfigT], path: Path) -> ConfigT:
-    """The config of a finished or broken-off run, from its folder or from its config.yaml.  Raises: ConfigError."""
+    """Reads the config of an earlier run, from its folder or from its config.yaml.  Raises: ConfigError."""
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; the folder of a run holds a config.yaml")
+        raise ConfigError(f"{file} does not exist; expected the folder of a run, which has a config.yaml")
     try:
         values = yaml.safe_load(read_document(file))
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"no readable YAML in {file}: {' '.join(str(error).split())}; restore the file") from error
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}; restore the file") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds {type(values).__name__}, expected the sections of a config")
+        found = type(values).__name__
+        raise ConfigError(f"{file} has {found}, expected the sections of a config; restore the file")
     rename(schema, values)
     return _validate(schema, values, {key: str(file) for key, _ in flatten(values)})
 
 
 def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """verl's `custom_reward_function.path` and `.name` become `reward.function`, over what a recipe says there."""
+    """Replaces verl's `custom_reward_function.path` and `.name` by `reward.function`, which overrides a recipe's."""
     reward = values.get("reward")
     if "custom_reward_function" not in values or not isinstance(reward, dict):
         return
     alias = values.pop("custom_reward_function") or {}
     if not isinstance(alias, dict) or not alias.keys() <= {"path", "name"}:
-        raise ConfigError(f"custom_reward_function={alias!r}; it has path and name, and options go to reward.kwargs")
+        raise ConfigError(f"custom_reward_function={alias!r}; expected path and name; put options below reward.kwargs")
     if alias.get("path") is None:
         return
     function = f"{alias['path']}:{alias.get('name') or 'compute_score'}"
     source = sources.get("custom_reward_function.path", DEFAULT)
     if sources.get("reward.function") in (COMMAND_LINE, ARGUMENT):
         if source in (COMMAND_LINE, ARGUMENT) and reward["function"] != function:
-            raise ConfigError("reward.function and custom_reward_function.path name two functions; give one of them")
+            raise ConfigError(
+                f"reward.function={reward['function']} and custom_reward_function.path ({function}) name two "
+                "functions; unset one of these two keys"
+            )
         return
     values["reward"] = {**reward, "function": function}
     sources["reward.function"] = f"alias custom_reward_function ({source})"
@@ -110,7 +114,7 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
                 "half of a surrogate pair" if half else "a number of more than 4,300 digits, or a key of no plain type"
             )
             place = f"{key} ({sources.get(key, DEFAULT)})"
-            raise ConfigError(f"{place} holds {what}, which no file can keep; write it as plain text") from error
+            raise ConfigError(f"{place} has {what}, which no file can store; write it as plain text") from error
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -121,7 +125,7 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
 def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yields a line for each key that this finding of pydantic is about."""
+    """Yields one line for each key of an error of pydantic."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
@@ -139,7 +143,7 @@ def _explain(
 
 
 def _kind(found: Any) -> str:
-    """Returns the type of a value in words, of a list also its length and the types of its items."""
+    """Returns the type of a value in words; for a list also its length and the types of its items."""
     if not isinstance(found, list):
         return WORDS.get(type(found), type(found).__name__)
     items = ", ".join(dict.fromkeys(WORDS.get(type(item), type(item).__name__) for item in found))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that moved: their old names are read for one version more, with a warning, and in the folders of older runs."""
+"""Renamed config keys: the old names are read for one more version, with a warning, and always in older run folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FSDP = {
     "sequence_parallel_size": 1,
     "tensor_parallel_size": 1,
 }
-# Where a key is now, and the default that it had, which as an option is dropped: another engine has no such option.
+# The new name of each key and its old default. An engine option with that default is dropped: other engines lack it.
 RENAMED: Mapping[str, tuple[str, Any]] = {
     "rollout.name": ("rollout.engine.name", "native"),
     "rollout.kv_cache_bytes": ("rollout.engine.options.kv_cache_bytes", 2**30),
@@ -38,7 +38,7 @@ def rename(
 ) -> None:
     """Moves the values of old keys to the new ones, in place, unless a `strong` source sets the new one.
 
-    A key without a source is of an older run's folder: nobody is warned of it."""
+    A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
     for old, (new, default) in RENAMED.items():
         *sections, name = old.split(".")
@@ -50,7 +50,7 @@ def rename(
         value, source = place.pop(name), sources.pop(old, None)
         if source is not None:
             log.warning(
-                "%s (%s) is called %s now: change it, as the next version does not know the old name", old, source, new
+                "%s (%s) is now called %s: rename it, the next version will not know the old name", old, source, new
             )
         is_idle = ".options." in new and value == default and source not in strong
         if is_idle or sources.get(new) in strong:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config as YAML: for the run directory, and line by line for notes beside the values."""
+"""Writes a config as YAML: for the run folder, and line by line for `whet config`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from whet.config.schema import Section
 
 
 def to_yaml(config: Section) -> str:
-    """The whole config as YAML that `read_config` reads back to an equal one."""
+    """The whole config as YAML, which `read_config` reads back unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def keyed_lines(config: Section) -> list[tuple[str, str]]:
-    """The lines of the config as YAML, each with the dotted key that it gives a value to, if it does."""
+    """The lines of the config as YAML, each with the dotted key that it sets, "" for the name of a section."""
     return list(_lines(config.model_dump(mode="json"), ""))
 
 
@@ -34,7 +34,7 @@ def _lines(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def inline(value: Any) -> str:
-    """A value on one line: YAML as a user would write it, text with line breaks as a quoted string."""
+    """A value as YAML on one line; text with line breaks becomes a quoted string."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))

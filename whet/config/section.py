@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every part of a config."""
+"""The base class of config sections."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 
 def key(default: Any, meaning: str, **bounds: Any) -> Any:
-    """A field of a section: its default, its meaning as help and pages show it, and bounds as pydantic names them."""
+    """A field of a section: its default, its meaning for help and docs, and bounds with pydantic's names."""
     return Field(default, description=meaning, **bounds)
 
 
 class Section(BaseModel):
-    """A frozen part of the config, read like an object (`c.actor.epochs`) or like a dict (`c["actor"]["epochs"]`)."""
+    """A frozen section of the config, read as attributes (`c.actor.epochs`) or as a dict (`c["actor"]["epochs"]`)."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -28,12 +28,12 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
-    command: ClassVar[str] = ""  # that reads it as its whole config
+    command: ClassVar[str] = ""  # the command whose whole config this is
 
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads one string where a list is expected as a list of one; refuses true and false as numbers."""
+        """Converts a string to a list of one where a list is expected; rejects true and false as numbers."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, str) and get_origin(annotation) is list:
             return [value]
@@ -51,15 +51,15 @@ class Section(BaseModel):
         return iter(self.__dict__)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` where there is no such key."""
+        """The value of `key`, or `default` if there is no such key."""
         return self.__dict__.get(key, default)
 
     def keys(self) -> list[str]:
-        """The names in this section, in the order in which they are declared."""
+        """The names of the fields, in order of declaration."""
         return list(self.__dict__)
 
     def items(self) -> list[tuple[str, Any]]:
-        """Pairs of name and value, in the order in which they are declared."""
+        """Pairs of name and value, in order of declaration."""
         return list(self.__dict__.items())
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
@@ -72,7 +72,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Place:
-    """A section's place: its dotted key, the whole config, and what the caller hands over as an object."""
+    """The position of a section: its dotted key and the whole config; `given` names arguments passed as objects."""
 
     key: str
     whole: Section
@@ -84,6 +84,6 @@ class Place:
 
     @property
     def parent(self) -> Section:
-        """The section that this one is in."""
+        """The enclosing section."""
         outer: Any = reduce(getitem, self.key.split(".")[:-1], self.whole)
         return outer  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of `data.train_files` and `data.val_files`: a file, a folder, a set on the hub, or a function."""
+"""Entries of `data.train_files` and `data.val_files`: a file, a folder, a data set on the hub, or a function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 ENTRY_KEYS = ("path", "weight", "config", "split", "filter", "options")
-# Keys of the data section that an entry may say for itself, where the section has them.
+# Keys of the data section that an entry may override for its own rows.
 OWN_KEYS = (
     *("prompt_key", "answer_key", "response_key", "messages_key"),
     *("data_source", "system_prompt", "format_prompt"),
@@ -28,11 +28,11 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Source:
-    """An entry. `fields` are keys of the data section that hold for its rows alone."""
+    """A parsed entry. `fields` are keys of the data section that it overrides for its own rows."""
 
     kind: Literal["file", "folder", "hub", "function"]
     path: str
-    config: str | None = None  # which configuration (subset) of a set on the hub
+    config: str | None = None  # configuration (subset) of a data set on the hub
     split: str | None = None
     weight: float | None = None
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -41,55 +41,62 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The entry as a person writes it."""
+        """The entry as a config writes it: path:config@split."""
         return f"{self.path}{f':{self.config}' if self.config else ''}{f'@{self.split}' if self.split else ''}"
 
 
 def read_sources(
     key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig
 ) -> list[Source]:
-    """The entries of `key`, none of them opened yet.  Raises: ConfigError for what cannot be any source."""
+    """Parses the entries of `key` without opening them.  Raises: ConfigError."""
     return [_read_source(key, {"path": entry} if isinstance(entry, str) else entry, data) for entry in entries]
 
 
 def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> list[float] | None:
-    """The share that each source of train_files has of what is drawn; None where rows are drawn alike.
+    """The sampling weight of each entry of train_files, summing to 1; None where no weights are set.
 
-    Raises: ConfigError where some sources have a weight and others none."""
+    Raises: ConfigError where some entries have a weight and others have none."""
     own = [source for source in sources if source.weight is not None]
     if weights is None and not own:
         return None
     if weights is not None and own:
-        raise ConfigError(f"data.weights is set, and the entry {own[0].name} has a weight of its own; give one of them")
+        raise ConfigError(
+            f"data.weights is set, but the entry {own[0].name} of data.train_files has a weight too; remove one of them"
+        )
     if weights is None and len(own) < len(sources):
         missing = next(source.name for source in sources if source.weight is None)
-        raise ConfigError(f"data.train_files: {own[0].name} has a weight and {missing} has none; give one to each")
+        raise ConfigError(
+            f"data.train_files: {own[0].name} has a weight and {missing} has none; set a weight for every entry"
+        )
     given = [source.weight or 0.0 for source in sources] if weights is None else list(weights)
     if len(given) != len(sources):
-        raise ConfigError(f"data.weights has {len(given)} and data.train_files {len(sources)}; give one for each entry")
+        raise ConfigError(
+            f"data.weights has length {len(given)} and data.train_files length {len(sources)}; set one weight for each "
+            "entry"
+        )
     return [weight / sum(given) for weight in given]
 
 
 def check_files(
     key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig, *, required: bool
 ) -> None:
-    """Refuses entries that name nothing that is there, as far as that can be told without a network."""
+    """Checks that the entries exist, as far as that is known without a network.  Raises: ConfigError."""
     if required and not entries:
         raise ConfigError(
-            f"{key} is empty; name at least one file ({', '.join(FILE_SUFFIXES[:3])}), folder, set on the hub "
+            f"{key} is empty; name at least one file ({', '.join(FILE_SUFFIXES[:3])}), folder, data set on the hub "
             "(owner/name) or function (path/file.py:function)"
         )
     for source in read_sources(key, entries, data):
         if source.kind == "file" and not files_of(source.path):
             raise ConfigError(f"{key}: {source.path} does not exist (seen from {Path.cwd()})")
         if key == "data.val_files" and source.weight is not None:
-            raise ConfigError(f"{key}: {source.name} has a weight, but all of it is validated on; take the weight out")
+            raise ConfigError(f"{key}: {source.name} has a weight, but validation reads every row; remove the weight")
     if key == "data.train_files":
         read_weights(read_sources(key, entries, data), data.weights)
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that a path means, sorted where it holds `*`; empty where there are none."""
+    """The files that match a path, sorted where it has `*`; empty if there are none."""
     expanded = Path(path).expanduser()
     if "*" not in path:
         return [expanded] if expanded.is_file() else []
@@ -101,11 +108,13 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Supervis
     for name in entry:
         if name not in (*ENTRY_KEYS, *own_keys):
             near = difflib.get_close_matches(str(name), (*ENTRY_KEYS, *own_keys), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join((*ENTRY_KEYS, *own_keys))}"
-            raise ConfigError(f"{key}: an entry has no {name!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join((*ENTRY_KEYS, *own_keys))}"
+            raise ConfigError(f"{key}: unknown key {name!r} in an entry; {hint}")
     path, weight = entry.get("path"), entry.get("weight")
     if not isinstance(path, str):
-        raise ConfigError(f"{key}: the entry {dict(entry)} has no path; expected path: FILE, FOLDER, HUB or FUNCTION")
+        raise ConfigError(
+            f"{key}: the entry {dict(entry)} has no path; expected path: and a file, folder, hub name or function"
+        )
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
         raise ConfigError(f"{key}: the weight of {path} is {weight!r}; expected a number > 0")
     for name in ("filter", "options"):
@@ -123,14 +132,14 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Supervis
         fields={name: entry[name] for name in own_keys if name in entry},
     )
     if kind in ("file", "function") and (source.config or source.split):
-        raise ConfigError(f"{key}: {path} is a {kind}, which has no config and no split; take them out")
+        raise ConfigError(f"{key}: {path} is a {kind}, which has no config and no split; remove them")
     if kind != "function" and source.options:
-        raise ConfigError(f"{key}: options are for a function, and {path} is a {kind}; take them out")
+        raise ConfigError(f"{key}: {path} is a {kind}, and only a function has options; remove the options")
     return source
 
 
 def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "function"], str, str | None, str | None]:
-    """Returns the kind of a path, the path itself, and config and split where it has them."""
+    """Splits a path into its kind, the path itself, config and split."""
     on_hub = path.startswith("hub:")
     parts = _NAME.fullmatch(path.removeprefix("hub:"))
     if on_hub and parts:
@@ -151,5 +160,6 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
         return "hub", parts["path"], parts["config"], parts["split"]
     raise ConfigError(
         f"{key}: {path} does not exist (seen from {Path.cwd()}); expected a file ({', '.join(FILE_SUFFIXES[:3])}), a "
-        "folder, owner/name or hub:owner/name of a set on the hub, with :config and @split, or path/file.py:function"
+        "folder, owner/name or hub:owner/name of a data set on the hub, with :config and @split, or "
+        "path/file.py:function"
     )
