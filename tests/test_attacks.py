@@ -173,13 +173,13 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ),
         ("extra: &a [*a]\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
         ("extra: &a\n  b: *a\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
-        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml is nested more than 50 deep"),
+        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml is nested more than 50 levels deep"),
         (
             "extra: {n: " + "9" * 5000 + "}",
-            "mine.yaml with its parts and overrides cannot be composed: Exceeds the limit (4300 digits)",
+            "mine.yaml with its includes and overrides cannot be composed: Exceeds the limit (4300 digits)",
         ),
-        ("extra: {n: 0x" + "9" * 5000 + "}", "extra.n (mine.yaml:1) holds a number of more than 4,300 digits"),
-        ('extra: {s: "\\ud800"}', "extra.s (mine.yaml:1) holds half of a surrogate pair"),
+        ("extra: {n: 0x" + "9" * 5000 + "}", "extra.n (mine.yaml:1) has a number of more than 4,300 digits"),
+        ('extra: {s: "\\ud800"}', "extra.s (mine.yaml:1) has half of a surrogate pair"),
         ("extra: \x00", "mine.yaml is not valid YAML: "),
         (b"extra: \xff\xfe", "mine.yaml cannot be read: 'utf-8' codec"),
         (
@@ -190,7 +190,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("actor: {optim: {lr: .nan}}", "actor.optim.lr=NaN (mine.yaml:1) is a number; expected a number >= 0"),
         ("- a\n- b\n", "primary config 'mine' must be"),
         ("just text", "unknown key just text"),
-        ("model: [1, 2]", "mine.yaml with its parts and overrides cannot be composed"),
+        ("model: [1, 2]", "mine.yaml with its includes and overrides cannot be composed"),
         ("model: {1: 2}", "unknown key model.1 (mine.yaml:1)"),
         ("extra: !!python/object/apply:os.system ['touch owned']", "could not determine a constructor"),
         ("defaults: [nothing]\n", "nothing"),
@@ -210,7 +210,7 @@ def test_a_part_of_a_recipe_is_read_within_limits_too(refused: Callable[..., str
     Path("data", "bomb.yaml").write_text(BOMB)
     Path("mine.yaml").write_text("defaults: [data: bomb, _self_]\n")
     found = refused("train", "mine.yaml", *train()[1:])
-    assert "mine.yaml with its parts and overrides cannot be composed: it takes more than" in found
+    assert "mine.yaml with its includes and overrides cannot be composed: it takes more than" in found
 
 
 @pytest.mark.parametrize(

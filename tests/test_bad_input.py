@@ -96,8 +96,8 @@ def refused(**sections: dict[str, Any]) -> str:
     ("situation", "sections"),
     [
         ("missing file", {"data": {"train_files": ["gone.jsonl"]}}),
-        ("missing folder, or a slip in a hub name", {"data": {"train_files": ["nothing"]}}),
-        ("weights for other sources", {"data": {"train_files": ["fine.jsonl"] * 2, "weights": [1.0]}}),
+        ("missing folder, or a typing error in a hub name", {"data": {"train_files": ["nothing"]}}),
+        ("wrong number of weights", {"data": {"train_files": ["fine.jsonl"] * 2, "weights": [1.0]}}),
         ("n = 1 with a group estimator", {"rollout": {"n": 1}}),
         (
             "n = 1 with a group filter",
@@ -106,7 +106,7 @@ def refused(**sections: dict[str, Any]) -> str:
         ("greedy sampling with n > 1", {"rollout": {"temperature": 0}}),
         ("batch sizes that do not divide", {"actor": {"mini_batch_size": 6}}),
         ("micro-batch smaller than a row", {"actor": {"max_tokens_per_micro_batch": 100}}),
-        ("sampling that is as good as greedy with n > 1", {"rollout": {"top_p": 1e-9}}),
+        ("sampling that is in effect greedy, with n > 1", {"rollout": {"top_p": 1e-9}}),
         ("more processes than rows", {"actor": {"mini_batch_size": 8}, "cluster": {"processes": 99}}),
     ],
 )
@@ -133,13 +133,13 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
     [
         ("line that is no JSON", ["{}", "{"], {}),
         ("line that is nested too deeply", ["{}", "[" * 9**5], {}),
-        ("text that is no text", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
-        ("message that is none", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
+        ("text that is not valid Unicode", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
+        ("invalid message", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
         ("images, videos or audio", [P, {**Q, "images": ["a.png"]}], {}),
         ("empty prompt", [P, {**Q, "prompt": ""}], {}),
         ("prompt of millions of characters", [P, {**Q, "prompt": "1" * 4_000_001}], {}),
         ("template that would run code", [P], {"format_prompt": "{{ content.__class__.__mro__ }}"}),
-        ("template that takes all memory", [P], {"format_prompt": "{{ content * 10 ** 10 }}"}),
+        ("template that needs too much memory", [P], {"format_prompt": "{{ content * 10 ** 10 }}"}),
         (
             "missing field",
             [{"question": "a", "answer": "1"}, {"quesion": "b", "answer": "2"}],
@@ -152,13 +152,13 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
         ),
         ("filter by an unknown field", [P, Q], {"filter": {"levle": 9}}),
         ("filter that leaves nothing", [P, Q], {"filter": {"level": 9}}),
-        ("row without answer", [P, {"prompt": "b"}], {}),
+        ("row without ground truth", [P, {"prompt": "b"}], {}),
         (
-            "row without the answer that is asked for",
+            "row without the field of data.answer_key",
             [{"prompt": "a", "solution": "1"}, {"prompt": "b"}],
             {"answer_key": "solution"},
         ),
-        ("no row has an answer", [{"prompt": "a"}, {"prompt": "b"}], {}),
+        ("no row has a ground truth", [{"prompt": "a"}, {"prompt": "b"}], {}),
         ("prompt longer than the limit", [P, {**Q, "prompt": "1" * 40}], {"max_prompt_length": 8}),
         (
             "prompt longer than the limit, refused",
@@ -198,7 +198,7 @@ def test_what_is_wrong_with_rows(
         ("no network", "owner/name"),
         ("unknown split", "set@dev"),
         ("data set function that raises", "own.py:broken"),
-        ("data set function that gives no rows", "own.py:number"),
+        ("data set function that returns no rows", "own.py:number"),
     ],
 )
 def test_what_is_wrong_with_a_source(situation: str, file: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -265,7 +265,7 @@ def test_a_reward_of_no_known_form() -> None:
     odd.__qualname__ = "odd"
     with pytest.raises(WhetError) as raised:
         outcomes(odd)
-    wrong("function whose form cannot be told", str(raised.value))
+    wrong("function of unknown form", str(raised.value))
 
 
 def test_a_run_in_which_every_answer_fails() -> None:
@@ -283,7 +283,7 @@ def test_a_run_in_which_every_answer_fails() -> None:
         ("wrong type", "rollout.n=many"),
         ("wrong choice", "model.dtype=float16"),
         ("required key that is not set", "model.path=null"),
-        ("registered name that does not exist", "algorithm.adv_estimator=grop"),
+        ("unknown registered name", "algorithm.adv_estimator=grop"),
         ("missing model folder", "model.path=./no_such_model"),
         ("folder without a config", "model.path=weights"),
     ],
@@ -297,7 +297,7 @@ def test_what_is_wrong_with_a_key(situation: str, override: str) -> None:
 
 
 def test_what_is_wrong_with_a_recipe() -> None:
-    for situation, text in (("recipe that is not there", None), ("recipe that unfolds without end", "extra: &a [*a]")):
+    for situation, text in (("recipe that is not there", None), ("recipe that expands without end", "extra: &a [*a]")):
         if text is not None:
             Path("mine.yaml").write_text(text)
         with pytest.raises(WhetError) as raised:
@@ -337,7 +337,7 @@ def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path) -> None:
     for situation, name in (
         ("model with code of its own", "own"),
         ("config with absurd values", "absurd"),
-        ("weights that are no numbers", "nan"),
+        ("weights that are not finite", "nan"),
         ("model folder half downloaded", "half"),
         ("weights cut short", "cut"),
         ("folder without weights", "bare"),
@@ -375,12 +375,12 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
         return str(raised.value)
 
     Path("mine").write_text("")
-    wrong("folder that cannot be one", opened())
+    wrong("path that cannot be a folder", opened())
     Path("mine").unlink()
     config = TrainConfig.model_validate({"actor": {"optim": {"lr": 1e-6}}, "trainer": {"run_dir": "mine"}})
     with closing(open_run_dir(Path("mine"), config, {ROWS: "sha256 before"})):
         wrong("two runs in one folder", opened())
-    wrong("checkpoint that is none", opened(resume="nowhere"))
+    wrong("path that is not a checkpoint", opened(resume="nowhere"))
     checkpoint = Path("mine", "checkpoints", "global_step_2")
     checkpoint.mkdir(parents=True)
     wrong("fresh start in a used folder", opened(resume="never"))

@@ -32,7 +32,7 @@ def test_a_pipe_reads_template_ids_and_facts(capsys: pytest.CaptureFixture[str],
     assert "a.jsonl: 2 rows\n" in shown and "1 of 2 are over data.max_prompt_length=100: dropped\n" in shown
     assert "  over data.max_prompt_length\n" in shown and "data sources: unknown 2\n" in shown
     _, row = shown.split("── row 0: ")
-    assert row.startswith("16 tokens, then the policy writes\n") or "tokens, then the policy writes\n" in row
+    assert row.startswith("16 tokens, then the policy generates\n") or "tokens, then the policy generates\n" in row
     assert "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n" in row
     assert "\nids: " in row and row.endswith("ground truth: 2\ndata source: unknown\nanswer: 2\n")
     assert "\x1b" not in shown
@@ -52,7 +52,7 @@ def test_what_is_learned_is_marked(capsys: pytest.CaptureFixture[str], arguments
     words = [*arguments, "data.response_key=answer", "data.max_length=200"]  # keys of `whet sft` alone
     shown = whet(capsys, "data", *words, "--rows", "1")
     assert "<|im_start|>assistant\n⟦2<|im_end|>⟧\nids: " in shown
-    assert "2 of them learned" in shown
+    assert "2 of them trained on" in shown
     assert "  1  '2'\n" in whet(capsys, "data", "--for", "sft", *words, "--rows", "1", "--tokens")
 
 
@@ -69,7 +69,7 @@ def test_on_a_terminal_tokens_have_stripes(
     ("words", "said"),
     [
         (["data.train_files=gone.jsonl"], "ConfigError: data.train_files: gone.jsonl does not exist"),
-        (["--index", "7"], "DataError: there is no row 7; expected 0 to 1"),
+        (["--index", "7"], "DataError: there is no row 7; expected --index from 0 to 1"),
         (["--val"], "ConfigError: data.val_files is empty"),
         (["data.sampler=shufle"], "ConfigError: data.sampler: no sampler is called 'shufle'; did you mean 'shuffle'?"),
         (["data.promt_key=a"], "ConfigError: unknown key data.promt_key (command line); did you mean data.prompt_key?"),

@@ -62,7 +62,7 @@ def test_two_evaluations_and_their_comparison(whet: Whet, model_folder: Path, tm
     assert list(summary["by_data_source"]) == ["even", "odd"] and summary["num_prompts"] == 20
     table = lines(printed)
     assert ["data", "source", "prompts", "mean@4", "best@4", "maj@4", "reward"] in table
-    assert ["data", "source", "of", "k", "answers", "1", "2", "4"] in table
+    assert ["data", "source", "of", "k", "responses", "1", "2", "4"] in table
     shown = next(line for line in table if line[0] == "all")
     percents = [f"{100 * summary['metrics'][name]['value']:.1f}" for name in ("mean@4", "best@4", "maj@4")]
     assert shown == ["all", "20", *percents, f"{summary['metrics']['reward']['value']:.3g}"]

@@ -72,7 +72,9 @@ def test_tables_and_what_train_would_refuse(
     assert any(line.startswith("actor: weights ") and line.count("1.5 MiB") == 2 for line in lines)
     assert any(line.startswith("memory: about ") and line.endswith("it fits") for line in lines)
     assert "2 prompts of 5 tokens, the longest has 6" in lines
-    assert "`whet train` would refuse this:" in lines and any("data.val_files is empty" in line for line in lines)
+    assert "`whet train` would refuse this config:" in lines and any(
+        "data.val_files is empty" in line for line in lines
+    )
 
 
 def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
@@ -117,7 +119,7 @@ def test_an_accelerator_is_planned_for_that_is_not_here(
     given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}", *SMALL]
     assert whet("plan", "quickstart", *given, "--device-memory", "8") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "the accelerator of one process" in lines and "memory of one process" in lines
+    assert "accelerator memory of one process" in lines and "host memory of one process" in lines
     assert any("and an accelerator of 8 GiB has 8.0 GiB free: it fits" in line for line in lines)
     assert whet("plan", "quickstart", *given, "--device-memory", "1.0", "--json") == 1
     made = json.loads(capsys.readouterr().out)

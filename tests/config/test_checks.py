@@ -71,7 +71,10 @@ SECTIONS_AND_REFUSALS = [
         "trainer: {validation: {min_p: 0.1}}",
         "trainer.validation.min_p=0.1 has no effect with trainer.validation.temp",
     ),
-    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids is empty, so no token could be sampled; list token ids"),
+    (
+        "rollout: {allowed_token_ids: []}",
+        "rollout.allowed_token_ids is empty, so no token could be sampled; list token ids",
+    ),
     ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which matches everywhere; remove it"),
     ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words has an empty string"),
     ("rollout: {temperature: 1e-9}", "rollout.temperature=1e-09 is greedy: all 8 responses to a prompt would"),

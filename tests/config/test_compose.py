@@ -144,7 +144,10 @@ def test_composing_leaves_a_hydra_that_is_in_use_as_it_was(tmp_path: Path) -> No
     ("override", "said"),
     [
         ("foo", r"'foo' is not an override; write key=value"),
-        ("rollout.n=4,8", r"is a Hydra sweep over several values, expected one value; write a list as rollout.n=\[4,8\]"),
+        (
+            "rollout.n=4,8",
+            r"is a Hydra sweep over several values, expected one value; write a list as rollout.n=\[4,8\]",
+        ),
         ("data.format_prompt={{ content }}", r"cannot be read .* quote a value"),
         ("data.prompt_key=${nope}", r"data\.prompt_key: Interpolation key 'nope' not found"),
         ("~trainer.seed", r"'trainer.seed' does not exist"),

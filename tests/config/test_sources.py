@@ -91,11 +91,17 @@ def test_weights_are_shares() -> None:
     assert read_weights(sources, [1, 3]) == [0.25, 0.75]
     own = read({"path": "a.jsonl", "weight": 4}, {"path": "saved", "weight": 1})
     assert read_weights(own, None) == [0.8, 0.2]
-    with pytest.raises(ConfigError, match=r"data.weights has length 1 and data.train_files length 2; set one weight for each entry"):
+    with pytest.raises(
+        ConfigError, match=r"data.weights has length 1 and data.train_files length 2; set one weight for each entry"
+    ):
         read_weights(sources, [1])
-    with pytest.raises(ConfigError, match=r"data.weights is set, but the entry a.jsonl of data.train_files has a weight"):
+    with pytest.raises(
+        ConfigError, match=r"data.weights is set, but the entry a.jsonl of data.train_files has a weight"
+    ):
         read_weights(own, [1, 2])
-    with pytest.raises(ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set a weight for every entry"):
+    with pytest.raises(
+        ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set a weight for every entry"
+    ):
         read_weights([own[0], sources[1]], None)
 
 

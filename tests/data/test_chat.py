@@ -117,7 +117,7 @@ def test_text_outside_a_closed_alphabet_is_refused(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(encode_chat(tokenizer, [Message("user", "1+2=")])).startswith("<|im_start|>user\n1+2=<")
     with pytest.raises(
-        DataError, match=r"refuses one of 1 texts.*user.n12 \* 7.*an alphabet knows no other characters"
+        DataError, match=r"rejects one of 1 texts.*user.n12 \* 7.*use only characters that are in its vocabulary"
     ):
         encode_chat(tokenizer, QUESTION)
 
@@ -185,21 +185,21 @@ def test_thoughts_may_stay_after_a_tool_and_go_after_a_user(with_template: WithT
     after_tool = "\n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n"
     assert continuation(tokenizer, thought) == after_tool
     assert continuation(tokenizer, plain, new=user) == "\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-    with pytest.raises(DataError, match=r"not append-only.*rewrites the answer: its thoughts are left out.*new row"):
+    with pytest.raises(DataError, match=r"not append-only.*rewrites the response: it removes the thoughts.*new row"):
         continuation(tokenizer, thought, new=user)
     earlier = [*QUESTION, Message("assistant", "<think>\nhm\n</think>\n\n84"), *RESULT]
-    with pytest.raises(DataError, match="rewrites what came before the answer"):
+    with pytest.raises(DataError, match="rewrites the messages before the response"):
         continuation(tokenizer, plain, before=earlier, new=user)
-    with pytest.raises(DataError, match="rewrites what came before the answer"):
+    with pytest.raises(DataError, match="rewrites the messages before the response"):
         continuation(tokenizer, plain, empty_thought=True)
 
 
 def test_an_answer_that_is_changed_or_left_out_is_refused(with_template: WithTemplate) -> None:
     loud = with_template(PLAIN.replace("m.content", "m.content | upper"))
-    with pytest.raises(DataError, match="rewrites the answer itself"):
+    with pytest.raises(DataError, match="rewrites the response itself"):
         continuation(loud, "84\n", before=[Message("user", "X")])
     prefixed = with_template(PLAIN.replace("m.content", "('(said) ' if m.role == 'assistant' else '') + m.content"))
-    with pytest.raises(DataError, match="rewrites the answer itself"):
+    with pytest.raises(DataError, match="rewrites the response itself"):
         continuation(prefixed, "84\n")
 
 

@@ -58,7 +58,7 @@ def test_what_save_to_disk_wrote_is_read(folder: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "one", default=None) == TEST
     with pytest.raises(DataError, match=r"both has no split 'test'; it has train, val: write"):
         read(tmp_path / "both", split="test")
-    with pytest.raises(DataError, match=r"one holds one split without a name; take @val out"):
+    with pytest.raises(DataError, match=r"one has a single split without a name; remove @val"):
         read(tmp_path / "one", split="val")
 
 
@@ -78,6 +78,8 @@ def test_without_network_the_error_says_what_to_do(folder: Path) -> None:
 def test_what_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_read", lambda *arguments: time.sleep(5))
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"owner/slow was not there after data.hub_deadline_seconds=0.05; raise it"):
+    with pytest.raises(
+        DeadlineError, match=r"owner/slow was not downloaded within data.hub_deadline_seconds=0.05; raise it"
+    ):
         read_hub("owner/slow", None, None, default_split=None, deadline_seconds=0.05)
     assert time.monotonic() - start < 2

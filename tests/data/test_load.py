@@ -109,17 +109,17 @@ def test_functions_and_classes_give_rows_and_prompts(tokenizer: PreTrainedTokeni
         ("mine.py:broken", "mine.py:broken: it raised KeyError: 'b'"),
         ("mine.py:number", "mine.py:number: expected a sequence or an iterable of rows or prompts, found int"),
         ("mine.py:text", "mine.py:text: expected a sequence or an iterable of rows or prompts, found str"),
-        ("mine.py:mixed", "mine.py:mixed: item 1 is a dict among prompts; give prompts, or rows, not both"),
-        ("mine.py:Own", "mine.py:Own: its parameter 'size' has no value; there is split, tokenizer, seed, and an"),
+        ("mine.py:mixed", "mine.py:mixed: item 1 is a dict among prompts; return only prompts or only rows"),
+        ("mine.py:Own", "mine.py:Own: its parameter 'size' has no value; expected split, tokenizer, seed, or an"),
         (
             {"path": "mine.py:rows", "options": {"cuont": 3}},
-            "mine.py:rows: it has no option 'cuont'; it has seed, split, count",
+            "mine.py:rows: it has no option 'cuont'; its options are seed, split, count",
         ),
         ({"path": "mine.py:Own", "options": {"size": -1}}, "mine.py:Own: it raised ValueError"),
         ({"path": "mine.py:rows", "options": {"count": 0}}, "mine.py:rows: the data set is empty: it has no rows"),
         (
             {"path": "mine.py:Own", "options": {"size": 2}, "filter": {"n": 1}},
-            "mine.py:Own: gives prompts, which data.filter (n) cannot look into; give rows",
+            "mine.py:Own: returns prompts, and data.filter (n) reads only rows; return rows",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_what_ends_is_listed() -> None:
     assert listed(iter([1, 2])) == [1, 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whet.data.load.MAX_ITEMS", 5)
-        with pytest.raises(DataError, match="more than 5 rows; a data set has to end"):
+        with pytest.raises(DataError, match="more than 5 rows; expected a data set that ends"):
             listed(endless())
 
 
@@ -159,5 +159,5 @@ def test_examples_come_from_several_sources_too(tokenizer: PreTrainedTokenizerBa
     with pytest.raises(DataError, match=r"^c.jsonl: row 3: field 'response' is missing"):
         only = SupervisedDataConfig(train_files=[{"path": "c.jsonl", "prompt_key": "q", "filter": {"ok": 3}}])
         load_examples(only, tokenizer)
-    with pytest.raises(DataError, match=r"mine.py:Own: gives prompts, and `whet sft` learns from rows"):
+    with pytest.raises(DataError, match=r"mine.py:Own: returns prompts, but `whet sft` needs rows"):
         load_examples(SupervisedDataConfig(train_files=[{"path": "mine.py:Own", "options": {"size": 2}}]), tokenizer)

@@ -62,7 +62,7 @@ def test_prompts_over_the_limit_are_counted_and_shown(tokenizer: PreTrainedToken
     assert [row.title for row in preview(config, tokenizer, num_rows=2, index=3).rows] == ["row 3"]
     drawn = preview(config, tokenizer, num_rows=3, drawn=True)
     assert [row.title for row in drawn.rows] == ["row 0", "row 2", "row 0"]
-    with pytest.raises(DataError, match="there is no row 4; expected 0 to 3"):
+    with pytest.raises(DataError, match="there is no row 4; expected --index from 0 to 3"):
         preview(config, tokenizer, num_rows=2, index=4)
     evaluation = EvalConfig.model_validate({"data": {**data, "train_files": [], "val_files": data["train_files"]}})
     assert preview(evaluation, tokenizer, num_rows=0).lengths == found.lengths
@@ -78,5 +78,5 @@ def test_examples_are_cut_and_show_what_is_learned(tokenizer: PreTrainedTokenize
     assert [row.mask for row in found.rows] == [(0, 0, 1, 1, 1, 1), (0, 0, *[1] * 8)]
     assert len(preview(config, tokenizer, num_rows=5, drawn=True).rows) == 5
     assert [row.title for row in preview(config, tokenizer, num_rows=5, index=1).rows] == ["example 1"]
-    with pytest.raises(DataError, match="there is no example 2; expected 0 to 1"):
+    with pytest.raises(DataError, match="there is no example 2; expected --index from 0 to 1"):
         preview(config, tokenizer, num_rows=5, index=2)

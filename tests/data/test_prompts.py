@@ -156,7 +156,7 @@ def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenize
     with pytest.raises(DataError, match=r"row 1: the prompt has \d+ tokens, over data.max_prompt_length=40"):
         build_prompts(rows, prompt_format, max_prompt_length=40, overlong_prompts="error")
     with pytest.raises(
-        DataError, match=r"no prompt is left of 2 \(data.max_prompt_length=3\): the shortest has \d+ tokens"
+        DataError, match=r"all 2 prompts are over data.max_prompt_length=3 tokens: the shortest has \d+ tokens"
     ):
         build_prompts(rows, prompt_format, max_prompt_length=3)
     with pytest.raises(DataError, match="the data has no rows"):
@@ -175,13 +175,13 @@ def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenize
         ({"prompt": [{"from": "human"}]}, {}, r"row 1: expected text, .* found \[\{'from': 'human'\}\]"),
         ({"prompt": "hi", "extra_info": "x"}, {}, "row 1: expected extra_info to be an object with fields, found str"),
         ({"prompt": ["hi"]}, {}, r"row 1: expected text, .* found \['hi'\]"),
-        ({"prompt": [{"role": 5, "content": "hi"}]}, {}, r"row 1: message 0: expected a role of text, found 5"),
-        ({"prompt": [{"role": "user", "content": 5}]}, {}, r"row 1: message 0: expected content of text or a list"),
-        ({"prompt": [{"role": "user", "content": ["hi"]}]}, {}, r"row 1: message 0: expected content of text or a"),
-        ({"prompt": "hi", "images": ["a.png"]}, {}, r"row 1: it has a field 'images', and the model reads text alone"),
-        ({"prompt": "hi", "video": {"bytes": b"x"}}, {}, r"row 1: it has a field 'video', and the model reads text"),
+        ({"prompt": [{"role": 5, "content": "hi"}]}, {}, r"row 1: message 0: expected text as its role, found 5"),
+        ({"prompt": [{"role": "user", "content": 5}]}, {}, r"row 1: message 0: expected text or a list of parts as its content"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, {}, r"row 1: message 0: expected text or a list"),
+        ({"prompt": "hi", "images": ["a.png"]}, {}, r"row 1: it has a field 'images', but the model reads only text"),
+        ({"prompt": "hi", "video": {"bytes": b"x"}}, {}, r"row 1: it has a field 'video', but the model reads only text"),
         ({"prompt": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, {},
-         r"row 1: message 0 has a part of type 'input_audio', and the model reads text alone"),
+         r"row 1: message 0 has a part of type 'input_audio', but the model reads only text"),
         ({"prompt": "1" * 4_000_001}, {}, r"row 1: the text has 4,000,051 characters, over the limit of 4,000,000"),
         ({"prompt": "a\udcffb"}, {}, r"row 1: character 18 of the text, after .*user.na', is half of a surrogate"),
     ],
@@ -200,9 +200,9 @@ def test_rows_without_answers_are_announced_and_refused_among_rows_with_answers(
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "label": "2"}]
     built = build_prompts(rows[1:], PromptFormat(tokenizer))
     assert [prompt.ground_truth for prompt in built] == [None]
-    assert "none of 1 rows has an answer" in caplog.text
+    assert "none of 1 rows has a ground truth" in caplog.text
     with pytest.raises(
-        DataError, match=r"row 1 has no answer, and 1 of 2 rows have one .*data\.filter\.answer\.not=null"
+        DataError, match=r"row 1 has no ground truth, but 1 of 2 rows have one .*data\.filter\.answer\.not=null"
     ):
         build_prompts(rows, PromptFormat(tokenizer))
 
@@ -231,9 +231,9 @@ def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrain
     raw = PromptFormat(base, apply_chat_template=False, format_prompt="Q: {{ content }}")
     built = build_prompts([{"prompt": "12+34="}, {"prompt": [{"role": "user", "content": "5"}]}], raw)
     assert texts(base, built) == ["Q: 12+34=", "Q: 5"]
-    with pytest.raises(DataError, match=r"row 0: without a chat template .* \(system, user\)"):
+    with pytest.raises(DataError, match=r"row 0: the prompt is a list of messages \(roles system, user\)"):
         build_prompts([VERL_ROW], raw)
-    with pytest.raises(ConfigError, match="a system prompt needs a chat template"):
+    with pytest.raises(ConfigError, match="data.system_prompt needs a chat template"):
         PromptFormat(base, apply_chat_template=False, system_prompt="Be brief.")
 
 

@@ -48,9 +48,13 @@ def test_what_is_wrong_is_named() -> None:
         matching(ROWS, {"extra_info.yaer": 1})
     with pytest.raises(DataError, match=r"no row has a field 'z'; rows have checked, extra_info, extra_info.year, "):
         matching(ROWS, {"z": 1})
-    with pytest.raises(DataError, match=r"none of 4 rows has subject = 'art'; most often it is 'algebra', 'geometry'"):
+    with pytest.raises(
+        DataError, match=r"none of 4 rows has subject = 'art'; its most frequent values are 'algebra', 'geometry'"
+    ):
         matching(ROWS, {"subject": "art"})
-    with pytest.raises(DataError, match=r"none of 2 rows has level within \{'min': 4\}; most often it is 1, 3.5"):
+    with pytest.raises(
+        DataError, match=r"none of 2 rows has level within \{'min': 4\}; its most frequent values are 1, 3.5"
+    ):
         matching(ROWS, {"subject": "algebra", "level": {"min": 4}})
     with pytest.raises(DataError, match=r"row 0: data.filter.subject has bounds, and the field is 'algebra'"):
         matching(ROWS, {"subject": {"min": 1}})

@@ -75,7 +75,7 @@ def test_each_source_goes_through_all_its_rows_before_one_comes_again() -> None:
 
 def test_a_weight_that_draws_nothing_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"data.weights gives entry 1 of train_files a share of 0.01, no row of an epoch"
+        DataError, match=r"data.weights gives entry 1 of train_files a weight of 0.01, which is no row in an epoch"
     ):
         loader(loaded(9, 9, weights=[0.99, 0.01]))
 
@@ -96,7 +96,7 @@ def test_resuming_gives_the_same_prompts_with_names_that_are_used_once(
     data: dict[str, Any], weights: list[float] | None, before: int
 ) -> None:
     if weights and data.get("sampler") == "learnability":
-        with pytest.raises(DataError, match="chooses among all prompts itself; unset the weights"):
+        with pytest.raises(DataError, match="chooses among all prompts, which excludes weights of data entries"):
             loader(loaded(3, 7, weights=weights), **data)
         return
     whole, stopped, resumed = (loader(loaded(3, 7, weights=weights), total_draws=30, **data) for _ in range(3))
@@ -207,20 +207,20 @@ def test_samplers_of_ones_own(tmp_path: Path) -> None:
     assert places(own("backwards").take(5)) == [3, 2, 1, 0, 3]
     assert places(own("backwards", first=2).take(5)) == [3, 2, 3, 2, 3]
     for name, said in [
-        ("outside", "own.py:outside: gave row 99 of 4 prompts; expected 0 to 3"),
+        ("outside", "own.py:outside: returned row 99 of 4 prompts; expected 0 to 3"),
         ("names", r"own.py:names: expected row numbers, found \['a'\]"),
         ("raises", "own.py:raises raised AttributeError: 'Prompt' object has no attribute 'nothing'"),
-        ("Incomplete", "own.py:Incomplete has no method observe; a sampler that learns has take, observe, state"),
+        ("Incomplete", "own.py:Incomplete has no method observe; an adaptive sampler needs take, observe, state"),
     ]:
         with pytest.raises(DataError, match=said):
             own(name).take(1)
-    with pytest.raises(DataError, match=r"own.py:Short: take\(2\) gave 1 rows; expected 2"):
+    with pytest.raises(DataError, match=r"own.py:Short: take\(2\) returned 1 row numbers; expected 2"):
         own("Short").take(2)
     with pytest.raises(ConfigError, match="has no option 'frist'; did you mean 'first'"):
         own("backwards", frist=2)
     with pytest.raises(DataError, match=r"data\.sampler changed since: restore it"):
         own("Short").load_state({"epoch": 0, "index": 1})
-    with pytest.raises(DataError, match="of a source's 2 rows; with weights it gives each once"):
+    with pytest.raises(DataError, match="of the 2 rows of an entry; with data.weights it must"):
         loader(
             loaded(2, 2, weights=[0.5, 0.5]), sampler=f"{tmp_path}/own.py:backwards", sampler_options={"first": 1}
         ).take(1)

@@ -71,7 +71,7 @@ def test_rows_from_python_are_copied() -> None:
         ("a.jsonl", '{"n": 1}\n' + '{"n":' * 9**5, r"a\.jsonl:2: nested too deeply to be read"),
         ("a.json", "[" * 9**5, r"a\.json: nested too deeply to be read"),
         ("a.jsonl", '{"n": 1}\n{"n": %s}' % ("9" * 5000), r"a\.jsonl:2: a number has more than 4,300 digits"),
-        ("a.parquet", "PAR?", r"a\.parquet: not a parquet file that can be read"),
+        ("a.parquet", "PAR?", r"a\.parquet: not a readable parquet file"),
         ("a.csv", "n\n1", r"a\.csv: cannot tell the format from the name; expected one of \.jsonl, \.jsonl\.gz, "),
     ],
 )

@@ -154,12 +154,12 @@ def test_long_examples_are_cut_dropped_or_refused(
     cut = build_examples(rows, prompt_format, max_length=limit)
     shortened = SupervisedExample(whole[1].input_ids[:limit], (*[0] * (limit - 2), 1, 1))
     assert cut == (whole[0], shortened)  # of the third only prompt would be left
-    assert f"cut 1 and dropped 1 of 3 examples over max_length={limit} tokens" in caplog.text
+    assert f"truncated 1 and dropped 1 of 3 examples over data.max_length={limit} tokens" in caplog.text
     dropped = build_examples(rows, prompt_format, max_length=limit, overlong="drop")
     assert dropped == (whole[0],)
-    with pytest.raises(DataError, match=rf"row 1 has {limit + 29} tokens, over max_length={limit}"):
+    with pytest.raises(DataError, match=rf"row 1 has {limit + 29} tokens, over data.max_length={limit}"):
         build_examples(rows, prompt_format, max_length=limit, overlong="error")
-    with pytest.raises(DataError, match=r"no example is left of 3 rows \(max_length=2, overlong=drop\)"):
+    with pytest.raises(DataError, match=r"no example is left of 3 rows \(data.max_length=2, data.overlong=drop\)"):
         build_examples(rows, prompt_format, max_length=2, overlong="drop")
 
 
@@ -168,9 +168,9 @@ def test_long_examples_are_cut_dropped_or_refused(
     [
         ({"question": "hi"}, r"row 1: field 'prompt' is missing; the row has question; set data\.prompt_key or"),
         ({"prompt": "hi", "answer": "x"}, r"row 1: field 'response' is missing; the row has prompt, answer"),
-        ({"prompt": "hi", "response": 3}, "row 1: expected a response of text, found int"),
+        ({"prompt": "hi", "response": 3}, "row 1: expected text as the response, found int"),
         ({"messages": "hi"}, "row 1: expected .*list of messages"),
-        ({"messages": CONVERSATION[:1]}, r"row 1: no assistant text to learn in messages of roles \(user\)"),
+        ({"messages": CONVERSATION[:1]}, r"row 1: the messages \(roles user\) have no assistant text to train on"),
     ],
 )
 def test_a_row_that_cannot_be_learned_is_named(

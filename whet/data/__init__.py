@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: prompts, templates, supervised examples, the loader."""
+"""Data: reads rows, makes prompts and SFT examples, draws them in order."""

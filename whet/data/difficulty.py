@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline window of difficulty: prompts that are known to be too easy or too hard are not asked at all."""
+"""Offline difficulty filter: excludes prompts that are too easy or too hard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) -> tuple[Prompt, ...]:
-    """The prompts with low < `extra_info[key]` < high, such as the share of right answers of an earlier `whet eval`.
+    """The prompts with low < `extra_info[key]` < high, for instance the accuracy from an earlier `whet eval`.
 
     He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.  Raises: DataError for a row without such a number,
-    and where none is left.
+    and if no prompt is left.
     """
     kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
@@ -30,7 +30,7 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
 
 
 def difficulty(prompt: Prompt, key: str, option: str) -> float:
-    """`extra_info[key]`; `option` is the config key that chose it.  Raises: DataError where it is no number."""
+    """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
     value = prompt.extra_info.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(

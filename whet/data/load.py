@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from the `data` section to prompts or examples: each source is opened, filtered, and read by its own keys."""
+"""Loads the prompts or examples of the `data` section: reads each entry, filters its rows, applies its own keys."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
-MAX_ITEMS = 20_000_000  # of a function that never ends
+MAX_ITEMS = 20_000_000  # an iterable with more rows is taken for an endless one
 T = TypeVar("T", Prompt, SupervisedExample)
 DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A source read: its rows, rows that the filter left, items in the end, and its share of what is drawn."""
+    """The numbers of an entry: its rows, those that pass the filter, the items made from them, its sampling weight."""
 
     name: str
     num_rows: int
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The items of all sources, one source after the other."""
+    """The items of all entries, in order."""
 
     items: tuple[T, ...]
     parts: tuple[Part, ...]
@@ -55,7 +55,7 @@ class Loaded(Generic[T]):
 
 @dataclass(frozen=True)
 class _Read:
-    """The rows of one source that are used, with their numbers in it; or prompts that a function made."""
+    """The rows of one entry after the filter, with their row numbers; or the prompts that a function returned."""
 
     rows: list[Row]
     numbers: list[int]
@@ -73,10 +73,10 @@ def load_prompts(
     seed: int = 0,
     with_answers: bool = True,
 ) -> Loaded[Prompt]:
-    """The prompts of `data.train_files` or `data.val_files`, or of `rows` in their stead; `where` is the filter.
-    Without answers nobody looks for a ground truth.
+    """Loads the prompts of `data.train_files` or `data.val_files`, or of `rows` instead; `where` is the filter.
+    `with_answers=False` reads no ground truths.
 
-    Raises: DataError naming source and row, ConfigError."""
+    Raises: DataError naming entry and row, ConfigError."""
 
     def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
         prompt_format = PromptFormat.of(tokenizer, own)
@@ -100,11 +100,11 @@ def load_examples(
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Loaded[SupervisedExample]:
-    """The same for `whet sft`: examples with their loss masks."""
+    """Loads the examples of `whet sft`, with their loss masks.  Arguments and errors: as `load_prompts`."""
 
     def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
         if read.prompts:
-            raise DataError("gives prompts, and `whet sft` learns from rows; give mappings instead")
+            raise DataError("returns prompts, but `whet sft` needs rows; return mappings instead")
         return build_examples(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
 
     return _load(data, tokenizer, key, rows, where, seed, build)
@@ -120,8 +120,8 @@ def _load(
     seed: int,
     build: Callable[[DataT, _Read, int], Sequence[T]],
 ) -> Loaded[T]:
-    """The items that `build` makes of each source, from the data section as it holds for the source, its rows, and the
-    number of its first row over all sources."""
+    """Loads all entries. `build` makes the items of one entry: from the data section with the entry's own keys, its
+    rows, and the number of its first row, counted over all entries."""
     sources = (
         [None] if rows is not None else read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
     )
@@ -158,9 +158,9 @@ def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are
         return _Read([rows[number] for number in numbers], numbers, len(rows))
     for number, item in enumerate(given):
         if not isinstance(item, Prompt):
-            raise DataError(f"item {number} is a {type(item).__name__} among prompts; give prompts, or rows, not both")
+            raise DataError(f"item {number} is a {type(item).__name__} among prompts; return only prompts or only rows")
     if conditions:
-        raise DataError(f"gives prompts, which data.filter ({', '.join(conditions)}) cannot look into; give rows")
+        raise DataError(f"returns prompts, and data.filter ({', '.join(conditions)}) reads only rows; return rows")
     return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
 
 
@@ -176,7 +176,7 @@ def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Map
 
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
-    """Calls a function or class of the user's: parameters named as in `supplied` are given, others are options."""
+    """Calls a user's function or class: parameters with a name in `supplied` get that value, others are options."""
     function = load_target(source.path)
     if not callable(function):
         return function
@@ -185,14 +185,14 @@ def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
     options = {**entry.options, **source.options}
     if unknown := [name for name in entry.parameters if name not in names and name not in source.options]:
         raise DataError(
-            f"its parameter {unknown[0]!r} has no value; there is {', '.join(supplied)}, and an option may be set as "
+            f"its parameter {unknown[0]!r} has no value; expected {', '.join(supplied)}, or an option, set as "
             f"{{path: {source.path}, options: {{{unknown[0]}: ...}}}}"
         )
     if not entry.accepts_any_option:
         for name in source.options:
             if name not in entry.options and name not in entry.parameters:
                 known = ", ".join([*entry.parameters, *entry.options]) or "none"
-                raise DataError(f"it has no option {name!r}; it has {known}")
+                raise DataError(f"it has no option {name!r}; its options are {known}")
     try:
         return function(**{**options, **{name: supplied[name] for name in names if name not in source.options}})
     except Exception as error:  # other people's code
@@ -200,7 +200,7 @@ def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
 
 
 def listed(items: Any) -> list[Any]:
-    """Everything that an iterable, or a data set with `__len__` and `__getitem__`, holds.  Raises: DataError."""
+    """All items of an iterable, or of a data set with `__len__` and `__getitem__`, as a list.  Raises: DataError."""
     try:
         if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             return [items[index] for index in range(len(items))]
@@ -212,13 +212,13 @@ def listed(items: Any) -> list[Any]:
     except Exception as error:  # other people's code
         raise DataError(f"it raised {type(error).__name__}: {error}") from error
     if len(found) > MAX_ITEMS:
-        raise DataError(f"it gives more than {MAX_ITEMS:,} rows; a data set has to end")
+        raise DataError(f"it returns more than {MAX_ITEMS:,} rows; expected a data set that ends")
     return found
 
 
 @contextmanager
 def _named(source: Source | None) -> Iterator[None]:
-    """Puts the source before what is wrong with it."""
+    """Adds the name of the entry to a DataError."""
     try:
         yield
     except DataError as error:

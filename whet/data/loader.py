@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which a run meets its rows: endless, a function of (seed, epoch), and resumable from two integers."""
+"""Data loaders: draw rows in an endless order that is a function of (seed, epoch); the state is two integers."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from whet.types import Group, Prompt
 
 Rows: TypeAlias = NDArray[np.int64]  # row numbers
 T = TypeVar("T")
-Order: TypeAlias = Callable[[int], Rows]  # of an epoch
+Order: TypeAlias = Callable[[int], Rows]  # from an epoch to its row numbers
 
 
 def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator:
-    """The draws of that name."""
+    """The random generator with this key."""
     return np.random.Generator(np.random.PCG64(key(seed, purpose, *names)))
 
 
 def in_order(count: int, epoch: int) -> Rows:
-    """Rows as they come."""
+    """The rows in the order of the data."""
     return np.arange(count)
 
 
 def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> Rows:
-    """Rows in the order that (seed, epoch, names) decide."""
+    """The rows in a random order, a function of (seed, epoch, names)."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
 
 def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[float], seed: int) -> Order:
-    """Several sources as one, each with its share of what is drawn.
+    """Mixes several data entries by weight.
 
-    An epoch has as many rows as all sources together, and of them exactly its share (rounded) from each source, in
-    turns that (seed, epoch) decide. A source goes through its own order, whose passes go on over epoch ends: a small
-    one with a large weight is met several times an epoch, a large one with a small weight in part. `orders` give every
-    row of their source once a pass; `weights` sum to 1.  Raises: DataError for a weight too small to be drawn.
+    An epoch has as many rows as all entries together, and a number of rows from each entry that is its weight times
+    this total (rounded), interleaved in a random order. Each entry has its own order, and its passes continue over the
+    ends of epochs: a small entry with a large weight is drawn several times an epoch, a large one with a small weight
+    only in part. Each of `orders` has every row of its entry once; `weights` sum to 1.
+    Raises: DataError for a weight so small that no row is drawn.
     """
     total = sum(counts)
     drawn = _rounded(weights, total)
     if 0 in drawn:
         least = drawn.index(0)
         raise DataError(
-            f"data.weights gives entry {least} of train_files a share of {weights[least]:.2g}, no row of an epoch of "
-            f"{total}; raise it, or take the entry out"
+            f"data.weights gives entry {least} of train_files a weight of {weights[least]:.2g}, which is no row in an "
+            f"epoch of {total}; raise the weight, or remove the entry"
         )
     first = np.cumsum([0, *counts])
 
@@ -66,12 +67,12 @@ def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[fl
 
 
 def steps_per_epoch(count: int, rows_per_step: int) -> int:
-    """Whole steps in one pass over the data (the rest opens the next epoch); at least one."""
+    """The number of whole steps in one pass over the data, at least 1; the remaining rows belong to the next epoch."""
     return max(1, count // rows_per_step)
 
 
 class OrderLoader(Generic[T]):
-    """Hands out items, each epoch in its order; `state()` is where it is."""
+    """Draws items, each epoch in its order; `state()` is the position."""
 
     def __init__(self, items: Sequence[T], *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
         count = len(items)
@@ -83,12 +84,11 @@ class OrderLoader(Generic[T]):
         self._start(epoch=0, index=0)
 
     def take(self, n: int) -> list[T]:
-        """The next n items, over epoch ends if need be."""
+        """Draws the next n items, into the next epoch if needed."""
         return [item for _, item in self.take_named(n)]
 
     def take_named(self, n: int) -> list[tuple[str, T]]:
-        """The next n items, each with a name that it has once only: its epoch, and from the second time that it
-        comes in an epoch which time it is."""
+        """Draws the next n items, each with a unique name: its epoch, and for repeats within an epoch the count."""
         taken: list[tuple[str, T]] = []
         while len(taken) < n:
             part = slice(self._index, self._index + n - len(taken))
@@ -100,11 +100,11 @@ class OrderLoader(Generic[T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """The place where the next `take` starts: `epoch`, and `index` in the order of that epoch."""
+        """The position of the next `take`: `epoch`, and `index` in the order of that epoch."""
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state()` was taken. Raises: DataError if these rows cannot be the ones it was taken on."""
+        """Restores a position.  Raises: DataError if it cannot be a position in these rows."""
         self._start(state["epoch"], state["index"])
         if not 0 <= self._index < len(self._order):
             raise DataError(
@@ -122,51 +122,51 @@ class PromptLoader(OrderLoader[Prompt]):
     """The prompts of a run, each with its `uid` "<epoch>:<index in the data set>"."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, over epoch ends if need be."""
+        """Draws the next n prompts, into the next epoch if needed."""
         return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """An order that is settled learns nothing."""
+        """Does nothing: a fixed order does not depend on scores."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A sampler that learns: which prompts come next depends on how those before were answered."""
+    """An adaptive sampler: the next prompts depend on the scores of earlier ones."""
 
     def take(self, n: int) -> Sequence[int]:
-        """The places of the next n prompts in the data. Draws are keyed (`whet.keyed`), by what `state` holds."""
+        """Returns the row numbers of the next n prompts. Random draws must have keys (`whet.keyed`) from the state."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Sees every scored group, those too that a filter drops; `group.prompt.index` is the row number."""
+        """Reads the scored groups, including those that a filter drops; `group.prompt.index` is the row number."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Everything that it has learned, as JSON can hold it: it travels in the checkpoint."""
+        """Returns the whole state as JSON values, for the checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a state."""
         ...
 
 
 class SamplerLoader:
-    """The prompts of a run as a `Sampler` chooses them, each with its `uid` "<which draw it is>:<index>"."""
+    """Draws the prompts that a `Sampler` chooses, each with its `uid` "<number of the draw>:<index>"."""
 
     def __init__(self, prompts: Sequence[Prompt], sampler: Sampler, name: str) -> None:
         self.prompts, self.sampler, self._name, self._drawn = prompts, sampler, name, 0
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts.  Raises: DataError where the sampler gives other than n places in the data."""
+        """Draws the next n prompts.  Raises: DataError if the sampler does not return n row numbers."""
         rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist() if n else []
         if len(rows) != n:
-            raise DataError(f"{self._name}: take({n}) gave {len(rows)} rows; expected {n}")
+            raise DataError(f"{self._name}: take({n}) returned {len(rows)} row numbers; expected {n}")
         self._drawn += n
         chosen = [self.prompts[row] for row in rows]
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Hands on what was scored."""
+        """Passes scored groups to the sampler."""
         self.sampler.observe(groups)
 
     def state(self) -> dict[str, Any]:
@@ -174,32 +174,32 @@ class SamplerLoader:
         return {"drawn": self._drawn, "sampler": dict(self.sampler.state())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state()` was taken."""
+        """Restores a state.  Raises: DataError for the state of another sampler."""
         if "sampler" not in state:
-            raise DataError(f"the checkpoint holds no state of {self._name}; data.sampler changed since: restore it")
+            raise DataError(f"the checkpoint has no state of {self._name}; data.sampler changed since: restore it")
         self._drawn = state["drawn"]
         self.sampler.load_state(state["sampler"])
 
 
 def checked_rows(given: object, count: int, name: str) -> Rows:
-    """Row numbers that a user's sampler gave.  Raises: DataError."""
+    """Checks the row numbers that a user's sampler returned.  Raises: DataError."""
     rows = np.asarray(given)
     if rows.ndim != 1 or not len(rows) or not np.issubdtype(rows.dtype, np.integer):
         raise DataError(f"{name}: expected row numbers, found {str(given)[:80]} ({type(given).__name__})")
     if rows.min() < 0 or rows.max() >= count:
         wrong = next(row for row in rows.tolist() if not 0 <= row < count)
-        raise DataError(f"{name}: gave row {wrong} of {count} prompts; expected 0 to {count - 1}")
+        raise DataError(f"{name}: returned row {wrong} of {count} prompts; expected 0 to {count - 1}")
     return rows.astype(np.int64)
 
 
 def _passes(order: Order, count: int, first: int, n: int) -> Rows:
-    """The draws first, ..., first + n - 1 of one source that goes through its order again and again."""
+    """The draws first, ..., first + n - 1 of an entry that repeats its order, pass after pass."""
     rows = [order(number) for number in range(first // count, (first + n - 1) // count + 1)]
     return np.concatenate(rows)[first % count :][:n]
 
 
 def _rounded(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that sum to `total`, as near to weight x total as can be: the largest remainders are rounded up."""
+    """Rounds weight x total to whole numbers that sum to `total`, by the largest remainders."""
     exact = [weight * total for weight in weights]
     whole = [int(each) for each in exact]
     by_remainder = sorted(range(len(whole)), key=lambda i: (whole[i] - exact[i], i))
@@ -209,7 +209,7 @@ def _rounded(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _times_before(rows: Rows) -> Rows:
-    """Counts for each place how often its row came before: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
+    """Counts the earlier occurrences of each row: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
     places = np.argsort(rows, kind="stable")
     ordered, counting = rows[places], np.arange(len(rows))
     starts = np.concatenate([[True], ordered[1:] != ordered[:-1]])

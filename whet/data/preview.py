@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as the model will see them, for `whet data`: ids, the mask, each token's own text, and how long rows are."""
+"""Rows as the model reads them, for `whet data`: token ids, loss mask, text of each token, statistics of lengths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from whet.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WINDOW = 4  # tokens decoded before one whose text is asked for: spaces and letters of several tokens come out right
+WINDOW = 4  # earlier tokens decoded together with a token: gives correct spaces, and characters of several tokens
 NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A row. `mask` is 1 where the loss is taken; None of a prompt, after which the policy writes."""
+    """A row as `whet data` prints it. `mask` is the loss mask; None for a prompt."""
 
     title: str
     token_ids: tuple[int, ...]
@@ -36,13 +36,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Preview:
-    """A data set at a glance, and the rows that were asked for."""
+    """Statistics of a data set, and the chosen rows."""
 
     parts: tuple[Part, ...]
-    lengths: list[int]  # tokens, of all rows, those too that are over the limit
+    lengths: list[int]  # in tokens, of all rows, those over the limit included
     limit: int
     limit_key: str
-    over_limit: str  # what happens to those
+    over_limit: str  # what becomes of rows over the limit: cut, dropped, an error
     data_sources: Counter[str]
     num_unanswered: int
     rows: list[Shown]
@@ -62,7 +62,8 @@ def preview(
     validation: bool = False,
     drawn: bool = False,
 ) -> Preview:
-    """Reads the data of a config: its first rows, or that of number `index`, or with `drawn` the first of the run."""
+    """Reads the data of a config and chooses rows: the first ones, the one with number `index`, or with `drawn` the
+    first ones in the order of the run."""
     is_eval, is_sft = isinstance(config, EvalConfig), isinstance(config, SFTConfig)
     key = VAL if validation or is_eval else TRAIN
     seed = config.seed if isinstance(config, EvalConfig) else config.trainer.seed
@@ -81,7 +82,7 @@ def preview(
         last = chosen[-1][0]
         chosen = [(number, item) for number, item in chosen if number == index]
         if not chosen:
-            raise DataError(f"there is no {what} {index}; expected 0 to {last}")
+            raise DataError(f"there is no {what} {index}; expected --index from 0 to {last}")
     if drawn and not isinstance(config, EvalConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]
@@ -99,7 +100,7 @@ def preview(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds. A character of several tokens belongs to the last of them."""
+    """The text of each token. The last token of a character has the character, the others have no text."""
     texts, start, pending = [], 0, 0
     for end in range(1, len(ids) + 1):
         before = str(tokenizer.decode(list(ids[start : end - 1 - pending])))
@@ -114,18 +115,18 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 
 
 def spans(values: Sequence[str], mask: Sequence[int]) -> list[tuple[int, str]]:
-    """Texts joined as long as their mask is the same."""
+    """Joins neighbouring texts with the same mask value."""
     joined = groupby(zip(mask, values, strict=True), key=lambda pair: pair[0])
     return [(value, "".join(text for _, text in run)) for value, run in joined]
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """The smallest of the sorted numbers that at least this share of them does not exceed."""
+    """The percentile of sorted numbers: the smallest number with at least this fraction of all at or below it."""
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
 def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, int]]:
-    """Low, high and count of equally wide bins, both ends belonging to their bin."""
+    """The bins of a histogram, all of one width: lowest value, highest value, count."""
     low, high = min(lengths), max(lengths)
     width = max(1, -(-(high - low + 1) // bins))
     counts = Counter((length - low) // width for length in lengths)

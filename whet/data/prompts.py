@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to prompts: which field is what, the prompt template, the chat template, and the length limit."""
+"""Makes prompts from rows: reads fields, applies prompt and chat template, drops prompts over the length limit."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Names = str | Sequence[str]  # of a field: that of several which a row has first
+Names = str | Sequence[str]  # the name of a field, or several: the first that the row has counts
 
-_ROWS_A_CHUNK = 256  # rendered within one limit and tokenised together: enough for the tokenizer's threads
+_ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
-_OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; every other field is handed to the reward
+_OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
 _MESSAGES = 'text, or a list of messages {"role": ..., "content": ...}'
 _NO_MEDIA = (
-    "and the model reads text alone: it would train on the text without them; name a data set of text, or leave such "
-    "rows out (data.filter)"
+    "but the model reads only text and would train without it; use a data set of text, or exclude such rows "
+    "(data.filter)"
 )
 _MEDIA = ("image", "video", "audio")
 _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
 
 class PromptFormat:
-    """Turns the content of a row into the token ids that the model is fed.
+    """Makes the messages and token ids of a prompt from the content of a row.
 
-    `format_prompt` is a jinja template, or the path of a `.jinja` file. It sees the row's fields and `content`: the
-    prompt's text, or the text of its last message. With `apply_chat_template=False` text is fed as it is.
+    `format_prompt` is a jinja template, or the path of a `.jinja` file. Its variables are the row's fields and
+    `content`: the prompt's text, or the text of its last message. With `apply_chat_template=False` the text is used
+    unchanged.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class PromptFormat:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if system_prompt is not None and not apply_chat_template:
-            raise ConfigError("a system prompt needs a chat template; unset it, or set apply_chat_template=true")
+            raise ConfigError(
+                "data.system_prompt needs a chat template, but data.apply_chat_template is false; unset one of them"
+            )
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
@@ -63,7 +66,7 @@ class PromptFormat:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig | SupervisedDataConfig) -> PromptFormat:
-        """The format that a data section describes."""
+        """The format that a data section of the config describes."""
         return cls(
             tokenizer,
             system_prompt=data.get("system_prompt"),
@@ -73,31 +76,34 @@ class PromptFormat:
         )
 
     def messages(self, content: object, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """The messages of one row, from its text or its list of messages.  Raises: DataError."""
+        """Makes the messages of a row from its text or its list of messages.  Raises: DataError."""
         messages = [Message("user", content)] if isinstance(content, str) else read_messages(content)
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
-                raise DataError(f"format_prompt needs a prompt of text, found {type(last.content).__name__}")
+                raise DataError(
+                    f"data.format_prompt needs a prompt of text, found {type(last.content).__name__}; unset it, or "
+                    "exclude such rows (data.filter)"
+                )
             text = self._template.render({**row, "content": last.content})
             messages[-1] = Message(last.role, text, last.fields)
         if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
             raise DataError(
-                f"without a chat template a prompt is one text, found messages of roles ({roles(messages)}); set "
-                "apply_chat_template=true"
+                f"the prompt is a list of messages (roles {roles(messages)}), and data.apply_chat_template is false; "
+                "expected a text, or set data.apply_chat_template=true"
             )
         return self.with_system_prompt(messages)
 
     def with_system_prompt(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages, behind the system prompt if there is one and they have none of their own."""
+        """Adds the system prompt before messages that have none."""
         if self.system_prompt is None or messages[0].role == "system":
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
 
     def encode(self, conversations: Sequence[Sequence[Message]], rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Returns the prompt ids of each conversation, up to where the answer begins.
+        """Encodes conversations as prompts, up to the start of the response.
 
-        Raises: DataError that names the row where `rows` gives their numbers."""
+        Raises: DataError with the row number, where `rows` has the row numbers."""
         numbers = [None] * len(conversations) if rows is None else rows
         with bounded():
             texts = [self.text(messages, number) for messages, number in zip(conversations, numbers, strict=True)]
@@ -110,7 +116,7 @@ class PromptFormat:
             raise
 
     def text(self, messages: Sequence[Message], row: int | None = None) -> str:
-        """Returns the text of a prompt, up to where the answer begins, for `encode_rendered`."""
+        """Renders the text of a prompt, up to the start of the response, for `encode_rendered`."""
         if not self.apply_chat_template:
             return cast(str, messages[0].content)
         with at_row(row):
@@ -131,11 +137,12 @@ def build_prompts(
     numbers: Sequence[int] | None = None,
     with_answers: bool = True,
 ) -> tuple[Prompt, ...]:
-    """The rows as prompts, in order, with `index` the row number: its place, or what `numbers` says.
+    """Makes prompts from rows, in order. `index` of a prompt is its row number: its position, or that in `numbers`.
 
     The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
-    `extra_info` of a prompt holds the row's `extra_info` over its other fields. Raises: DataError for a missing field,
-    a row without an answer among rows with one, and for a prompt that is too long if so asked.
+    `extra_info` of a prompt has the other fields of the row, updated with the row's `extra_info`. Raises: DataError for
+    a missing field, for a row without a ground truth if others have one, and for a prompt that is too long if
+    data.overlong_prompts=error.
     """
     prompts, used = [], {*_all(data.prompt_key), *_all(data.answer_key or ())}
     for index, row, messages, token_ids in _encoded(rows, prompt_format, data.prompt_key, numbers):
@@ -156,9 +163,10 @@ def build_prompts(
 
 
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
-    """The prompts within the limit; those without ids are encoded from their messages.
+    """The prompts within the length limit; those without ids are encoded from their messages.
 
-    Raises: DataError for an empty prompt, for one that is too long if so asked, and where none is left."""
+    Raises: DataError for an empty prompt, for one that is too long if data.overlong_prompts=error, and if no prompt is
+    left."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else replace(p, token_ids=_own_ids(p, prompt_format)) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
@@ -171,7 +179,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
     if not kept:
         shortest = min((len(prompt.token_ids) for prompt in whole), default=None)
         limits = "the data has no rows" if shortest is None else f"the shortest has {shortest} tokens"
-        raise DataError(f"no prompt is left of {len(whole)} (data.max_prompt_length={limit}): {limits}; raise it")
+        raise DataError(f"all {len(whole)} prompts are over data.max_prompt_length={limit} tokens: {limits}; raise it")
     if too_long:
         logger.warning(
             "dropped %d of %d prompts over data.max_prompt_length=%d tokens (the longest has %d)",
@@ -181,7 +189,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
 
 
 def check_media(row: Mapping[str, Any]) -> None:
-    """Raises: DataError for a row with images, videos or audio: no model that whet trains reads them yet."""
+    """Checks that a row has no media.  Raises: DataError for images, videos or audio: whet trains on text only."""
     for name in _MEDIA_FIELDS:
         value = row.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
@@ -189,7 +197,7 @@ def check_media(row: Mapping[str, Any]) -> None:
 
 
 def read_messages(content: object) -> list[Message]:
-    """The messages of a row's field.  Raises: DataError where they are not messages."""
+    """Reads a field of a row as messages.  Raises: DataError if it is not a list of messages."""
     if not isinstance(content, list) or not content:
         found = "an empty list" if content == [] else type(content).__name__
         raise DataError(f"expected {_MESSAGES}, found {found}")
@@ -198,19 +206,19 @@ def read_messages(content: object) -> list[Message]:
             raise DataError(f"expected {_MESSAGES}, found {str(content)[:200]}")
         parts = raw["content"] if isinstance(raw["content"], list) else []
         if not isinstance(raw["role"], str):
-            raise DataError(f"message {number}: expected a role of text, found {raw['role']!r}; correct it")
+            raise DataError(f"message {number}: expected text as its role, found {raw['role']!r}; correct it")
         if not isinstance(raw["content"], str | list | None) or not all(isinstance(part, Mapping) for part in parts):
             found = str(raw["content"])[:200]
-            raise DataError(f"message {number}: expected content of text or a list of parts, found {found}")
+            raise DataError(f"message {number}: expected text or a list of parts as its content, found {found}")
         if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
             raise DataError(f"message {number} has a part of type {kinds[0]!r}, {_NO_MEDIA}")
     return [Message.from_dict(raw) for raw in content]
 
 
 def read_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> Any:
-    """The field of a row, by its name or the first of several that is there.
+    """The value of a field of a row; of several names, the first that the row has.
 
-    Raises: DataError that names the keys that the row has, and the `option` that chose the name.
+    Raises: DataError with the fields of the row, and with `option`, the config key that named the field.
     """
     for name in _all(names):
         if row.get(name) is not None:
@@ -241,19 +249,19 @@ def _encoded(
 
 
 def _own_ids(prompt: Prompt, prompt_format: PromptFormat) -> tuple[int, ...]:
-    """The ids of a prompt that has none yet.  Raises: DataError where there is nothing to read."""
+    """Encodes a prompt from its messages.  Raises: DataError if it is empty."""
     ids = prompt_format.encode([prompt.messages], [prompt.index])[0] if prompt.messages else []
     if not ids:
         raise DataError(
-            f"row {prompt.index}: the prompt is empty, and a model needs a token to go on from; correct the row, or "
-            "leave such rows out (data.filter.FIELD.not='')"
+            f"row {prompt.index}: the prompt is empty, expected at least one token; correct the row, or exclude such "
+            "rows (data.filter.FIELD.not='')"
         )
     return tuple(ids)
 
 
 @contextmanager
 def at_row(index: int | None) -> Iterator[None]:
-    """Puts the number of a row before what is wrong with it."""
+    """Adds the row number to a DataError."""
     try:
         yield
     except DataError as error:
@@ -284,18 +292,19 @@ def _extra_info(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """Refuses rows without an answer where most have one; where none has (a judge may do without) all is well."""
+    """Raises: DataError if some rows have a ground truth and others have none. If no row has one, this only warns: a
+    judge needs none."""
     missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
     if not missing:
         return
     if len(missing) < len(prompts):
         raise DataError(
-            f"row {missing[0]} has no answer, and {len(prompts) - len(missing)} of {len(prompts)} rows have one "
-            "(in reward_model.ground_truth or answer); mend it, leave such rows out (data.filter.answer.not=null), or "
-            "set data.answer_key if another field holds the answer"
+            f"row {missing[0]} has no ground truth, but {len(prompts) - len(missing)} of {len(prompts)} rows have one "
+            "(in reward_model.ground_truth or answer); correct the row, exclude such rows "
+            "(data.filter.answer.not=null), or set data.answer_key if another field has the ground truth"
         )
     logger.warning(
-        "none of %d rows has an answer (neither reward_model.ground_truth nor answer): the reward is given None; "
-        "set data.answer_key if another field holds it",
+        "none of %d rows has a ground truth (neither reward_model.ground_truth nor answer): the reward function gets "
+        "None; set data.answer_key if another field has it",
         len(prompts),
     )

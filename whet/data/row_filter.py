@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of rows by the value of a field: a value, a list of values, `{min: , max: }` or `{not: }`."""
+"""`data.filter`: chooses rows by the values of fields: a value, a list of values, `{min: , max: }` or `{not: }`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from whet.errors import ConfigError, DataError
 
-Test = Callable[[Any, int], bool]  # of a field's value and its row's number
+Test = Callable[[Any, int], bool]  # of a field's value and the row number
 BOUNDS = ("min", "max")
 
 
 def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[int]:
-    """The numbers of the rows that meet every condition. A field may lie deeper: `extra_info.level`.
+    """The numbers of the rows that meet all conditions. A field may be nested: `extra_info.level`.
 
-    A field that a row does not have is null: equal to null alone, and between no bounds.
-    Raises: ConfigError for a condition that is none; DataError for a field that no row has, and where no row is left.
+    A missing field is null: it equals only null, and lies within no bounds.
+    Raises: ConfigError for an invalid condition; DataError for a field that no row has, and if no row is left.
     """
     left = list(range(len(rows)))
     for field, condition in where.items():
@@ -32,8 +32,8 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
         if left and not met:
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
             raise DataError(
-                f"data.filter: none of {len(left)} rows has {field} {_show(condition)}; "
-                f"most often it is {', '.join(value for value, _ in found)}"
+                f"data.filter: none of {len(left)} rows has {field} {_show(condition)}; its most frequent values are "
+                f"{', '.join(value for value, _ in found)}"
             )
         left = met
     return left

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of prompts. A sampler is a function that gives an epoch's order, or a class that learns (`Sampler`).
+"""Samplers choose the order of prompts: a function returns the order of an epoch, a class (`Sampler`) is adaptive.
 
-Before its `*` a sampler may take `prompts`, `epoch` (a function only), `seed` and `total_draws` (how many prompts the
-run will take); what follows are options. The same arguments have to give the same rows: that is how a run resumes.
+Parameters before `*` may be `prompts`, `epoch` (functions only), `seed` and `total_draws` (the number of prompts that
+the run draws); those after it are options. The same arguments must give the same rows, so that a run can resume.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from whet.options import NonNegative, Positive, Share
 from whet.registry import SAMPLERS, Entry, register_sampler
 from whet.types import Group, Prompt
 
-METHODS = ("take", "observe", "state", "load_state")  # of a sampler that learns
+METHODS = ("take", "observe", "state", "load_state")  # of an adaptive sampler
 
 
 def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
-    """The order of a mixture with weights; None where all rows are drawn alike."""
+    """The order of a weighted mixture of entries; None without weights."""
     weights, counts = _weights(loaded)
     if weights is None:
         return None
@@ -53,7 +53,7 @@ def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
 def make_loader(
     data: DataConfig, loaded: Loaded[Prompt], *, seed: int, total_draws: int
 ) -> PromptLoader | SamplerLoader:
-    """The prompts in the order that `data` asks for.  Raises: DataError for a sampler that gives none."""
+    """The loader of a run's prompts, in the order that `data` configures.  Raises: DataError for an invalid sampler."""
     prompts = loaded.items
     if data.sampler is None:
         own = order_of(loaded, seed=seed, shuffle=data.shuffle)
@@ -68,16 +68,22 @@ def make_loader(
     def order(part: Sequence[Prompt], draws: int, epoch: int) -> Rows:
         rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
         if weights is not None and len(rows) != len(part):
-            raise DataError(f"{name} gave {len(rows)} of a source's {len(part)} rows; with weights it gives each once")
+            raise DataError(
+                f"{name} returned {len(rows)} of the {len(part)} rows of an entry; with data.weights it must return "
+                "each row once"
+            )
         return rows
 
     if inspect.isclass(entry.load()):
         if weights is not None:
-            raise DataError(f"{name} chooses among all prompts itself; unset the weights, or take another sampler")
+            raise DataError(
+                f"{name} is adaptive and chooses among all prompts, which excludes weights of data entries; unset the "
+                "weights, or set data.sampler to another sampler"
+            )
         sampler = made(prompts, total_draws)
         if not isinstance(sampler, Sampler):
             missing = next(method for method in METHODS if not hasattr(sampler, method))
-            raise DataError(f"{name} has no method {missing}; a sampler that learns has {', '.join(METHODS)}")
+            raise DataError(f"{name} has no method {missing}; an adaptive sampler needs {', '.join(METHODS)}")
         return SamplerLoader(prompts, sampler, name)
     if weights is None:
         return PromptLoader(prompts, order=partial(order, prompts, total_draws))
@@ -127,12 +133,13 @@ def curriculum(
     spread: NonNegative = 0.1,
     hardest_first: bool = False,
 ) -> Rows:
-    """Goes from easy to hard over the steps of the run, by the number that `difficulty_key` names.
+    """Draws from easy to hard over the steps of the run, by the field that `difficulty_key` names.
 
-    Draw t of T, sorted by t / T + `spread` * u with u uniform in (0, 1), is the prompt at that share of the ranking:
-    0 is a strict ranking, 1 nearly a shuffle. In a run of less than an epoch some prompts of each difficulty are left
-    out, in a longer one each comes several times before the next. After T draws, such as a filter's refills may take,
-    all prompts are shuffled. Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380."""
+    Draw t of T has the key t / T + `spread` * u, with u uniform in (0, 1); the draws sorted by key go through the
+    ranking of prompts: `spread` 0 is the strict ranking, 1 is nearly a shuffle. In a run of less than an epoch some
+    prompts of each difficulty are skipped; in a longer one each prompt is drawn several times in a row. After T draws
+    (the refills of a filter need more) all prompts are shuffled.
+    Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380."""
     count, draws = len(prompts), generator(seed, "curriculum")
     numbers = np.array(
         [difficulty(prompt, difficulty_key, "data.sampler_options.difficulty_key") for prompt in prompts]
@@ -145,10 +152,10 @@ def curriculum(
 
 @register_sampler("learnability")
 class Learnability:
-    """Prompts that some answers solve and some do not, more often than others: drawn with weight p (1 - p) + `floor`.
+    """Prefers prompts that the policy solves sometimes: draws them with weight p (1 - p) + `floor`.
 
-    p is the share of right answers, of which `memory` is kept each time that a prompt is answered again; a prompt that
-    nobody answered yet has p = 1/2. No prompt comes twice in one draw of a batch.
+    p is the share of correct responses; earlier counts are multiplied by `memory` each time that a prompt is sampled
+    again; an unseen prompt has p = 1/2. No prompt is drawn twice in one batch.
     Foster et al. 2025, https://arxiv.org/abs/2502.12272."""
 
     def __init__(
@@ -162,12 +169,12 @@ class Learnability:
     ) -> None:
         self._seed, self._floor, self._memory, self._prior = seed, floor, memory, prior
         self._places = {prompt.index: place for place, prompt in enumerate(prompts)}
-        self._right, self._answered = np.zeros(len(prompts)), np.zeros(len(prompts))
+        self._correct, self._scored = np.zeros(len(prompts)), np.zeros(len(prompts))
         self._batches = 0
 
     def take(self, n: int) -> list[int]:
-        """n different places, by weight; all of them again where there are fewer (Efraimidis & Spirakis 2006)."""
-        p = (self._right + self._prior / 2) / (self._answered + self._prior)
+        """n different row numbers, by weight; with fewer rows than n, they repeat (Efraimidis & Spirakis 2006)."""
+        p = (self._correct + self._prior / 2) / (self._scored + self._prior)
         waits = generator(self._seed, "learnability", self._batches).exponential(size=len(p)) / (
             p * (1 - p) + self._floor
         )
@@ -176,24 +183,24 @@ class Learnability:
         return (first * -(-n // len(first)))[:n]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Counts right answers; those that failed say nothing."""
+        """Counts correct responses; failed trajectories are ignored."""
         for group in groups:
-            judged = [answer.accuracy or 0.0 for answer in group.trajectories if answer.failure is None]
+            accuracies = [each.accuracy or 0.0 for each in group.trajectories if each.failure is None]
             place = self._places[group.prompt.index]
-            self._right[place] = self._memory * self._right[place] + sum(judged)
-            self._answered[place] = self._memory * self._answered[place] + len(judged)
+            self._correct[place] = self._memory * self._correct[place] + sum(accuracies)
+            self._scored[place] = self._memory * self._scored[place] + len(accuracies)
 
     def state(self) -> dict[str, Any]:
-        """Batches drawn, and what is known of the prompts that were answered."""
-        seen = np.flatnonzero(self._answered)
+        """The number of batches drawn, and the counts of the prompts seen so far."""
+        seen = np.flatnonzero(self._scored)
         return {
             "batches": self._batches,
             "places": seen.tolist(),
-            "right": self._right[seen].tolist(),
-            "answered": self._answered[seen].tolist(),
+            "right": self._correct[seen].tolist(),
+            "answered": self._scored[seen].tolist(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state()` was taken."""
+        """Restores a state."""
         self._batches = state["batches"]
-        self._right[state["places"]], self._answered[state["places"]] = state["right"], state["answered"]
+        self._correct[state["places"]], self._scored[state["places"]] = state["right"], state["answered"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows from files: JSON lines, JSON and parquet, told apart by the file's name."""
+"""Reads rows from files: JSON lines, JSON and parquet, by the suffix of the file's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of one file, of several files one after the other, or rows that Python already has.
+    """The rows of one file, of several files in order, or of a list of mappings.
 
     Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
     `.parquet`. Row numbers in later errors count from 0 over all files. Raises: DataError, with file and line.
@@ -73,8 +73,8 @@ def _parse(text: str, path: Path, line: int | None = None) -> Any:
         found = f"{error.msg} at column {error.colno}{hint}"
         raise DataError(f"{path}:{line or error.lineno}: not JSON: {found}") from error
     except RecursionError as error:
-        raise DataError(f"{place}: nested too deeply to be read; write it with fewer brackets") from error
-    except ValueError as error:  # Python reads no such number: the time grows with the square of its length
+        raise DataError(f"{place}: nested too deeply to be read; reduce the nesting") from error
+    except ValueError as error:  # Python rejects long numbers: the time to read one grows with its length squared
         raise DataError(f"{place}: a number has more than 4,300 digits; write it as text") from error
 
 
@@ -84,7 +84,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
-        raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
 def _open_text(path: Path) -> IO[str]:

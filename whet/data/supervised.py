@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to supervised examples: token ids, and a mask of exactly the tokens that a policy would have sampled."""
+"""Makes SFT examples from rows: token ids, and a loss mask that is 1 on the tokens that a policy would sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """A sequence to learn from: `loss_mask` is 1 where the token is to be predicted, 0 where it is only read."""
+    """A training sequence: `loss_mask` is 1 on trained tokens, 0 on context."""
 
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -33,11 +33,12 @@ def build_examples(
     *,
     numbers: Sequence[int] | None = None,
 ) -> tuple[SupervisedExample, ...]:
-    """The rows as examples, in order: whole conversations where a row has `messages_key`, else prompt and response.
-    `numbers` are the rows' own, for errors, where some were left out.
+    """Makes examples from rows, in order: a whole conversation if a row has `messages_key`, else prompt and response.
+    `numbers` are the row numbers for errors, where a filter dropped rows.
 
-    `truncate` cuts from the right; an example of which nothing to learn is left is dropped.
-    Raises: DataError for a missing field, a template that does not append, a row over `max_length` if so asked.
+    data.overlong=truncate cuts from the right; an example without a trained token left is dropped.
+    Raises: DataError for a missing field, a template that rewrites earlier turns, or a row over data.max_length if
+    data.overlong=error.
     """
     max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []
@@ -56,45 +57,48 @@ def build_examples(
             examples.append(example)
         elif overlong == "error":
             raise DataError(
-                f"row {index} has {length} tokens, over max_length={max_length}; "
-                "raise it, or set data.overlong to truncate or drop"
+                f"row {index} has {length} tokens, over data.max_length={max_length}; raise it, or set data.overlong "
+                "to truncate or drop"
             )
         elif overlong == "truncate" and any(example.loss_mask[:max_length]):
             examples.append(SupervisedExample(example.input_ids[:max_length], example.loss_mask[:max_length]))
             num_truncated += 1
     num_dropped = len(rows) - len(examples)
     if not examples:
-        raise DataError(f"no example is left of {len(rows)} rows (max_length={max_length}, overlong={overlong})")
+        raise DataError(
+            f"no example is left of {len(rows)} rows (data.max_length={max_length}, data.overlong={overlong}); raise "
+            "data.max_length"
+        )
     if num_truncated or num_dropped:
         logger.warning(
-            "cut %d and dropped %d of %d examples over max_length=%s tokens",
+            "truncated %d and dropped %d of %d examples over data.max_length=%s tokens",
             *(num_truncated, num_dropped, len(rows), max_length),
         )
     return tuple(examples)
 
 
 def encode_response(messages: Sequence[Message], response: object, prompt_format: PromptFormat) -> SupervisedExample:
-    """The prompt as the policy is fed it, then the response and the end-of-sequence token, which are learned."""
+    """Makes an example of a prompt, as the policy reads it, and a response; response and end token are trained on."""
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
-        raise DataError(f"expected a response of text, found {type(response).__name__}")
+        raise DataError(f"expected text as the response, found {type(response).__name__}; correct the row")
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
     if prompt_format.apply_chat_template:
         text = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
         prompt_ids, response_ids = encode_rendered(tokenizer, [prompt_format.text(messages), text])
-    else:  # both are fed as they are
+    else:
         [prompt_ids], [response_ids] = prompt_format.encode([messages]), encode_rendered(tokenizer, [response])
     response_ids = [*response_ids, tokenizer.eos_token_id]
     return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
 
 
 def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat) -> SupervisedExample:
-    """A conversation of which every assistant turn is learned, with the token that ends it.
+    """Makes an example of a conversation; every assistant turn, with its end token, is trained on.
 
-    The mask is the template's own where it has `{% generation %}` marks. Otherwise a turn begins where the messages
-    before it, rendered with the generation prompt, end; and it ends with the first eos token after that. Raises:
-    DataError if the template rewrites earlier turns, or there is nothing to learn.
+    The mask comes from the template's `{% generation %}` marks, if it has any. Otherwise a turn begins at the end of
+    the earlier messages rendered with the generation prompt, and ends with the next eos token.
+    Raises: DataError if the template rewrites earlier turns, or if there is no assistant text.
     """
     if not prompt_format.apply_chat_template:
         raise DataError("a list of messages needs a chat template; set data.apply_chat_template=true")
@@ -103,7 +107,10 @@ def encode_conversation(messages: Sequence[Message], prompt_format: PromptFormat
     marked = encode_marked_chat(prompt_format.tokenizer, messages, chat_template_kwargs=kwargs)
     input_ids, loss_mask = marked or _encode_by_prefix(messages, prompt_format)
     if not any(loss_mask):
-        raise DataError(f"no assistant text to learn in messages of roles ({roles(messages)})")
+        raise DataError(
+            f"the messages (roles {roles(messages)}) have no assistant text to train on; correct the row, or exclude "
+            "it (data.filter)"
+        )
     return SupervisedExample(tuple(input_ids), tuple(loss_mask))
 
 
@@ -122,8 +129,8 @@ def _encode_by_prefix(messages: Sequence[Message], prompt_format: PromptFormat) 
     def position_after(prefix: str) -> int:
         if not text.startswith(prefix):
             raise DataError(
-                "the chat template rewrites earlier turns, so what each assistant turn learned cannot be "
-                "told; use a template with {% generation %} marks, or make each assistant turn the last of its own row"
+                "the chat template rewrites earlier turns, so the tokens of assistant turns cannot be found; use a "
+                "template with {% generation %} marks, or rows with one assistant turn, at the end"
             )
         return _common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)
 
@@ -132,13 +139,13 @@ def _encode_by_prefix(messages: Sequence[Message], prompt_format: PromptFormat) 
     for number, start, limit in zip(turns, starts, [*starts, len(input_ids)][1:], strict=True):
         if tokenizer.eos_token_id in input_ids[start:limit]:
             end = input_ids.index(tokenizer.eos_token_id, start) + 1
-        else:  # the template closes a turn with something else
+        else:  # the template closes a turn with another token
             end = position_after(render(messages[: number + 1], False))
         loss_mask[start:end] = [1] * (end - start)
     return input_ids, loss_mask
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the leading ids that agree: fewer than a prefix has where the tokenizer merges across its end."""
+    """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))

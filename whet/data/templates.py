@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own jinja templates, in the sandbox that chat templates have too, and within limits of time and memory."""
+"""Jinja templates of the user, rendered in jinja's sandbox and within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from whet.limits import bounded, cause
 
 
 class Template:
-    """The template that the config key `key` holds, or the `.jinja` file that it names.
+    """The template in the config key `key`, or in the `.jinja` file that it names.
 
-    Raises: DataError for a file that is missing or not UTF-8, and for a mistake in the template."""
+    Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
 
     def __init__(self, key: str, text: str) -> None:
         self.key = key
@@ -29,15 +29,16 @@ class Template:
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{key}: {text} cannot be read: {error}; save it as UTF-8") from error
         try:
-            with bounded():  # constants are computed here
+            with bounded():  # compiling evaluates constant expressions
                 self._compiled = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{key}: line {error.lineno}: {error.message}") from error
-        except Exception as error:  # what Python says of the code that jinja makes
+        except Exception as error:  # errors of Python in the code that jinja generates
             raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Returns the text for the fields of one row.  Raises: DataError, also over the limits of `whet.limits`."""
+        """Renders the template for the fields of one row.  Raises: DataError, also beyond the limits of
+        `whet.limits`."""
         try:
             with bounded():
                 return self._compiled.render(fields)
