@@ -56,7 +56,7 @@ def test_a_model_that_is_a_config_alone_is_planned(
     assert made["checkpoint_bytes"] == pytest.approx(12 * weights, rel=1e-6)
     assert made["tokens_per_step"] == {"prompt": 64, "response": 128}
     assert set(made["seconds_per_step"]) == {"rollout", "actor update"}
-    assert any("no data is named" in note for note in made["notes"])
+    assert any("data.train_files is empty" in note for note in made["notes"])
     assert not (tmp_path / "run").exists()
 
 
@@ -71,7 +71,7 @@ def test_tables_and_what_train_would_refuse(
     assert lines[0].startswith("actor: 402 k parameters")
     assert any(line.startswith("actor: weights ") and line.count("1.5 MiB") == 2 for line in lines)
     assert any(line.startswith("memory: about ") and line.endswith("it fits") for line in lines)
-    assert "2 prompts of 5 tokens, the longest has 6" in lines
+    assert "2 prompts of 5 tokens on average, the longest has 6" in lines
     assert "`whet train` would refuse this config:" in lines and any(
         "data.val_files is empty" in line for line in lines
     )

@@ -103,7 +103,7 @@ SECTIONS_AND_REFUSALS = [
     ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode: no aggregation is called 'token-maen'; did"),
     (
         "algorithm: {loss_agg_mode: 'mine.py:with_options'}",
-        "algorithm.loss_agg_mode=mine.py:with_options has a parameter 'token_level_rewards'; an aggregation may have val",
+        "algorithm.loss_agg_mode=mine.py:with_options has a parameter 'token_level_rewards'; an aggregation may have ",
     ),
     ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high'; expected true or false"),
     ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options: policy loss 'ppo_clip' has no option 'clip'"),

@@ -30,7 +30,7 @@ def test_what_does_not_fit_has_its_finding() -> None:
     )
     assert findings(report) == [
         ("ok", "resources", "10.0.0.2 (8 CPUs, 2 GPUs)", ""),
-        ("problem", "python", "3.11.9", "3.11.7 is used here: install the same"),
+        ("problem", "python", "3.11.9", "this machine has 3.11.7: install the same version"),
         ("ok", "whet", "0.1.0", ""),
         ("problem", "torch", "not installed", "install torch 2.13.0, which is used here"),
         ("problem", "disk", "/tmp, 300 MiB free", "make room"),

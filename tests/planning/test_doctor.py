@@ -36,7 +36,7 @@ def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extr
     wrong = doctor._package(old)
     assert (wrong.status, wrong.advice) == ("problem", "whet needs torch>=999: install that")
     extra = doctor._extra("ray", [absent])
-    assert (extra.status, extra.advice) == ("note", f"{pip_install('ray')} if you want it")
+    assert (extra.status, extra.advice) == ("note", f"optional: {pip_install('ray')}")
     assert doctor._extra("x", [old]).status == "note"
 
 
@@ -45,13 +45,13 @@ def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["rollout.engine.name=hf"].found == "cannot run: no-such-package>=1 is not installed"
     monkeypatch.setattr(doctor, "_compiler", lambda: None)
     native = by_name(list(doctor._engines({})))["rollout.engine.name=native"]
-    assert native.status == "note" and "no C++ compiler" in native.found
+    assert native.status == "note" and "there is no C++ compiler" in native.found
 
 
 def test_a_place_that_cannot_be_written_to_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_writable", lambda folder: folder != tmp_path)
     runs = by_name(list(doctor._places(tmp_path / "run")))["runs"]
-    assert (runs.status, runs.found) == ("problem", f"{tmp_path / 'run'} cannot be written to")
+    assert (runs.status, runs.found) == ("problem", f"{tmp_path / 'run'} is not writable")
     assert runs.advice == "choose another place with trainer.run_dir"
 
 
@@ -70,5 +70,5 @@ def test_threads_that_hold_the_processor_while_they_wait_are_a_note(monkeypatch:
     monkeypatch.delenv(POLICY)
     yield_soon()
     assert by_name(list(doctor._processor()))["threads"] == Finding(
-        "threads", "give the processor back soon while they wait (GOMP_SPINCOUNT=10000, KMP_BLOCKTIME=1)"
+        "threads", "waiting threads release the processor soon (GOMP_SPINCOUNT=10000, KMP_BLOCKTIME=1)"
     )

@@ -49,7 +49,7 @@ def test_a_run_that_needs_more_memory_than_there_is_does_not_start(
         train(config, reward=length, data=additions)
     first, *advice, last = str(error.value).splitlines()
     untouched = plan_memory(build.setup(config, [len(row["prompt"]) for row in additions])).untouched_bytes
-    assert untouched and f"; not counted {size(untouched)} of the KV cache, reserved" in first
+    assert untouched and f"; without {size(untouched)} of the KV cache that are reserved" in first
     assert "in its actor update (" in first and first.endswith("and the machine's memory has 4.0 MiB free")
     assert any("model.gradient_checkpointing=true saves " in line for line in advice)
     assert advice[-1].endswith("take a smaller model, or a machine with more memory")
@@ -75,7 +75,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
     needed = plan_memory(setup).checkpoint_bytes
     monkeypatch.setattr(fit, "free_disk", lambda path: needed - 1)
     with pytest.raises(
-        ConfigError, match=r"a checkpoint takes about .* free; make room, choose another trainer\.run_dir"
+        ConfigError, match=r"a checkpoint needs about .* free; free disk space, choose another trainer\.run_dir"
     ):
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
     monkeypatch.setattr(fit, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
@@ -121,7 +121,7 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
     with pytest.raises(ConfigError) as error:
         check_fits(setup, tmp_path, lambda other: build.setup(other, [16]))
     first, *advice, _ = str(error.value).splitlines()
-    assert first.startswith(f"this run needs about {size(device.needed)} of memory in its ")
+    assert first.startswith(f"this run needs about {size(device.needed)} of memory in the phase ")
     assert "and each accelerator has" in first
     assert [each for each in advice if "cluster" in each] == []
     named = list(fit._candidates(setup, device))

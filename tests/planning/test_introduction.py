@@ -32,7 +32,7 @@ def test_the_first_lines_of_a_run(train_config: MakeConfig, caplog: pytest.LogCa
         ]
     )
     assert data == "7,000 prompts to train on, 12 to validate on; 2 steps of 4 prompts x 4 responses, 1 done"
-    assert time.startswith("about ") and time.endswith(" an estimate, good to a factor of two")
+    assert time.startswith("estimated total time: ") and time.endswith("(accurate to a factor of two)")
 
 
 def test_the_share_that_an_adapter_is(train_config: MakeConfig) -> None:

@@ -16,11 +16,11 @@ from whet.engines.role import RoleSettings
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import model_outputs
-from whet.planning.outline import Outline, Row, columns
+from whet.planning.outline import Outline, RowLength, columns
 from whet.planning.tensor_bytes import TensorBytes
 from whet.trainers.workers import TrainWorker
 
-ROWS = [Row(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]
+ROWS = [RowLength(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]
 
 
 def settings(folder: Path, **changed: object) -> RoleSettings:
@@ -28,7 +28,7 @@ def settings(folder: Path, **changed: object) -> RoleSettings:
 
 
 def test_rows_become_a_batch() -> None:
-    batch = columns([Row(7, 1, 2), Row(8, 2, 1)])
+    batch = columns([RowLength(7, 1, 2), RowLength(8, 2, 1)])
     assert batch["input_ids"].tolist() == [[0, 7, 7, 7], [8, 8, 8, 0]]
     assert batch["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 2]]
     assert batch["response_mask"].tolist() == [[1, 1], [1, 0]]

@@ -33,7 +33,7 @@ def test_off_the_terminal_a_long_phase_is_a_line_now_and_then_and_one_at_its_end
         for seconds in range(1, 45):
             clock.now += 1.0
             counted(seconds, 44)
-            shown.look()
+            shown.refresh()
     assert written.getvalue().splitlines() == [
         "validation, rollout: 10/44, 0:10, about 0:34 left",
         "validation, rollout: 20/44, 0:20, about 0:24 left",
@@ -48,14 +48,14 @@ def test_what_is_short_is_not_shown_and_the_phases_of_a_step_are_only_after_a_mi
         with phase("reading data"):
             clock.now += 1.0
             counted(1, 1)
-            shown.look()
+            shown.refresh()
         with phase("time/step"), phase("time/rollout"):
             clock.now += 59.0
             counted(1, 3)
-            shown.look()
+            shown.refresh()
             assert written.getvalue() == ""
             clock.now += 1.0
-            shown.look()
+            shown.refresh()
     assert written.getvalue() == "rollout: 1/3, 1:00, about 2:00 left\n"
 
 
@@ -66,7 +66,7 @@ def test_counts_of_an_outer_phase_go_before_those_of_an_inner_one_and_notes_are_
         clock.now += 12.0
         with phase("sampling"):
             counted(3, 128)
-            shown.look()
+            shown.refresh()
     assert written.getvalue().splitlines()[0] == "answers: 128/1319, 0:12, about 1:52 left, 12 tokens/s"
 
 
@@ -75,16 +75,16 @@ def test_on_a_terminal_a_bar_is_drawn_after_two_seconds_and_goes_away_with_its_p
     with watching(shown.phase, shown.count), phase("time/step"):
         with phase("time/rollout"):
             clock.now += 1.9
-            shown.look()
+            shown.refresh()
             assert written.getvalue() == ""
             counted(5, 20)
             clock.now += 0.1
-            shown.look()
+            shown.refresh()
             assert "rollout" in written.getvalue() and "5/20, 0:02, about 0:06 left" in written.getvalue()
         assert written.getvalue().rstrip().endswith("\x1b[2K")  # the bar's line is cleared
         drawn = written.getvalue()
         clock.now += 60.0
-        shown.look()  # between phases of a step there is nothing to show
+        shown.refresh()  # between phases of a step there is nothing to show
     assert written.getvalue() == drawn
 
 
@@ -96,4 +96,4 @@ def test_a_thread_looks_by_itself() -> None:
         while not written.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
     assert written.getvalue() == "loading models: 0:20\n"
-    assert long_phases.LOOK_SECONDS < long_phases.LONG_SECONDS
+    assert long_phases.REFRESH_SECONDS < long_phases.LONG_SECONDS

@@ -165,10 +165,10 @@ def test_a_service_that_lacks_steps_of_a_resumed_run_is_told_them_from_its_files
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (refuses, r"trainer\.logger=wandb does not start \(ValueError: project names end in a letter\); mend its"),
+        (refuses, r"trainer\.logger=wandb does not start \(ValueError: project names end in a letter\); correct its"),
         (exits, r"trainer\.logger=wandb does not start \(RuntimeError: SystemExit\('no key, no entry'\)\)"),
         (advises, "^set THE_KEY$"),
-        (never_starts, r"trainer\.logger=wandb does not start \(no answer in 0 s\)"),
+        (never_starts, r"trainer\.logger=wandb does not start \(no response in 0 s\)"),
     ],
 )
 def test_what_does_not_start_is_refused_and_the_others_are_closed(
@@ -204,5 +204,5 @@ def test_a_service_that_hangs_holds_up_neither_steps_nor_the_end(
     tracker.close()
     assert time.monotonic() - started < 10
     assert [record.message for record in caplog.records] == [
-        "wandb has not taken everything within 0 s; it is left behind"
+        "wandb did not finish within 0 s; its last metrics may be missing"
     ]

@@ -200,7 +200,7 @@ def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
 
 
 def listed(items: Any) -> list[Any]:
-    """All items of an iterable, or of a data set with `__len__` and `__getitem__`, as a list.  Raises: DataError."""
+    """Lists the items of an iterable, or of a data set with `__len__` and `__getitem__`.  Raises: DataError."""
     try:
         if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             return [items[index] for index in range(len(items))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a Ray cluster, compared with this one."""
+"""`whet doctor --cluster`: compares the nodes of a Ray cluster with this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ APART_SECONDS = 1.0
 
 
 def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str, list[Finding]]:
-    """A section for the cluster and one for each node."""
+    """Checks the cluster: a section for the cluster and one for each node."""
     try:
         from whet.controller.ray.survey import survey, versions
     except ModuleNotFoundError:
         return {"cluster": [Finding("Ray", "not installed", pip_install("ray"), is_problem=True)]}
     place = existing(run_dir.expanduser().absolute())
     with tempfile.NamedTemporaryFile(dir=place, prefix=".whet-doctor-") as marker:
-        paths = {marker.name: f"{place}, where runs are written"}
+        paths = {marker.name: f"{place}, the folder of runs"}
         model = config.model.path
         if model is not None and Path(model).expanduser().is_dir():
             paths[str(Path(model).expanduser().resolve())] = f"model.path={model}"
@@ -49,29 +49,30 @@ def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str,
 
 
 def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
-    """Yields the findings of one node, against the versions here; `paths` describe the files that it was asked for."""
+    """Yields the findings of one node: its versions compared with those `here`, whether it has the files `paths`."""
     if report.failure:
         is_alive = report.node.is_alive
-        advice = "look at the log of its raylet" if is_alive else "`ray status` may say why"
+        advice = "read the log of its raylet" if is_alive else "`ray status` may have the reason"
         yield Finding("node", report.failure, advice, is_problem=is_alive)
         return
     yield Finding("resources", str(report.node))
     for name, wanted in here.items():
         found = report.versions.get(name)
         if found is None:
-            yield Finding(name, "not installed", f"install {name} {wanted}, which is used here", is_problem=True)
+            yield Finding(name, "not installed", f"install {name} {wanted}, as on this machine", is_problem=True)
         else:
-            advice = "" if found == wanted else f"{wanted} is used here: install the same"
+            advice = "" if found == wanted else f"this machine has {wanted}: install the same version"
             yield Finding(name, found, advice, is_problem=True)
     folder, free = report.temporary
-    yield Finding("disk", f"{folder}, {size(free)} free", "make room" if free < LITTLE_DISK else "", is_problem=True)
+    advice = "free disk space" if free < LITTLE_DISK else ""
+    yield Finding("disk", f"{folder}, {size(free)} free", advice, is_problem=True)
     for path, seen in zip(paths, report.seen, strict=True):
-        advice = "" if seen else "put it on a file system that all nodes see under this path"
-        yield Finding("files", path if seen else f"{path}: not there", advice, is_problem=True)
-    apart = "times in logs do not fit together: set it by NTP" if abs(report.clock_seconds) > APART_SECONDS else ""
-    yield Finding("clock", f"{report.clock_seconds:+.3f} s against this one", apart)
+        advice = "" if seen else "put it on a file system that all nodes have under this path"
+        yield Finding("files", path if seen else f"{path}: not found", advice, is_problem=True)
+    apart = "times in logs will not match: synchronise it by NTP" if abs(report.clock_seconds) > APART_SECONDS else ""
+    yield Finding("clock", f"{report.clock_seconds:+.3f} s relative to this machine", apart)
     for address, why in report.unreached.items():
-        advice = "open all ports between the nodes: workers connect on free ones"
+        advice = "open all ports between the nodes: workers use any free port"
         yield Finding("network", f"no connection to {address}: {why}", advice, is_problem=True)
     if not report.unreached:
         yield Finding("network", "connects to every other node")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about this machine and installation, without loading a model."""
+"""`whet doctor`: checks the machine and the installation, without loading a model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**3
 
 @dataclass(frozen=True)
 class Finding:
-    """A thing that was looked at; with advice it is not as it should be."""
+    """The result of a check. Advice means that something should be changed."""
 
     what: str
     found: str
     advice: str = ""
-    is_problem: bool = False  # where there is advice: what runs need, else a note
+    is_problem: bool = False  # with advice: True if runs need the change, False for a note
 
     @property
     def status(self) -> Literal["ok", "note", "problem"]:
@@ -45,7 +45,7 @@ class Finding:
 
 
 def examine(run_dir: Path) -> dict[str, list[Finding]]:
-    """Everything by section."""
+    """Runs all checks; returns the findings by section."""
     requirements = _requirements()
     return {
         "python": list(_python()),
@@ -64,19 +64,19 @@ def _python() -> Iterator[Finding]:
     try:
         yield Finding("whet", f"{metadata.version('whet')} in {folder}")
     except metadata.PackageNotFoundError:
-        advice = "what it needs cannot be compared with what is there: pip install -e ."
+        advice = "its requirements cannot be checked: pip install -e ."
         yield Finding("whet", f"{folder}, not installed", advice)
     found = f"{platform.python_version()} on {platform.platform()} ({sys.executable})"
     old = "whet needs Python 3.11 or newer" if sys.version_info < OLDEST_PYTHON else ""
     yield Finding("python", found, old, is_problem=True)
     encoding = locale.getpreferredencoding(False)
-    plain = "texts that are not ASCII may fail to be written: set PYTHONUTF8=1"
+    plain = "writing text that is not ASCII may fail: set PYTHONUTF8=1"
     is_plain = encoding.lower().replace("-", "") != "utf8"
     yield Finding("encoding", encoding, plain if is_plain else "", is_problem=True)
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """The requirements of whet by extra; under "" those of every installation."""
+    """The requirements of whet by extra; those of every installation under ""."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires("whet") or []
@@ -107,10 +107,10 @@ def _package(requirement: Requirement) -> Finding:
 def _extra(name: str, wanted: list[Requirement]) -> Finding:
     versions = {each.name: _version(each) or "" for each in wanted}
     if not all(versions.values()):
-        return Finding(name, "not installed", f"{pip_install(name)} if you want it")
+        return Finding(name, "not installed", f"optional: {pip_install(name)}")
     wrong = [each for each in wanted if not each.specifier.contains(versions[each.name], prereleases=True)]
     shown = ", ".join(f"{each} {version}" for each, version in versions.items())
-    return Finding(name, shown, f"whet knows {_plain(wrong[0])}" if wrong else "")
+    return Finding(name, shown, f"whet is tested with {_plain(wrong[0])}: install that" if wrong else "")
 
 
 def _plain(requirement: Requirement) -> str:
@@ -118,7 +118,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
-    """Engines that a config can name. An engine with an extra of its name runs where that is installed."""
+    """Checks the engines that a config can name. An engine with an extra of its name needs that extra."""
     for what, names in (
         ("rollout.engine.name", ROLLOUT_ENGINES.names()),
         ("engine.name", ENGINES.names()),
@@ -130,7 +130,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
             if absent:
                 yield Finding(f"{what}={name}", f"cannot run: {', '.join(absent)} is not installed", pip_install(name))
             elif slow:
-                why = "runs, several times slower than it could: no C++ compiler"
+                why = "can run, but several times slower: there is no C++ compiler"
                 yield Finding(f"{what}={name}", why, "install g++ or clang++, or set CXX")
             else:
                 yield Finding(f"{what}={name}", "can run")
@@ -144,20 +144,20 @@ def _processor() -> Iterator[Finding]:
     import torch
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    idle = f"torch leaves {usable - threads} of them idle: unset OMP_NUM_THREADS" if threads < usable else ""
+    idle = f"torch does not use {usable - threads} of them: unset OMP_NUM_THREADS" if threads < usable else ""
     yield Finding("processors", f"{usable}, torch uses {threads} threads", idle)
     spins = spinning()
     if spins and "ACTIVE" not in spins:
-        yield Finding("threads", f"give the processor back soon while they wait ({spins})")
+        yield Finding("threads", f"waiting threads release the processor soon ({spins})")
     else:
-        slow = f"beside other work two may be ten times slower than one: unset {POLICY}"
-        yield Finding("threads", f"hold the processor while they wait ({spins or 'as OpenMP comes'})", slow)
+        slow = f"with other programs running, two threads may be ten times slower than one: unset {POLICY}"
+        yield Finding("threads", f"waiting threads keep the processor busy ({spins or 'the default of OpenMP'})", slow)
     has_bfloat16 = _flags() & {"avx512_bf16", "amx_bf16", "bf16"}
-    products = f"bfloat16 products by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 products"
-    advice = "" if has_bfloat16 else "on this processor model.dtype=float32 is usually faster"
+    products = f"bfloat16 by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 instructions"
+    advice = "" if has_bfloat16 else "model.dtype=float32 is usually faster on this processor"
     yield Finding("instructions", f"{torch.backends.cpu.get_cpu_capability()}, {products}", advice)
     found = _compiler()
-    advice = "" if found else "kernels and compiled engines need one: install g++ or clang++"
+    advice = "" if found else "kernels and compile=true need a C++ compiler: install g++ or clang++"
     yield Finding("C++ compiler", found or "none", advice)
 
 
@@ -172,10 +172,10 @@ def _flags() -> set[str]:
 def _memory() -> Iterator[Finding]:
     free, total = free_memory(), total_memory()
     if free is None:
-        yield Finding("memory", "this system does not say")
+        yield Finding("memory", "unknown: this system does not report it")
     else:
         found = f"{size(free.bytes)} free by {free.bound}" + (f", of {size(total)}" if total else "")
-        yield Finding("memory", found, "end other programs" if free.bytes < LITTLE_MEMORY else "", is_problem=True)
+        yield Finding("memory", found, "close other programs" if free.bytes < LITTLE_MEMORY else "", is_problem=True)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -188,8 +188,8 @@ def _gpus() -> Iterator[Finding]:
             name = torch.cuda.get_device_name(index)
             yield Finding(f"GPU {index}", f"{name}, {size(free)} of {size(total)} free ({build})")
     elif shutil.which("nvidia-smi"):
-        advice = "install a torch that is built for the driver's CUDA: pytorch.org/get-started"
-        yield Finding("GPU", f"one is here, and torch cannot use it ({build})", advice)
+        advice = "install a build of torch for the driver's CUDA version: pytorch.org/get-started"
+        yield Finding("GPU", f"there is one, but torch cannot use it ({build})", advice)
     else:
         yield Finding("GPU", f"none; models run on the processor ({build})")
 
@@ -199,7 +199,7 @@ def _limits() -> Iterator[Finding]:
     yield Finding("open files", str(files), f"ulimit -n {FEW_FILES}" if 0 <= files < FEW_FILES else "")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total
-        advice = "other libraries' workers may need more: docker run --shm-size=1g"
+        advice = "workers of other libraries may need more: docker run --shm-size=1g"
         yield Finding("/dev/shm", size(total), advice if total <= SMALL_SHM else "")
 
 
@@ -215,15 +215,15 @@ def _places(run_dir: Path) -> Iterator[Finding]:
         path = path.expanduser().absolute()
         if _writable(existing(path)):
             free = free_disk(path)
-            advice = f"make room, or {_elsewhere(what)}" if free < LITTLE_DISK else ""
+            advice = f"free disk space, or {_elsewhere(what)}" if free < LITTLE_DISK else ""
             yield Finding(what, f"{path}, {size(free)} free", advice, is_problem=True)
         else:
-            yield Finding(what, f"{path} cannot be written to", _elsewhere(what), is_problem=True)
+            yield Finding(what, f"{path} is not writable", _elsewhere(what), is_problem=True)
 
 
 def _elsewhere(what: str) -> str:
     keys = {"runs": "trainer.run_dir", "Hugging Face cache": "HF_HOME", "whet's cache": "WHET_CACHE"}
-    return f"choose another place with {keys.get(what, 'TMPDIR')}"
+    return f"set {keys.get(what, 'TMPDIR')} to another folder"
 
 
 def _writable(folder: Path) -> bool:

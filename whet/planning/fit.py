@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a run fits into memory and onto the disk, and what to change where it does not."""
+"""Checks whether a run fits into memory and onto the disk, and finds settings that reduce what it needs."""
 
 from __future__ import annotations
 
@@ -28,43 +28,45 @@ from whet.planning.units import size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
-ANYWAY = "WHET_START_ANYWAY"  # set in the environment: a run that does not fit by the estimate starts all the same
+ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it does not fit by the estimate
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory in one place: what a run needs of it, and what is free; None where nothing says."""
+    """The memory of the host or of an accelerator: bytes that a run needs, and bytes that are free (None: unknown)."""
 
     name: str
     needed: int
-    tensors: int  # without what is estimated on top
+    tensors: int  # bytes of tensors alone, without the estimate for process and allocator
     free: int | None
-    memory: Memory  # of the process that needs most there
+    memory: Memory  # the plan of the process that needs most of it
     on_device: bool = False
-    processes: int = 1  # that share it
+    processes: int = 1  # number of processes that share it
 
     @property
     def fits(self) -> bool:
-        """True where it fits, as far as that is known."""
+        """Tells whether the run fits, as far as that is known."""
         return self.free is None or self.needed <= self.free
 
     @property
     def share(self) -> float:
-        """Share of what is free."""
+        """The needed bytes as a fraction of the free ones."""
         return 0.0 if self.free is None else self.needed / max(1, self.free)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that makes a run smaller, and what it needs then in the place that is short."""
+    """A setting that reduces memory: the bytes that the run then needs, and the bytes that it saves."""
 
-    override: str  # as on the command line
+    override: str  # in command line syntax
     needed_bytes: int
     saved_bytes: int
 
 
 def rooms(setup: Setup) -> list[Room]:
-    """The host, for all processes on it, and an accelerator for each pool.  Raises: ModelError."""
+    """The host memory, for all processes on a node, and the memory of an accelerator for each pool.
+
+    Raises: ModelError."""
     cluster, free = setup.config.cluster, free_memory()
     plans = {name: plan_memory(setup, name) for name in cluster.pools}
     counts = {name: -(-pool.processes // cluster.nnodes) for name, pool in cluster.pools.items()}
@@ -87,12 +89,11 @@ def rooms(setup: Setup) -> list[Room]:
 
 
 def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> None:
-    """Refuses a run that needs more memory or disk than there is, before its models are loaded.
+    """Checks that a run fits into memory and onto the disk, before its models are loaded.
 
-    `reclaimed_bytes` of the disk are free once it has started.
-
-    Small runs on large machines are not planned in detail: a bound that is quickly computed says enough.
-    Raises: ConfigError with the numbers, what to change, and how to start anyway.
+    `reclaimed_bytes` of the disk become free at the start of the run. A run that an upper bound, which is fast to
+    compute, shows to be small is not planned in detail.
+    Raises: ConfigError with the numbers, the settings that reduce them, and how to start anyway.
     """
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return
@@ -108,17 +109,17 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
                 raise ConfigError(_too_much_memory(setup, room, replan))
             if room.free is not None and room.needed > 0.8 * room.free:
                 log.warning(
-                    "this run needs about %s of memory, and %s has %s free; `whet plan` shows what takes it",
+                    "this run needs about %s of memory, and %s has %s free; `whet plan` shows the parts",
                     *(size(room.needed), room.name, size(room.free)),
                 )
-    except ModelError as error:  # loading the model will say so
+    except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
         return
     _check_disk(setup, run_dir, free_disk(run_dir) + reclaimed_bytes)
 
 
 def upper_bound(setup: Setup) -> int:
-    """More bytes than a run takes in one process, without looking at its passes one operator at a time."""
+    """An upper bound on the bytes of one process, from formulas, without tracing the passes."""
     config, total = setup.config, 0
     for name, model in setup.outlines.items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
@@ -141,8 +142,8 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """Settings that save a fiftieth or more in a room, those that save most first, and last all of them together;
-    each is planned anew."""
+    """Settings that save at least 2 % of a room, largest saving first, then all of them together. The saving is that of
+    a new plan with the setting."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -158,7 +159,7 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
 
 
 def changed(config: TrainConfig | SFTConfig, values: Mapping[str, Any]) -> TrainConfig | SFTConfig:
-    """The config with other values under dotted keys."""
+    """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -170,7 +171,7 @@ def changed(config: TrainConfig | SFTConfig, values: Mapping[str, Any]) -> Train
 
 
 def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
-    """Settings that may make the run smaller, by the override that a user would write."""
+    """Settings that may reduce memory, by their override in command line syntax."""
     config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
     found: list[tuple[bool, str, Any]] = [
         (not model.gradient_checkpointing, "model.gradient_checkpointing", True),
@@ -179,7 +180,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
     ]
     for name in setup.roles:
         section = name.partition(":")[0]
-        section = "ref." if section == "teacher" else f"{section}."  # which engine reads a teacher
+        section = "ref." if section == "teacher" else f"{section}."  # teachers use the engine of ref
         key = f"{section if isinstance(config, TrainConfig) else ''}engine.name"
         whole = spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
         found += [(whole and spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()]
@@ -216,26 +217,26 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
     parts = sorted(items, key=lambda item: -item.by_phase.get(phase, 0))
     largest = ", ".join(f"{part.name} {size(part.by_phase[phase])}" for part in parts[:4] if phase in part.by_phase)
     if memory.untouched_bytes:
-        largest += f"; not counted {size(memory.untouched_bytes)} of the KV cache, reserved and never written to"
+        largest += f"; without {size(memory.untouched_bytes)} of the KV cache that are reserved but never written"
     lines = [
-        f"this run needs about {size(room.needed)} of memory in its {phase} ({largest}), "
-        f"and {room.name} has {size(room.free or 0)} free",
+        f"this run needs about {size(room.needed)} of memory in the phase {phase} ({largest}), "
+        f"but {room.name} has {size(room.free or 0)} free; change some of these settings:",
         *advice(changes(setup, room, replan), room.free or 0),
-        f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts all the same",
+        f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts the run anyway",
     ]
     return "\n".join(lines)
 
 
 def advice(found: list[Change], free: int) -> list[str]:
-    """A line for each change, and what to do where none of them is enough."""
+    """A line for each change, and advice if none of them is enough."""
     lines = [
         f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.needed_bytes <= free else "")
         for each in found
     ]
     if not any(each.needed_bytes <= free for each in found):
         least = min((each.needed_bytes for each in found), default=None)
-        still = "nothing here saves much" if least is None else f"even then it needs {size(least)}"
-        lines.append(f"- {still}: take a smaller model, or a machine with more memory")
+        still = "no setting saves much" if least is None else f"even then the run needs {size(least)}"
+        lines.append(f"- {still}: use a smaller model, or a machine with more memory")
     return lines
 
 
@@ -244,11 +245,11 @@ def _check_disk(setup: Setup, run_dir: Path, free: int) -> None:
     limit = setup.config.trainer.save_limit
     if needed > free:
         raise ConfigError(
-            f"a checkpoint takes about {size(needed)}, and {run_dir} has {size(free)} free; make room, choose another "
-            f"trainer.run_dir, or set {ANYWAY}=1 in the environment to start all the same"
+            f"a checkpoint needs about {size(needed)}, but {run_dir} has {size(free)} free; free disk space, choose "
+            f"another trainer.run_dir, or set {ANYWAY}=1 in the environment to start anyway"
         )
     if limit is not None and needed * (limit + 1) > free:  # a new one is written before the oldest is deleted
         log.warning(
-            "%d checkpoints and the next one take about %s, and %s has %s free; lower trainer.save_limit",
+            "%d checkpoints and the next one need about %s, but %s has %s free; lower trainer.save_limit",
             *(limit, size(needed * (limit + 1)), run_dir, size(free)),
         )

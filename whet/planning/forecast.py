@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a config to the needs of its run, for `whet plan` and `whet doctor`."""
+"""The forecast of a run from its config (memory, disk, time), for `whet plan` and `whet doctor`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ RECENT = 20  # steps of an earlier run
 
 @dataclass(frozen=True)
 class Forecast:
-    """The needs of a run, and the source of each number."""
+    """The memory, disk and time that a run needs."""
 
     setup: Setup
-    plans: Mapping[str, Memory]  # of a process of each pool
-    rooms: tuple[Room, ...]  # what is needed where
-    changes: tuple[Change, ...]  # where it does not fit
+    plans: Mapping[str, Memory]  # of one process, by pool
+    rooms: tuple[Room, ...]
+    changes: tuple[Change, ...]  # settings that reduce memory, if the run does not fit
     run_dir: Path
     free_disk_bytes: int
     speed: Speed
-    counts: Counts | None  # None without data to count
-    measured: Mapping[str, float]  # seconds by phase of the run in run_dir, if there is one
+    counts: Counts | None  # None if the data cannot be read
+    measured: Mapping[str, float]  # seconds by phase, of an earlier run in run_dir
     notes: tuple[str, ...]
 
     @property
     def tightest(self) -> Room:
-        """The place that has least left."""
+        """The room whose needed bytes are the largest fraction of its free ones."""
         return max(self.rooms, key=lambda room: room.share)
 
     @property
@@ -53,28 +53,28 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Checkpoints at the most: one is written before the oldest is deleted."""
+        """Most bytes of checkpoints: a new one is written before the oldest is deleted."""
         return self.checkpoint_bytes * ((self.setup.config.trainer.save_limit or 1) + 1)
 
     @property
     def fits(self) -> bool:
-        """True where it fits in memory everywhere, as far as that is known."""
+        """Tells whether the run fits into every memory, as far as that is known."""
         return all(room.fits for room in self.rooms)
 
     @property
     def fits_on_disk(self) -> bool:
-        """Its checkpoints, in run_dir."""
+        """Tells whether the checkpoints fit onto the disk of run_dir."""
         return self.disk_bytes <= self.free_disk_bytes
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, as measured in run_dir, else estimated; None on an accelerator: its rates are unknown."""
+        """Seconds of a step, measured in run_dir, else estimated; None on an accelerator, whose speed is unknown."""
         estimated = sum(self.speed.seconds.values()) if self.setup.device is None else None
         return self.measured.get("time/step", estimated)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run; None without data to count."""
+        """Seconds of the whole run; None if the data cannot be read."""
         step, counts = self.step_seconds, self.counts
         if step is None or counts is None:
             return None
@@ -84,12 +84,12 @@ class Forecast:
 def forecast(
     config: TrainConfig | SFTConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
 ) -> Forecast:
-    """The plan of a config, by default for this machine, else with an accelerator of that size for each process.
-    `make_setup` is that of the config's trainer.
+    """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
+    process. `make_setup` belongs to the trainer of the config.
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
-        raise ConfigError("model.path is not set; it names a model folder, one with a config.json alone, or a hub name")
+        raise ConfigError("model.path is not set; set it to a model folder (a config.json is enough) or a hub name")
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note = row_lengths(config)
     device = free_accelerator(config.cluster)
@@ -101,10 +101,10 @@ def forecast(
     advised = [] if room.fits else changes(setup, room, lambda other: make_setup(other, lengths))
     measured, response = _earlier_run(run_dir)
     if response is not None:
-        notes.append(f"answers of {response:.0f} tokens, as in the last steps of {run_dir}")
+        notes.append(f"responses have {response:.0f} tokens, as in the last steps of {run_dir}")
     elif isinstance(config, TrainConfig):
         longest = config.data.max_response_length
-        notes.append(f"answers as long as they may be, {longest} tokens: shorter ones cost less")
+        notes.append(f"all responses reach data.max_response_length={longest} tokens: shorter ones need less time")
     counts = None
     if lengths:
         num_val = _num_val(config)
@@ -126,20 +126,20 @@ def forecast(
 
 
 def row_lengths(config: TrainConfig | SFTConfig) -> tuple[list[int], str]:
-    """Returns lengths of some of the data's prompts or examples, where it can be read, and a word about it."""
+    """Returns the lengths of the prompts or examples, empty if the data cannot be read, and a note about them."""
     limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
     if not config.data.train_files:
-        return [], f"no data is named: every row is taken to be as long as it may be, {limit} tokens"
+        return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit"
     try:
         lengths = _read(config, TRAIN)
     except (WhetError, OSError) as error:
-        return [], f"the data cannot be read here ({error}): every row is taken to have {limit} tokens"
+        return [], f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
     what = "examples" if isinstance(config, SFTConfig) else "prompts"
-    return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens, the longest has {max(lengths)}"
+    return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"
 
 
 def _num_val(config: TrainConfig | SFTConfig) -> int:
-    """Prompts or examples of a validation; 0 where there is none, or where it cannot be read here."""
+    """The number of prompts or examples of a validation; 0 without validation, or if the data cannot be read here."""
     if not config.data.val_files or config.trainer.val_freq < 0:
         return 0
     try:
@@ -149,7 +149,7 @@ def _num_val(config: TrainConfig | SFTConfig) -> int:
 
 
 def _read(config: TrainConfig | SFTConfig, key: str) -> list[int]:
-    """Tokens of each prompt or example."""
+    """The number of tokens of each prompt or example."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     if isinstance(config, SFTConfig):
@@ -159,7 +159,7 @@ def _read(config: TrainConfig | SFTConfig, key: str) -> list[int]:
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
-    """Median seconds by phase, and mean length of answers, of the last steps of the run in `run_dir`."""
+    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`."""
     timings, metrics = (_last_lines(run_dir / name) for name in ("timings.jsonl", "metrics.jsonl"))
     names = {name for line in timings for name in line if name.startswith("time/")}
     seconds = {name: median(_numbers(timings, name)) for name in sorted(names) if _numbers(timings, name)}
@@ -174,5 +174,5 @@ def _numbers(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return read_records(path)[-RECENT:]
-    except (WhetError, OSError):  # there is no earlier run, or what it wrote is damaged
+    except (WhetError, OSError):  # no earlier run, or a damaged file
         return []

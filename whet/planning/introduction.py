@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines of a run and of its plan: which model is trained on what, where, and for how long."""
+"""The first lines of a run and of its plan: models, data, steps, devices, estimated time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from whet.planning.speed import measure, plan_speed
 from whet.planning.units import count, duration, plural
 
 log = logging.getLogger(__name__)
-QUICK_SECONDS = 0.02  # for each rate that is measured at the start of a run
+QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Prompts or examples of a run, and its steps."""
+    """Numbers of a run: prompts or examples for training and validation, steps."""
 
     train: int
     val: int
     steps: int
-    first_step: int = 0  # done already
+    first_step: int = 0  # steps that an earlier start of the run has done
 
 
 def introduce(setup: Setup, counts: Counts) -> None:
@@ -35,12 +35,12 @@ def introduce(setup: Setup, counts: Counts) -> None:
     setup = replace(setup, device=free_accelerator(setup.config.cluster))
     try:
         lines = [*model_lines(setup), data_line(setup, counts)]
-        if setup.device is None:  # rates of accelerators are not measured
+        if setup.device is None:  # the speed of accelerators is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.steps, counts.first_step)
-            longest = "" if isinstance(setup.config, SFTConfig) else " if responses are as long as they may be"
-            lines.append(f"about {duration(seconds)} in all{longest}: an estimate, good to a factor of two")
-    except ModelError as error:  # loading the model will say so
+            longest = "" if isinstance(setup.config, SFTConfig) else " if all responses reach their length limit"
+            lines.append(f"estimated total time: {duration(seconds)}{longest} (accurate to a factor of two)")
+    except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
         return
     for line in lines:
@@ -48,11 +48,11 @@ def introduce(setup: Setup, counts: Counts) -> None:
 
 
 def model_lines(setup: Setup) -> Iterator[str]:
-    """A line for each model: its size, what of it is trained, its numbers, its processes and their device."""
+    """Yields a line for each model: size, trained fraction, dtype, processes and their device."""
     config = setup.config
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
     device = (
-        f"the CPU with {plural(torch.get_num_threads(), 'thread')}" if setup.device is None else "an accelerator each"
+        f"the CPU with {plural(torch.get_num_threads(), 'thread')}" if setup.device is None else "one accelerator each"
     )
     for role, model in setup.outlines.items():
         share = model.trained_share if role in setup.objectives else 0.0
@@ -62,7 +62,7 @@ def model_lines(setup: Setup) -> Iterator[str]:
 
 
 def data_line(setup: Setup, counts: Counts) -> str:
-    """The size of the data, and the steps."""
+    """A line with the size of the data, and the steps."""
     config = setup.config
     what, each = ("examples", "") if isinstance(config, SFTConfig) else ("prompts", f" x {config.rollout.n} responses")
     held_out = f", {counts.val:,} to validate on" if counts.val else ""

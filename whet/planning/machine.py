@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free memory of this machine, within the limits of its control groups, and free disk."""
+"""Free memory of this machine (within control groups and `ulimit -v`), of its accelerators, and free disk."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that this process may still take, and what bounds them."""
+    """The bytes that this process can still allocate, and the name of the limit."""
 
     bytes: int
     bound: str
 
 
 def free_memory() -> FreeMemory | None:
-    """The machine's, or less where a control group or `ulimit -v` allows less; None where nothing says."""
+    """The free memory of the machine, of its control groups or within `ulimit -v`, whichever is least; None if
+    unknown."""
     found = [*_machine(), *_control_groups(), *_address_space()]
     return min(found, key=lambda free: free.bytes, default=None)
 
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
-    """The least that one of the accelerators has left; None where the run's processes compute on the host."""
+    """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
     found, ray = devices.count(), cluster.backend == "ray"
     if (ray and not cluster.n_gpus_per_node) or (not ray and found < cluster.world_size):
         return None
@@ -47,7 +48,7 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
 
 
 def total_memory() -> int | None:
-    """Returns the memory of the machine, limits aside."""
+    """Returns the memory of the machine, without limits."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -55,12 +56,12 @@ def total_memory() -> int | None:
 
 
 def free_disk(path: Path) -> int:
-    """Bytes that may be written below `path`, which need not exist yet."""
+    """The free bytes of the disk at `path`, which need not exist yet."""
     return shutil.disk_usage(existing(path)).free
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder of `path` that exists."""
+    """The path itself or its nearest parent that is an existing folder."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if os.path.isdir(each))  # noqa: PTH112  # never raises
 
@@ -74,7 +75,8 @@ def _machine() -> Iterator[FreeMemory]:
 
 
 def _control_groups() -> Iterator[FreeMemory]:
-    """Yields control groups of both versions, this process's own and those above; file pages are returned on demand."""
+    """Yields the free memory of this process's control group and its parents, of both versions. Inactive file pages
+    count as free."""
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
@@ -102,7 +104,7 @@ def _address_space() -> Iterator[FreeMemory]:
 
 
 def _number(path: Path) -> int | None:
-    """Reads a number; None for a file that is not there or says `max`."""
+    """Reads a number from a file; None for a missing file, or for `max`."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run by kind and by phase, from its config and its models' configs alone."""
+"""The memory of a run by kind and by phase, from its config and the configs of its models."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.planning.machine import FreeMemory
-from whet.planning.outline import FLOAT32, Outline, Row
+from whet.planning.outline import FLOAT32, Outline, RowLength
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.rollout.planned import Decoding, Lengths, PlansMemory, RolloutBytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-# Fitted to measured runs: tokenizer, rows, libraries' own memory; and what the heap takes for each byte of tensors,
-# more where sampling between updates leaves holes in it.
+# Fitted to measured runs: memory of tokenizer, rows and libraries; and heap bytes for each byte of tensors, more where
+# sampling between updates fragments the heap.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
-# Not measured yet (`make gpu` does it): an accelerator's libraries on the host and in its own memory, and what its
-# allocator takes for each byte of tensors.
+# Not measured yet (`make gpu` measures it): memory of an accelerator's libraries on the host and on the device, and
+# allocated bytes for each byte of tensors.
 DEVICE_PROCESS_BYTES, DEVICE_BYTES, DEVICE_HEAP = 2 * 2**30, 2**30, 1.1
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one kind by phase; a phase without it is not named."""
+    """Bytes of one kind by phase; phases without such bytes are left out."""
 
     name: str
     by_phase: Mapping[str, int]
@@ -38,11 +38,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Memory:
-    """The plan of one process: items by phase, and what of them is only reserved."""
+    """The memory plan of one process: bytes by item and phase."""
 
     items: tuple[Item, ...]
     phases: tuple[str, ...]
-    untouched_bytes: int  # reserved on the host in every phase, but no memory before it is written to
+    untouched_bytes: int  # reserved on the host but never written, so that the system gives no memory for it
     weights: Mapping[str, int]  # parameters by role
     micro_batch_tokens: Mapping[str, int]  # by trained role
     checkpoint_bytes: int  # on disk
@@ -53,75 +53,75 @@ class Memory:
 
     @property
     def tensor_bytes(self) -> int:
-        """The most that tensors take on the host."""
+        """Peak bytes of tensors on the host."""
         return max(self.total(phase) for phase in self.phases)
 
     @property
     def touched_bytes(self) -> int:
-        """The same without what is reserved and never written to."""
+        """Peak bytes of tensors on the host, without those that are never written."""
         return self.tensor_bytes - self.untouched_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the operating system counts beyond the imports."""
+        """Resident bytes of the process, without those of the imports."""
         heap = HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP
         own = PROCESS_BYTES + (DEVICE_PROCESS_BYTES if self.device_tensor_bytes else 0)
         return own + round(heap * self.touched_bytes)
 
     @property
     def device_tensor_bytes(self) -> int:
-        """The most that tensors take on the accelerator; 0 without one."""
+        """Peak bytes of tensors on the accelerator; 0 without one."""
         return max(self.total(phase, on_device=True) for phase in self.phases)
 
     @property
     def device_bytes(self) -> int:
-        """The same with what the allocator and the libraries take."""
+        """Peak bytes on the accelerator, with those of allocator and libraries."""
         tensors = self.device_tensor_bytes
         return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
 
     def largest_phase(self, *, on_device: bool = False) -> str:
-        """The phase in which tensors take most."""
+        """The phase with the most bytes of tensors."""
         return max(self.phases, key=lambda phase: self.total(phase, on_device=on_device))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A config and what follows from it."""
+    """A config, with its roles, objectives and lengths."""
 
     config: TrainConfig | SFTConfig
-    roles: Mapping[str, RoleSettings]  # those with a model, the actor among them
-    objectives: Mapping[str, Objective]  # the losses of those that are trained
+    roles: Mapping[str, RoleSettings]  # roles with a model
+    objectives: Mapping[str, Objective]  # of the trained roles
     lengths: Lengths
-    passes: tuple[str, ...] = ()  # roles that read a step's rows before the update, once for each time
-    device: FreeMemory | None = None  # of the accelerator that each process has; None where there is none
+    passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
+    device: FreeMemory | None = None  # the accelerator of each process; None on the host
 
     @cached_property
     def outlines(self) -> dict[str, Outline]:
-        """The roles' models in shapes only.  Raises: ModelError."""
+        """The models of the roles, as shapes without numbers.  Raises: ModelError."""
         return {name: Outline(role, self.device is not None) for name, role in self.roles.items()}
 
 
 class _Kept:
-    """Collects bytes by what they are, by phase and by place."""
+    """Collects bytes by name, phase and memory (host or device)."""
 
     def __init__(self, phases: tuple[str, ...], has_device: bool) -> None:
         self.phases, self._has_device = phases, has_device
         self._found: dict[tuple[str, bool], Counter[str]] = {}
 
     def keep(self, name: str, size: int, during: Sequence[str] | None = None, *, on_host: bool = False) -> None:
-        """Counts `size` bytes in some phases, by default in all, on the accelerator where there is one."""
+        """Counts `size` bytes in some phases (by default all), on the accelerator if there is one."""
         phases = self.phases if during is None else during
         if size and phases:
             place = name, self._has_device and not on_host
             self._found.setdefault(place, Counter()).update(dict.fromkeys(phases, size))
 
     def items(self) -> tuple[Item, ...]:
-        """Returns an item for each kind and place."""
+        """Returns an item for each name and memory."""
         return tuple(Item(name, dict(found), there) for (name, there), found in self._found.items())
 
 
 def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
-    """The memory of one process of a pool, by default of the first. Responses are taken to be as long as they may be.
+    """Plans the memory of one process of a pool (by default the first), with all responses at their length limit.
 
     Raises: ModelError."""
     config, cluster = setup.config, setup.config.cluster
@@ -149,7 +149,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
 
 
 def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
-    """Weights, moments and gradients of a model between its passes; in the phases `away` they are off the device."""
+    """Counts weights, moments and gradients of a model; in the phases `away` they are on the host."""
     spread = spread_of(setup, name)
     here = [phase for phase in kept.phases if phase not in away]
     shared = name == "actor" and _samples_from_the_actor(setup)
@@ -160,7 +160,7 @@ def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple
         kept.keep(f"{name}: {what}", part, [phase for phase in kept.phases if phase not in there], on_host=True)
     if spread.shards > 1:
         kept.keep(f"{name}: gathered weights", model.gathered_bytes, [p for p in here if p.endswith("update")])
-    if name in setup.objectives:  # they stay until the role's next update begins
+    if name in setup.objectives:  # gradients stay until the role's next update
         others = [phase for phase in here if phase != f"{name} update"]
         kept.keep(f"{name}: gradients", model.gradient_bytes // spread.shards, others, on_host=spread.on_host)
 
@@ -177,7 +177,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
 
 
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
-    """Counts the memory of sampling: weights of its own, the cache, and a step's logits."""
+    """Counts the memory of sampling: a copy of the weights, the KV cache, the logits of a decode step."""
     config, model = setup.config, setup.outlines["actor"]
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
@@ -192,7 +192,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether a rollout needs no weights of its own: it is beside a whole actor that computes as it does."""
+    """Tells whether the rollout uses the actor's module: same pool, same dtype, no adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
@@ -200,8 +200,9 @@ def _samples_from_the_actor(setup: Setup) -> bool:
     return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
-def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[str]) -> Counter[str]:
-    """Returns the bytes at the height of an update: in its first micro-batch, or the largest that finds gradients."""
+def _update_bytes(model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str]) -> Counter[str]:
+    """Returns the peak bytes of an update: of its first micro-batch, or of the largest later one, which adds to
+    gradients."""
     first, *later = split
     if not later:
         return model.update_bytes(first, needs, accumulates=False)
@@ -212,7 +213,7 @@ def _update_bytes(model: Outline, split: Sequence[list[Row]], needs: frozenset[s
     return taken
 
 
-def _micro_batches(setup: Setup, name: str) -> list[list[Row]]:
+def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
     rows, role = mini_batch(setup.config, name, setup.lengths), setup.roles[name]
     shares = role.forward.packing and role.forward.share_prompts
@@ -225,20 +226,20 @@ def _micro_batches(setup: Setup, name: str) -> list[list[Row]]:
     return [[rows[index] for index in chosen] for chosen in split]
 
 
-def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> list[Row]:
-    """The rows of an optimizer step in one process."""
+def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> list[RowLength]:
+    """The rows of an optimizer step in one process, with their lengths."""
     if isinstance(config, SFTConfig):
         count = -(-config.data.train_batch_size // config.cluster.processes_of("actor"))
-        return [Row(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
+        return [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
     role = config.critic if name == "critic" else config.actor
     prompts = lengths.spread(role.mini_batch_size or config.data.train_batch_size)
-    every = [Row(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
+    every = [RowLength(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
     count = -(-len(prompts) * config.rollout.n // config.cluster.processes_of(name))
     return [row for row in every for _ in range(config.rollout.n)][:count]
 
 
-def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
-    """Tokens of a micro-batch that the model reads."""
+def _tokens(rows: Sequence[RowLength], role: RoleSettings) -> int:
+    """The tokens of a micro-batch in a forward pass."""
     if not role.forward.packing:
         return len(rows) * max(row.tokens for row in rows)
     if not role.forward.share_prompts:
@@ -247,7 +248,7 @@ def _tokens(rows: Sequence[Row], role: RoleSettings) -> int:
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """The spread of a model over its role's processes by the role's engine, or by another one with its defaults."""
+    """The sharding of a model over its role's processes by the role's engine, or by another one with default options."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
@@ -257,7 +258,7 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
-    """The memory of the rollout engine as it tells it; nothing where it cannot tell."""
+    """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     dtype = config.rollout.dtype or config.model.dtype
     decoding = Decoding(rows, config.rollout.n, lengths, token_bytes(model, dtype), int(model.num_hidden_layers))
@@ -270,29 +271,29 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
 
 
 def token_bytes(model: Any, dtype: str) -> int:
-    """Keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
     heads = model.to_dict().get("num_key_value_heads") or model.num_attention_heads
     return int(2 * model.num_hidden_layers * heads * head_size(model) * ITEM_BYTES[dtype])
 
 
 def head_size(model: Any) -> int:
-    """Numbers of one head."""
+    """The size of an attention head."""
     return int(model.to_dict().get("head_dim") or model.hidden_size // model.num_attention_heads)
 
 
 def inner_size(model: Any) -> int:
-    """Numbers of a state between the matrices of a layer's MLP."""
+    """The inner size of a layer's MLP."""
     return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
 
 
 def decoded_together(config: TrainConfig) -> int:
-    """Sequences that one process decodes side by side."""
+    """The number of sequences that one process decodes together."""
     requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes_of("rollout"))
     return min(config.rollout.max_batch_size, requests)
 
 
 def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:
-    """Bytes of a decode or prefill step beside the cache: logits, their softmax and sums, or a layer's states."""
+    """Bytes of a decode or prefill step without the cache: logits with softmax and sums, or the states of a layer."""
     rollout = config.rollout
     item = ITEM_BYTES[rollout.dtype or config.model.dtype]
     logits = decoded_together(config) * bytes_per_logit(rollout, item)
@@ -302,7 +303,7 @@ def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> in
 
 
 def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
-    """Bytes of sampling for each entry of the logits: as they come, in float32, log-softmax, probabilities, sums."""
+    """Bytes of sampling for each logit: the logit, its float32 copy, log-softmax, probabilities, sums."""
     penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
     is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
     is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it
@@ -311,7 +312,7 @@ def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
 
 
 def column_bytes(config: TrainConfig, lengths: Lengths, roles: Mapping[str, object]) -> int:
-    """The step's batch and the mini-batch taken from it."""
+    """Bytes of the batch of a step, and of a mini-batch taken from it."""
     prompts, response = config.data.train_batch_size, lengths.response
     numbers = 7 + 3 * ("critic" in roles) + ("ref" in roles)  # scores, rewards, advantages, log-probs, ...
     step = prompts * config.rollout.n * (8 * (4 * max(lengths.prompts) + 6 * response) + 4 * numbers * response)

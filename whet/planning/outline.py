@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without numbers: what a role's weights take and what one update of them does, from a config alone."""
+"""Outlines: models as shapes without numbers, to count the bytes of weights, optimizer and passes from a config."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
 from whet.planning.tensor_bytes import TensorBytes
 
-FLOAT32 = 4  # bytes of a master weight, of its gradient, and of each moment
+FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
 _PASSES: dict[Hashable, Counter[str]] = {}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a batch in tokens; rows of one `prompt` have the same."""
+class RowLength:
+    """The lengths of a row of a batch, in tokens."""
 
-    prompt: int
+    prompt: int  # number of the prompt: rows of one group have the same
     prompt_tokens: int
     response_tokens: int
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and response."""
+        """The length of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
 class Outline:
-    """A role's model in shapes only."""
+    """The model of a role, as shapes without numbers."""
 
     def __init__(self, role: RoleSettings, on_device: bool = False) -> None:
         self.role, self._mode = role, FakeTensorMode()
@@ -73,12 +73,12 @@ class Outline:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are trained, tied ones once, an adapter's among them."""
+        """Bytes of the weights in their training dtype, with those of an adapter; tied weights count once."""
         return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that an engine that shards weights has whole at once: two layers, and all outside the layers."""
+        """Bytes that a sharding engine gathers at once: two layers, and all weights outside the layers."""
         sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers(body_of(self.model))]
         return self.weight_bytes - sum(sizes) + 2 * max(sizes, default=0)
 
@@ -89,34 +89,34 @@ class Outline:
 
     @property
     def trained_share(self) -> float:
-        """Parameters that are trained, an adapter's too, over those of the model."""
+        """The number of trained parameters (those of an adapter included) divided by that of the model's."""
         return self.gradient_bytes / FLOAT32 / self.num_weights
 
     @property
     def head_weights(self) -> int:
-        """Weights that a token is multiplied with to get its logits; none to speak of in a value model."""
+        """The number of weights of the output head; about 0 in a value model."""
         return 0 if self.role.is_value_model else int(self.config.vocab_size * self.config.hidden_size)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of matrices that every token is multiplied with: of linear layers, without the output."""
+        """The number of weights of linear layers that every token passes, without the output head."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
         return sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients of the weights that are trained."""
+        """Bytes of the gradients of trained weights."""
         return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad) * FLOAT32
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Bytes that the optimizer keeps: a step of it is begun, on weights without numbers."""
+        """Bytes of the optimizer's state, from a step on weights without numbers."""
         if self.role.optim is None:
             return 0
         states: list[Any] = []
         for optimizer in optimizers_of(optimizer_for(self.model, self.role.optim)):
-            if isinstance(optimizer, CompactAdamW):  # its steps depend on numbers, what it keeps does not
+            if isinstance(optimizer, CompactAdamW):  # its step depends on numbers, the shapes of its state do not
                 weights = [weight for group in optimizer.param_groups for weight in group["params"]]
                 empty = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in weights]
                 states += [optimizer.begin(each) for each in empty]
@@ -130,13 +130,13 @@ class Outline:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes on disk: weights, of an adapter its own alone, and the optimizer's state."""
+        """Bytes of a checkpoint: the weights (only those of an adapter, if there is one) and the optimizer's state."""
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
-    def update_bytes(self, rows: Sequence[Row], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
-        """Bytes of forward and backward of one micro-batch at their height beside weights and optimizer, by kind.
+    def update_bytes(self, rows: Sequence[RowLength], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
+        """Peak bytes of forward and backward of one micro-batch by kind, without weights and optimizer.
 
-        The pass itself is run, on tensors without numbers. With `accumulates` an earlier micro-batch left gradients.
+        Runs the pass on tensors without numbers. With `accumulates`, gradients of an earlier micro-batch exist.
         Raises: ModelError for a model whose passes depend on numbers.
         """
         role = self.role
@@ -145,14 +145,14 @@ class Outline:
         rounding = None if role.optim is None else role.optim.weight_rounding
         how = rounding, role.gradient_checkpointing, role.forward, self.device_type
         key = (model, how, tuple(rows), needs, accumulates)
-        if key not in _PASSES:  # plans of one config and its changes ask again for what they share
+        if key not in _PASSES:  # plans of a config and of its changes share passes
             try:
                 _PASSES[key] = self._run(rows, needs, accumulates)
-            except RuntimeError as error:  # an operator whose shapes depend on numbers, for one
+            except RuntimeError as error:  # for instance an operator whose output shape depends on numbers
                 raise ModelError(f"{role.model_path} cannot be planned without its numbers: {error}") from error
         return Counter(_PASSES[key])
 
-    def _run(self, rows: Sequence[Row], needs: frozenset[str], accumulates: bool) -> Counter[str]:
+    def _run(self, rows: Sequence[RowLength], needs: frozenset[str], accumulates: bool) -> Counter[str]:
         where = layout(columns(rows), self.role.forward.packing and self.role.forward.share_prompts)
         shapes = {weight.shape for weight in self.model.parameters()}
         vocabulary = self.config.vocab_size
@@ -190,7 +190,7 @@ class Outline:
         bunches = []
         for bunch in where.bunches:
             bunches.append(shapes_of(bunch))
-            # It asks for numbers, so it cannot be computed from shapes.
+            # This property depends on numbers, so it cannot be computed from shapes.
             vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
         return laid_out
@@ -198,7 +198,7 @@ class Outline:
 
 @contextmanager
 def _attention_of(device_type: str) -> Iterator[None]:
-    """The fused kernel for rows of any length, as on an accelerator, where the plan is for one."""
+    """Uses the fused attention kernel for rows of any length, as an accelerator does, if the plan is for one."""
     before = attention.SHORT
     attention.SHORT = before if device_type == "cpu" else 0
     try:
@@ -208,7 +208,7 @@ def _attention_of(device_type: str) -> Iterator[None]:
 
 
 def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Tensors of the meta device become ones that say that they are on the CPU, so that passes go as they do there."""
+    """Replaces tensors on the meta device by fake tensors on the CPU, so that passes run as on the CPU."""
     made: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -222,8 +222,8 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
-def columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """A batch of these rows, each prompt with a token of its own."""
+def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:
+    """Makes the columns of a batch with these lengths; each prompt has its own token id."""
     prompt_width, width = max(row.prompt_tokens for row in rows), max(row.response_tokens for row in rows)
     prompts = torch.tensor([row.prompt_tokens for row in rows])[:, None]
     responses = torch.tensor([row.response_tokens for row in rows])[:, None]

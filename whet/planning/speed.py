@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and seconds of a step: arithmetic and memory traffic over what this machine was just measured to do.
+"""Estimates tokens and seconds of a step: arithmetic and memory traffic, divided by rates measured on this machine.
 
-An estimate, good to a factor of two. A model's products are taken to reach `EFFICIENCY` of the rate of a bare one;
-rewards and the work of environments are not in it, and validation only in the time of a whole run.
+Accurate to a factor of two. The matrix products of a model are assumed to reach `EFFICIENCY` of the rate of a single
+product. Rewards and environments are not included, and validation only in the time of a whole run.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, inner_size, mini_batch, token_bytes
-from whet.planning.outline import FLOAT32, Outline, Row
+from whet.planning.outline import FLOAT32, Outline, RowLength
 
-EFFICIENCY = 0.7  # of the products of a whole model, against one product again and again
-CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # of a forward pass, in calls of a smallest operator
-STATES, LOGITS = 16, 10  # numbers read and written for each hidden one of a layer, and for each logit, outside products
-MEASURE_SECONDS = 0.15  # for each rate
-LARGEST_MATRIX = 4096  # rows and columns that are measured at the most
+EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
+CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition
+STATES, LOGITS = 16, 10  # numbers read and written outside products: for each hidden state of a layer, for each logit
+MEASURE_SECONDS = 0.15  # to measure each rate
+LARGEST_MATRIX = 4096  # most rows and columns of a measured product
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Work of this machine in a second."""
+    """Measured speed of this machine, per second."""
 
-    decode_flops: float  # in products with as many rows as are decoded together
-    train_flops: float  # in products with as many rows as a micro-batch has
-    bytes: float  # read, from memory
-    logits: float  # turned into probabilities and summed up
-    calls: float  # of operators on next to nothing
+    decode_flops: float  # operations, in products with one row for each sequence decoded together
+    train_flops: float  # operations, in products with one row for each token of a micro-batch
+    bytes: float  # bytes read from memory
+    logits: float  # logits converted to probabilities and summed
+    calls: float  # operator calls on tiny tensors
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The size and the time of a step."""
+    """Tokens and seconds of a step."""
 
     tokens: Mapping[str, int]  # prompt, response
     seconds: Mapping[str, float]  # by phase
-    validation: float = 0.0  # seconds of one; 0 where there is none
+    validation: float = 0.0  # seconds of one validation; 0 without validation
 
     def whole(self, trainer: TrainerConfig, steps: int, first_step: int = 0, step: float | None = None) -> float:
-        """Seconds of a run from `first_step` on, validations included; `step` is what one has taken."""
+        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if any."""
         every = trainer.val_freq if trainer.val_freq > 0 else steps
         validations = -(-steps // every) - first_step // every + (trainer.val_before_train and first_step == 0)
         each = sum(self.seconds.values()) if step is None else step
@@ -55,7 +55,7 @@ class Speed:
 def plan_speed(
     setup: Setup, response_length: float | None = None, rates: Rates | None = None, num_val: int = 0
 ) -> Speed:
-    """A step with responses of `response_length` tokens, by default the longest allowed ones, and a validation on
+    """Estimates a step with responses of `response_length` tokens (default: the length limit), and a validation on
     `num_val` prompts or examples."""
     config, outlines = setup.config, setup.outlines
     response = setup.lengths.response if response_length is None else response_length
@@ -64,41 +64,41 @@ def plan_speed(
     if isinstance(config, SFTConfig):
         rows = mini_batch(config, "actor", setup.lengths)
         seconds = {"update": _update(outlines["actor"], rows, rates)}
-        held_out = [Row(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
+        held_out = [RowLength(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
         validation = _forward(outlines["actor"], held_out, rates) if held_out else 0.0
         return Speed({"all": sum(row.tokens for row in rows) * config.cluster.world_size}, seconds, validation)
 
-    def answered(prompts: int, n: int) -> list[Row]:
+    def rows_of(prompts: int, n: int) -> list[RowLength]:
         lengths = enumerate(setup.lengths.spread(prompts))
-        return [row for number, tokens in lengths for row in [Row(number, tokens, round(response))] * n]
+        return [row for number, tokens in lengths for row in [RowLength(number, tokens, round(response))] * n]
 
-    def share(role: str, rows: list[Row]) -> list[Row]:
+    def of_rank(role: str, rows: list[RowLength]) -> list[RowLength]:
         return rows[: -(-len(rows) // config.cluster.processes_of(role))]
 
-    rows = answered(config.data.train_batch_size, config.rollout.n)
-    held_out = answered(num_val, config.trainer.validation.n)
-    seconds = {"rollout": _rollout(config, outlines["actor"], share("rollout", rows), rates)}
-    validation = _rollout(config, outlines["actor"], share("rollout", held_out), rates) if held_out else 0.0
+    rows = rows_of(config.data.train_batch_size, config.rollout.n)
+    held_out = rows_of(num_val, config.trainer.validation.n)
+    seconds = {"rollout": _rollout(config, outlines["actor"], of_rank("rollout", rows), rates)}
+    validation = _rollout(config, outlines["actor"], of_rank("rollout", held_out), rates) if held_out else 0.0
     for role in setup.passes:
         model = outlines.get(role, outlines["actor"])  # the reference of an adapter is the actor without it
-        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, share(role, rows), rates)
+        seconds["columns"] = seconds.get("columns", 0.0) + _forward(model, of_rank(role, rows), rates)
     for role in setup.objectives:
         epochs = config.critic.epochs if role == "critic" else config.actor.epochs
-        seconds[f"{role} update"] = epochs * _update(outlines[role], share(role, rows), rates)
+        seconds[f"{role} update"] = epochs * _update(outlines[role], of_rank(role, rows), rates)
     prompts = sum(setup.lengths.spread(config.data.train_batch_size))
     return Speed({"prompt": prompts, "response": round(response) * len(rows)}, seconds, validation)
 
 
-def _update(model: Outline, rows: list[Row], rates: Rates) -> float:
-    """Backward is twice the forward; logits are computed once more in it, layers where activations are not kept. The
-    optimizer reads weight, gradient and two moments and writes three of them."""
+def _update(model: Outline, rows: list[RowLength], rates: Rates) -> float:
+    """Seconds of an update. The backward pass costs twice the forward, and recomputes logits, or with gradient
+    checkpointing everything. The optimizer reads weight, gradient and two moments, and writes three of these."""
     once, head = _forward(model, rows, rates), 2 * model.head_weights * sum(row.response_tokens for row in rows)
     again = once if model.role.gradient_checkpointing else head / rates.train_flops / EFFICIENCY
     return 3 * once + again + 7 * model.gradient_bytes / rates.bytes
 
 
-def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
-    """Seconds of one pass over the rows: products, what reads and writes states between them, calls."""
+def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
+    """Seconds of a forward pass over the rows: products, memory traffic outside products, operator calls."""
     shape, tokens = model.config, sum(row.tokens for row in rows)
     sampled = sum(row.response_tokens for row in rows)
     if model.role.forward.packing and model.role.forward.share_prompts:
@@ -111,8 +111,9 @@ def _forward(model: Outline, rows: list[Row], rates: Rates) -> float:
     return products + FLOAT32 * numbers / rates.bytes + calls / rates.calls
 
 
-def _forward_flops(model: Outline, rows: list[Row]) -> float:
-    """A product with each weight is two operations; each pair of tokens costs two products of a head's size."""
+def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
+    """Operations of a forward pass: two for each weight and token, and in attention two products of a head's size for
+    each pair of tokens."""
     shares = model.role.forward.packing and model.role.forward.share_prompts
     prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]
     responses = sum(row.response_tokens for row in rows)
@@ -123,9 +124,9 @@ def _forward_flops(model: Outline, rows: list[Row]) -> float:
     return float(2 * products + 4 * width * pairs)
 
 
-def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates) -> float:
-    """Prompts at once, answers token by token: each decode step takes the longest of arithmetic, of reading weights and
-    cache, and of calling the operators, then samples."""
+def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: Rates) -> float:
+    """Seconds of sampling: one prefill of all prompts, then one decode step for each token of a response. A decode step
+    takes the longer of arithmetic and memory traffic, plus operator calls and sampling."""
     dtype, together = config.rollout.dtype or config.model.dtype, min(decoded_together(config), len(rows))
     prompts = {row.prompt: row.prompt_tokens for row in rows}
     response = rows[0].response_tokens
@@ -141,7 +142,7 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[Row], rates: Rates)
 
 
 def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
-    """Measures this machine with this model's sizes and dtypes, for `seconds` each rate."""
+    """Measures the rates of this machine with the model's sizes and dtypes, `seconds` for each rate."""
     config, model = setup.config, setup.outlines["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64
@@ -160,14 +161,14 @@ def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
 
 
 def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, seconds: float) -> float:
-    """Operations a second."""
+    """Measures the rate of a matrix product, in operations per second."""
     left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
     return 2 * rows * inner * columns / _seconds(lambda: torch.nn.functional.linear(left, right), seconds)
 
 
 @torch.no_grad()
 def _seconds(run: Callable[[], Any], least: float) -> float:
-    """Measures a call: the mean over at least so many seconds after a first one."""
+    """Measures the mean seconds of a call, over at least `least` seconds after a first call."""
     run()
     start, calls = time.perf_counter(), 0
     while calls == 0 or time.perf_counter() - start < least:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of tensors while a block runs: every storage that an operator makes, until nobody holds it any more."""
+"""Counts the bytes of tensors in a block: each storage that an operator creates, until it is freed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of storages made inside the block, now and at the most, by what `kind` calls them.
+    """Counts the bytes of storages created inside the block, current and peak, by `kind`.
 
-    Works on real tensors and on those of a FakeTensorMode, which it stands inside of. It does not see what a single
-    operator allocates for itself and frees before it returns.
+    Works on real tensors, and on fake ones inside a FakeTensorMode. It does not count temporary memory of a single
+    operator.
     """
 
     def __init__(self, kind: Callable[[torch.Tensor], str] = lambda tensor: "tensors") -> None:
@@ -25,7 +25,7 @@ class TensorBytes(TorchDispatchMode):
         self._kind = kind
         self._alive: dict[int, tuple[str, int]] = {}
         self.now: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()  # of each kind at the moment when all together took most
+        self.peak: Counter[str] = Counter()  # bytes by kind at the time of the largest total
 
     def __torch_dispatch__(
         self,
@@ -34,13 +34,13 @@ class TensorBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs the operator and counts what it made."""
+        """Runs the operator and counts the storages that it created."""
         made = function(*args, **(kwargs or {}))
-        if not isinstance(made, torch.Tensor | tuple | list):  # a device, asked for more often than all else
+        if not isinstance(made, torch.Tensor | tuple | list):  # the most frequent call returns a device
             return made
         new = {each.untyped_storage()._cdata: each for each in _tensors(made)}
         new = {key: each for key, each in new.items() if key not in self._alive}
-        if new:  # or a view of what was there before the block
+        if new:  # remove views of tensors from before the block
             for each in _tensors((args, kwargs)):
                 new.pop(each.untyped_storage()._cdata, None)
             for key, each in new.items():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as a person reads them."""
+"""Formats sizes, counts and durations."""
 
 from __future__ import annotations
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them: 1.4 GiB."""
+    """Formats bytes: 1.4 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1000 or unit == "TiB":
             break
@@ -14,7 +14,7 @@ def size(count: float) -> str:
 
 
 def count(number: int) -> str:
-    """A count: 0.85 M."""
+    """Formats a count: 0.85 M."""
     for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -22,7 +22,7 @@ def count(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time: 3.5 min."""
+    """Formats a duration: 3.5 min."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     for unit, scale, enough in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
@@ -32,5 +32,5 @@ def duration(seconds: float) -> str:
 
 
 def plural(number: int, one: str, several: str = "") -> str:
-    """A number and the things that it counts."""
+    """Formats a number with its noun: 1 step, 2 steps."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"

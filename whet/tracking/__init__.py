@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places that metrics go to: the console, a JSONL file, a learning curve, a service with a library of its own."""
+"""Trackers of metrics: the console, a JSONL file, services such as TensorBoard; and learning curves."""
 
 from whet.tracking.console import ConsoleTracker
 from whet.tracking.jsonl import JsonlTracker, cut_back, read_records

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines that a person watches: one a step with the numbers that matter.
+"""The console tracker: prints one line a step with the main metrics.
 
-On a terminal they have columns; elsewhere (a log file, CI) each number has its name."""
+On a terminal the lines have columns; elsewhere (a log file, CI) each number has its name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HEADER_EVERY = 20  # lines
 
 @dataclass(frozen=True)
 class Column:
-    """A number of the line: its title, and the metrics that it may be, the first that is there. It is not shown
-    before its number differs from `unless`: a number, or the title of a column."""
+    """A column of the step lines: its title, and the metrics that it shows (the first that the step has). It stays
+    hidden until its number differs from `unless`: a number, or the title of another column."""
 
     title: str
     metrics: tuple[str, ...]
-    form: str  # as `format` takes it
+    form: str  # format specification
     unless: float | str | None = None
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
@@ -35,21 +35,21 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # of all answers that were sampled
-    Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # the same of those that a filter kept
+    Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
+    Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
     Column("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
     Column("length", ("response_length/mean",), ".1f"),
     Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
 )
-VALIDATION = "val/"  # metrics under this name get a line of their own
+VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line of their own
 
 
 class ConsoleTracker:
-    """Prints a line a step: step, the columns that say something in this run, and the time left.
+    """Prints a line a step: the step, the columns that are not hidden, and the remaining time.
 
-    The time left is that of the steps to come at the mean pace of this process, what lies between steps included."""
+    The remaining time assumes the mean pace of this process, with the time between steps."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class ConsoleTracker:
         self._console = console or shared_console()
         self._clock, self._started = clock, clock()
         self._lines = 0
-        self._shown: set[str] = set()  # titles of the columns that have said something
+        self._shown: set[str] = set()  # titles of the columns that are no longer hidden
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Prints the line of a step, and one for what was validated; no tables."""
+        """Prints the line of a step, and one for a validation; tables are ignored."""
         numbers = {column.title: column.number(metrics) for column in self._columns}
         if any(number is not None for number in numbers.values()):
             self._print_step(step, numbers)
@@ -76,7 +76,7 @@ class ConsoleTracker:
             self._console.print(Text(f"step {step} validation  {listed}", style="green"), soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
-        """Does nothing: no line is held back."""
+        """Does nothing: every line is printed at once."""
 
     def _print_step(self, step: int, numbers: Mapping[str, float | None]) -> None:
         before = len(self._shown)
@@ -109,8 +109,8 @@ class ConsoleTracker:
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation that say something: no zero failures, no reward that is the accuracy, none of
-    a data source that is the only one."""
+    """Returns the metrics of a validation to show: without zero failures, without a reward that equals the accuracy,
+    and without those by data source if there is only one."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     if found.get("failures") == 0:
         del found["failures"]
@@ -119,8 +119,8 @@ def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in found.items():
         source, _, metric = name.rpartition("/")
         accuracy = found.get(f"{source}/accuracy".lstrip("/"))
-        is_again = len(sources) == 1 and bool(source) and metric in found
-        if not is_again and not (metric == "reward" and accuracy is not None and math.isclose(value, accuracy)):
+        is_repeated = len(sources) == 1 and bool(source) and metric in found
+        if not is_repeated and not (metric == "reward" and accuracy is not None and math.isclose(value, accuracy)):
             shown[name] = value
     return shown
 
@@ -134,7 +134,7 @@ def clock_time(seconds: float) -> str:
 
 @cache
 def shared_console() -> Console:
-    """The one console of the process: lines printed while a bar is drawn must go through the same object as the bar."""
+    """The console of the process. Lines and progress bars must use the same object, or they overwrite each other."""
     return Console(highlight=False)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics in a file: one JSON object a line, `{"step": 3, "actor/lr": 1e-06, ...}`, for any tool that reads JSON.
+"""The JSONL tracker: one JSON object a line, `{"step": 3, "actor/lr": 1e-06, ...}`.
 
-A run may be killed at any byte, so the last line may be torn; a run that resumes cuts the file back to its step."""
+A killed run may leave an incomplete last line; a run that resumes truncates the file to its step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ METRIC_FILES = ("metrics.jsonl", "timings.jsonl")  # of a run's folder
 
 
 class JsonlTracker:
-    """Appends one line a step: the step, then the numbers sorted by name, so that equal runs write equal bytes.
+    """Appends one line a step: the step, then the metrics sorted by name, so that equal runs write equal bytes.
 
-    What JSON has no number for (NaN, infinities) is written as null. Each line is handed to the operating system before
-    `log` returns: it outlives a killed process. A torn line left by a killed run is dropped at the start."""
+    NaN and infinities are written as null. `log` writes each line to the operating system before it returns, so lines
+    survive a killed process. An incomplete last line of a killed run is removed at the start."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
-        self._file = path.open("ab", buffering=0)  # a line that could not be written is not tried again at the end
+        self._file = path.open("ab", buffering=0)  # no buffer: a failed write is not repeated by `close`
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Appends the line of one step; what was generated has files of its own, in rollouts/."""
+        """Appends the line of one step; tables are ignored, since rollouts/ has the trajectories."""
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         line = (json.dumps({"step": step, **numbers}) + "\n").encode()
-        while line:  # a disk may take a part of it, and says why at the next part
+        while line:  # a full disk writes a part of it, and raises at the next write
             line = line[self._file.write(line) :]
 
     def close(self, failed: bool = False) -> None:
@@ -42,19 +42,19 @@ class JsonlTracker:
 
 
 def json_line(value: Any) -> str:
-    """Returns the line of a JSONL file; half of a surrogate pair, which UTF-8 does not hold, is escaped."""
+    """Returns a value as a line of a JSONL file; lone surrogates, which UTF-8 cannot encode, are escaped."""
     return printable(json.dumps(value, ensure_ascii=False, default=str)) + "\n"
 
 
 def printable(text: str) -> str:
-    """Returns text that every file and terminal takes."""
+    """Escapes lone surrogates in a text, so that every file and terminal accepts it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of the file; what follows the last line break is torn, and left out.
+    """Reads the objects of a JSONL file of metrics, without an incomplete last line.
 
-    Raises: DataError for a line that is no object with a step."""
+    Raises: DataError for a line that is not an object with a step."""
     *lines, _torn = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -69,10 +69,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keeps the records of a JSONL file up to and including `step`, and returns them; where there is no file, none is
-    made.
+    """Truncates a JSONL file of metrics to the records up to and including `step`, and returns these; does not create a
+    file.
 
-    The file is replaced as a whole: a kill in the middle leaves the old one.  Raises: DataError for a damaged line."""
+    The file is replaced atomically.  Raises: DataError for a damaged line."""
     if not path.exists():
         return []
     kept = [record for record in read_records(path) if record["step"] <= step]

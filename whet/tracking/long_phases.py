@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phase that a run is in, shown while it takes long."""
+"""Progress of phases that take long: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from whet.metrics import watching
 from whet.processes.background import every
 from whet.tracking.console import clock_time, shared_console
 
-STEP = "step"  # a phase that is not shown: those inside it are
+STEP = "step"  # this phase is not shown, but those inside it are
 LONG_SECONDS = 2.0  # until a bar is drawn
-LINE_SECONDS, LINE_SECONDS_IN_STEPS = 10.0, 60.0  # until a line is written, where there is no terminal
-LOOK_SECONDS = 0.5
+LINE_SECONDS, LINE_SECONDS_IN_STEPS = 10.0, 60.0  # until the first line is printed without a terminal
+REFRESH_SECONDS = 0.5
 
 
 @dataclass
@@ -33,10 +33,10 @@ class _Phase:
 
 
 class LongPhases:
-    """Shows the phase that a run is in once it takes long: a bar on a terminal, elsewhere lines, each after twice the
-    time of the one before.
+    """Shows the current phase of a run once it takes long: a progress bar on a terminal, elsewhere lines, each after
+    twice the time of the line before.
 
-    What `counted` says of a phase is shown with it, and once more at the end where there is no terminal.
+    The counts from `metrics.counted` are shown with the phase, and without a terminal also at its end.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,12 +48,12 @@ class LongPhases:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Shows the phases of this thread while the block runs."""
-        with every(LOOK_SECONDS, self.look), watching(self.phase, self.count):
+        with every(REFRESH_SECONDS, self.refresh), watching(self.phase, self.count):
             yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase that lasts as long as the block."""
+        """Opens a phase for the duration of the block."""
         started = self._clock()
         with self._lock:
             wait = LINE_SECONDS_IN_STEPS if self._is_step else LINE_SECONDS
@@ -66,13 +66,13 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Says how much of the innermost phase is done."""
+        """Sets the progress of the innermost phase."""
         if self._open:
             phase = self._open[-1]
             phase.done, phase.total, phase.note = done, total, note
 
-    def look(self) -> None:
-        """Shows what there is to show now."""
+    def refresh(self) -> None:
+        """Updates the bar, or prints the next line."""
         with self._lock:
             phases = [phase for phase in self._open if phase.name != STEP]
             if not phases:
@@ -85,7 +85,7 @@ class LongPhases:
                 self._draw(phases, seconds)
             elif not self._console.is_terminal and now >= outer.next_line:
                 outer.next_line = now + seconds
-                self._say(phases, seconds)
+                self._print(phases, seconds)
 
     def _draw(self, phases: list[_Phase], seconds: float) -> None:
         if self._bar is None:
@@ -104,13 +104,13 @@ class LongPhases:
             self._bar = None
         seconds = self._clock() - phase.started
         if not self._console.is_terminal and not self._is_step and phase.total and seconds >= LONG_SECONDS:
-            self._say([*self._open, phase], seconds)
+            self._print([*self._open, phase], seconds)
 
     @property
     def _is_step(self) -> bool:
         return any(phase.name == STEP for phase in self._open)
 
-    def _say(self, phases: list[_Phase], seconds: float) -> None:
+    def _print(self, phases: list[_Phase], seconds: float) -> None:
         line = f"{self._name(phases)}: {self._state(phases, seconds)}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -120,7 +120,7 @@ class LongPhases:
 
     @staticmethod
     def _state(phases: list[_Phase], seconds: float) -> str:
-        """The part that is done, its time, and the time of the rest at that pace."""
+        """The progress of the last phase, the time so far, and the remaining time at this pace."""
         last = phases[-1]
         parts = [clock_time(seconds)]
         if last.total:

@@ -19,13 +19,13 @@ from mlflow.tracking import is_tracking_uri_set
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, Row, Tables
 
-LAST_STEP = "whet.last_step"  # a tag: MLflow would add a second point where a step is logged twice
+LAST_STEP = "whet.last_step"  # a tag, since MLflow adds a second point if a step is logged twice
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 6000  # of one request, and of one value
-REFUSED = re.compile(r"[^\w\-. :/]")  # in names of metrics and parameters
+REFUSED = re.compile(r"[^\w\-. :/]")  # not allowed in names of metrics and parameters
 
 
 class MlflowTracker:
-    """Metrics by step; the config as parameters, and whole as `config.json`; tables as CSV in `generations/`."""
+    """Logs metrics by step, the config as parameters and as `config.json`, and tables as CSV in `generations/`."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder.resolve() / "mlflow"
@@ -48,7 +48,7 @@ class MlflowTracker:
         self._client.log_text(self.run_id, json.dumps(run.config, indent=2, default=str), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Sends a step in one request, after its tables."""
+        """Logs a step in one request, after its tables."""
         for name, rows in tables.items():
             self._client.log_text(self.run_id, _csv(rows), f"{name}_{step:06}.csv")
         now = int(time.time() * 1000)

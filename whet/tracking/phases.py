@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a run by phase, each second in the innermost phase that it fell into."""
+"""The time of a run by phase; time in nested phases counts for the innermost one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = {"step": "rest of the steps"}
 
 
 class PhaseClock:
-    """Counts from when it is made; `metrics.watching(clock.phase)` tells it of phases."""
+    """Measures the time of each phase, from its construction on; use it with `metrics.watching(clock.phase)`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._last = clock, clock()
@@ -22,26 +22,26 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Seconds of the block, less those of phases inside it, go to `name`."""
+        """Adds the time of the block, without that of phases inside it, to `name`."""
         short = name.removeprefix("time/")
-        self._turn()
+        self._count()
         self._open.append(NAMES.get(short, short))
         try:
             yield
         finally:
-            self._turn()
+            self._count()
             self._open.pop()
 
     def table(self) -> str:
-        """A line for each phase, the longest first."""
-        self._turn()
+        """The times as text: one line for each phase, the longest first."""
+        self._count()
         total = sum(self.seconds.values())
         rows = [*sorted(self.seconds.items(), key=lambda row: -row[1]), ("all", total)]
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {each:10,.2f} s  {each / max(total, 1e-9):5.1%}" for name, each in rows]
         return "\n".join(["where the time went:", *lines])
 
-    def _turn(self) -> None:
+    def _count(self) -> None:
         now = self._clock()
         self.seconds[self._open[-1]] += now - self._last
         self._last = now

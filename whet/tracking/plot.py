@@ -20,18 +20,18 @@ SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its name, and pairs of x and y in the order in which they were measured."""
+    """A curve: its label, and its points in the order of measurement."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    markers: bool = False  # a dot on each point, for what was measured now and then
+    markers: bool = False  # draws a dot on each point, for rare measurements
 
 
 def plot_learning_curve(
     path: Path, series: Sequence[Series], *, title: str, x_label: str = "step", y_label: str = "reward"
 ) -> None:
-    """Draws the curves into a PNG file. A long noisy curve is drawn faint, with its running mean in full colour."""
+    """Draws the curves into a PNG file. A long curve is drawn faint, with its running mean in full colour."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -52,7 +52,7 @@ def plot_learning_curve(
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and of up to `reach` on either side, as many as there are."""
+    """The mean of each value with up to `reach` neighbours on either side."""
     numbers = np.asarray(values, dtype=float)
     return [float(np.nanmean(numbers[max(0, i - reach) : i + reach + 1])) for i in range(len(numbers))]
 

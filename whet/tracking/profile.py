@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen steps under torch's profiler, and what memory did meanwhile.
+"""Profiles chosen steps with torch's profiler, and records memory over time.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
-    profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; when which phase ran
-    profile/step_000002.memory.png       the same as a picture
+    profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; the times of each phase
+    profile/step_000002.memory.png       a plot of these
 
-On a GPU phases are NVTX ranges too. What worker processes do is not seen.
+On a GPU phases are also NVTX ranges. Worker processes are not profiled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLE_SECONDS = 0.01
 
 @contextmanager
 def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]) -> Iterator[None]:
-    """Profiles the chosen steps of the loop that runs inside the block, and says at its end where the time went."""
+    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end."""
     clock = PhaseClock()
     try:
         with watching(StepProfile(run_dir / "profile", steps, next_step).phase), watching(clock.phase):
@@ -45,7 +45,8 @@ def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]
 
 
 class StepProfile:
-    """`metrics.watching(StepProfile(...).phase)` profiles the steps in `steps`; `next_step` says which one starts."""
+    """Profiles the steps in `steps`, with `metrics.watching(StepProfile(...).phase)`; `next_step` returns the number of
+    the step that starts."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int]) -> None:
         self._folder, self._steps, self._next_step = folder, set(steps), next_step
@@ -53,7 +54,7 @@ class StepProfile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A range of the trace, and the whole trace around a chosen step."""
+        """Opens a range of the trace; around a chosen step, opens the trace itself."""
         step = self._next_step()
         with ExitStack() as stack:
             if name == STEP and step in self._steps:
@@ -74,7 +75,7 @@ class StepProfile:
         try:
             with profile(activities=activities, profile_memory=True) as profiled, self._timeline.sampled():
                 yield
-            with phase("profile"):  # so that the table says whose seconds these are
+            with phase("profile"):  # the table of times has a line for writing the profile
                 self._write(profiled, base, step)
         finally:
             self._timeline = None
@@ -100,7 +101,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Remembers when a phase ran."""
+        """Records the start and end of a phase."""
         start = self._seconds(time.time_ns())
         try:
             yield
@@ -109,7 +110,7 @@ class Timeline:
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
-        """Takes samples in a thread of its own for as long as the block lasts."""
+        """Samples memory in a thread during the block."""
         self._sample()
         try:
             with every(SAMPLE_SECONDS, self._sample):
@@ -118,7 +119,7 @@ class Timeline:
             self._sample()
 
     def add_tensors(self, trace: Path) -> None:
-        """Reads from the trace what was allocated and freed on the host; what existed before the step is 0."""
+        """Reads allocations on the host from the trace; tensors from before the step count as 0."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
         base = content.get("baseTimeNanoseconds", 0)
@@ -130,7 +131,7 @@ class Timeline:
                 self.tensors.append((self._seconds(base + float(event["ts"]) * 1000), now))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what is written: lists of numbers under the names of their columns."""
+        """Returns the content of the JSON file: lists of numbers by column."""
         seconds, resident, on_gpu = (list(column) for column in zip(*self.samples, strict=True))
         return {
             "samples": {"seconds": seconds, "resident_bytes": resident, "gpu_bytes": on_gpu},
@@ -139,7 +140,7 @@ class Timeline:
         }
 
     def draw(self, path: Path, step: int) -> None:
-        """Curves over the step, with its phases as bands."""
+        """Plots memory over the step, with its phases as bands."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that have a library, and most of them a server, of their own.
+"""Trackers with a library, and mostly a server, of their own.
 
-Each is a class in the file of its name. It works on a thread of its own: training neither waits for a service nor ends
-with it. What a service calls the run is kept in `trackers.json` of the run's folder: a run that resumes goes on in the
-same curves, one that starts afresh is a new run there.
+Each is a class in the file of its name, and runs in a thread: training does not wait for a service, and does not fail
+with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues its curves,
+and a new run gets new ones.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ SERVICES = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a service is told of it."""
+    """The facts about a run that a service needs."""
 
     folder: Path
     project: str
     name: str
     config: Mapping[str, Any]
-    steps_done: int = -1  # what comes next is the step after it; -1: a fresh start, whose step 0 is a validation
-    run_id: str | None = None  # what the service called the run before it was interrupted
+    steps_done: int = -1  # the last finished step; -1 for a new run, whose step 0 is a validation
+    run_id: str | None = None  # the service's id of a run that resumes
 
 
 class Service(Tracker, Protocol):
-    """A tracker as `open_services` makes it, from a `TrackedRun`."""
+    """A tracker that `open_services` makes from a `TrackedRun`."""
 
     run_id: str
-    last_step: int  # the service has everything up to here, and is not given it again
+    last_step: int  # the last step that the service already has
 
 
 def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """The services of these names, running, and told what they have missed of a run that goes on.
+    """Starts the services of these names, and sends them the steps that they lack of a run that resumes.
 
-    Raises: ConfigError where one does not start."""
+    Raises: ConfigError if one does not start."""
     path = run.folder / RUN_IDS
     run_ids = _read_ids(path) if run.steps_done >= 0 and path.exists() else {}
     with ExitStack() as on_error:
         services: list[Tracker] = []
         for name in names:
-            told = replace(run, run_id=run_ids.get(name))
-            service = BackgroundTracker(name, partial(_make, SERVICES[name], told))
+            named = replace(run, run_id=run_ids.get(name))
+            service = BackgroundTracker(name, partial(_make, SERVICES[name], named))
             on_error.callback(service.close, failed=True)
             for step, metrics in _logged(run) if service.last_step < run.steps_done else ():
                 service.log(step, metrics)
@@ -79,10 +79,10 @@ def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
 
 
 class BackgroundTracker:
-    """A service on a thread of its own.
+    """Runs a service in a thread.
 
-    Where it cannot start, the run does not start either; what fails later is counted, the first time with a warning.
-    Produces: what is logged, in order, for the thread.  Waits: for the start and for the close, within deadlines."""
+    If it cannot start, the run does not start. Later failures are counted; the first one gives a warning.
+    Produces: the logged steps, in order, for the thread.  Waits: for start and close, within deadlines."""
 
     def __init__(self, name: str, make: Callable[[], Service], close_seconds: float = CLOSE_SECONDS) -> None:
         self._name, self._close_seconds = name, close_seconds
@@ -96,23 +96,26 @@ class BackgroundTracker:
             raise
         except Exception as error:
             self._thread.close()
-            found = f"{type(error).__name__}: {error}" if started.done() else f"no answer in {START_SECONDS:.0f} s"
+            found = f"{type(error).__name__}: {error}" if started.done() else f"no response in {START_SECONDS:.0f} s"
             raise ConfigError(
-                f"trainer.logger={name} does not start ({found}); mend its settings, or take it out of trainer.logger"
+                f"trainer.logger={name} does not start ({found}); correct its settings, or remove it from "
+                "trainer.logger"
             ) from error
         self.run_id, self.last_step = self._service.run_id, self._service.last_step
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Leaves a step to the thread, unless the service has it."""
+        """Passes a step to the thread, unless the service already has it."""
         if step > self.last_step:
             self._thread.submit(partial(self._call, partial(self._service.log, step, metrics, tables)))
 
     def close(self, failed: bool = False) -> None:
-        """Waits until everything is written, but no longer than the deadline. Says what went wrong, if anything."""
+        """Waits until everything is written, or until the deadline. Logs the failures, if any."""
         closed = self._thread.submit(partial(self._call, partial(self._service.close, failed)))
         self._thread.close()
         if not wait([closed], self._close_seconds).done:
-            log.warning("%s has not taken everything within %.0f s; it is left behind", self._name, self._close_seconds)
+            log.warning(
+                "%s did not finish within %.0f s; its last metrics may be missing", self._name, self._close_seconds
+            )
         if self._num_failures:
             log.warning("%s failed in %d of %d calls", self._name, self._num_failures, self._num_calls)
 
@@ -130,7 +133,7 @@ def _read_ids(path: Path) -> dict[str, str]:
     try:
         return {str(name): str(run_id) for name, run_id in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        log.warning("%s cannot be read (%r): the run gets new curves in trainer.logger's services", path, error)
+        log.warning("%s cannot be read (%r): the run gets new curves in the trackers", path, error)
         return {}
 
 
@@ -140,7 +143,7 @@ def _make(target: str, run: TrackedRun) -> Service:
 
 
 def _logged(run: TrackedRun) -> list[tuple[int, dict[str, float]]]:
-    """Reads what the run has logged up to now, from its own files: for a service that lacks some of it."""
+    """Reads all logged steps of the run from its own files, for a service that lacks some of them."""
     steps: dict[int, dict[str, float]] = {}
     for path in (run.folder / name for name in METRIC_FILES):
         for record in read_records(path) if path.exists() else ():

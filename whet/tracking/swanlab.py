@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwanLab. Its own settings hold: `SWANLAB_MODE=offline` writes to `swanlab/` of the run's folder for `swanlab sync`,
-`SWANLAB_API_KEY` and the others are read by the library."""
+"""SwanLab. The library reads its own settings: `SWANLAB_API_KEY`, `SWANLAB_MODE` (`offline` writes to `swanlab/` in the
+run folder, for `swanlab sync`), and others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class SwanlabTracker:
-    """Scalars and tables by step. SwanLab itself leaves out, of every curve, steps that it has; offline it loses the
-    last of them where a process is killed. So it is told everything from the start of the run whenever one goes on."""
+    """Logs scalars and tables by step. SwanLab ignores steps that it already has, but offline it loses the last steps
+    of a killed process. So a run that resumes sends all steps from the start again."""
 
     def __init__(self, run: TrackedRun) -> None:
         settings = swanlab.Settings()
-        # A prompt for a key would wait for ever where nobody sits.
+        # Without this check the library would ask for a key on the terminal and wait.
         if settings.mode == "online" and settings.api_key is None:
             raise ConfigError(
                 "trainer.logger=swanlab finds no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the "
@@ -37,7 +37,7 @@ class SwanlabTracker:
         self.run_id, self.last_step = self._run.id, -1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Hands over a step."""
+        """Logs a step."""
         shown = {}
         for name, rows in tables.items():
             shown[name] = swanlab.echarts.Table()

@@ -14,8 +14,8 @@ from whet.tracking.tracker import NO_TABLES, Row, Tables
 
 
 class TensorboardTracker:
-    """Scalars, tables as text in Markdown, and the config as text. Scalars after a checkpoint that a run goes back to
-    are purged, so that readers see a step once, as it was taken the second time."""
+    """Writes scalars, tables as Markdown text, and the config as text. A run that resumes purges the scalars after its
+    checkpoint, so that a step that is repeated is shown once."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"
@@ -25,7 +25,7 @@ class TensorboardTracker:
         self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), run.steps_done + 1)
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Writes the step, and flushes: it outlives a killed process."""
+        """Writes the step and flushes, so that it survives a killed process."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         for name, rows in tables.items():
@@ -38,7 +38,7 @@ class TensorboardTracker:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table in Markdown; what would be markup in it is shown as it is."""
+    """A table in Markdown, with markup in its cells escaped."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

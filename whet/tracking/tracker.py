@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers, as the loop knows them."""
+"""The tracker protocol, and several trackers as one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ NO_TABLES: Tables = MappingProxyType({})
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step and puts them somewhere."""
+    """Stores or shows the metrics of each step."""
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Takes the numbers of one step by name (`area/what`), and tables of what was generated in it."""
+        """Logs the metrics of one step by name (`area/what`), and tables of its trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Writes what is still held back, and says how the run ended. Nothing is logged afterwards."""
+        """Writes what is not written yet, and the end state of the run. The last call."""
 
 
 class Trackers:
-    """Several trackers as one; as a context manager it closes them all, whatever happens in between."""
+    """Several trackers as one. As a context manager it closes all of them, also after an exception."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
         self._tables: dict[str, Sequence[Row]] = {}
 
     def add_table(self, name: str, rows: Sequence[Row]) -> None:
-        """Keeps a table for the next `log`: a step that is cut short leaves no half of itself behind."""
+        """Keeps a table for the next `log`, so that an interrupted step logs nothing."""
         if rows:
             self._tables[name] = rows
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Hands numbers and tables to each tracker, in order."""
+        """Passes metrics and tables to each tracker, in order."""
         tables, self._tables = {**tables, **self._tables}, {}
         for tracker in self._trackers:
             tracker.log(step, metrics, tables)
 
     def close(self, failed: bool = False) -> None:
-        """Closes every tracker, the later ones also where an earlier one fails.  Raises: the first failure."""
+        """Closes every tracker, even if another one fails.  Raises: the first failure."""
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
                 stack.callback(tracker.close, failed)

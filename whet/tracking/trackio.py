@@ -13,7 +13,7 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class TrackioTracker:
-    """Hands over a record a step, with its tables. A run goes on by its name, which no other of the project has."""
+    """Logs one record a step, with its tables. A run resumes by its name, which is unique in the project."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or _free_name(run.project, run.name)
@@ -24,10 +24,10 @@ class TrackioTracker:
             resume="allow" if run.run_id is not None else "never",
             embed=False,
         )
-        self.last_step = self._run._next_step - 1  # all that says what it has, here and on a Space
+        self.last_step = self._run._next_step - 1  # Trackio has no public attribute for this
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Hands over the record of a step."""
+        """Logs the record of a step."""
         shown = {
             name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             for name, rows in tables.items()

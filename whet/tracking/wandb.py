@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases. Its own settings hold: `WANDB_MODE=offline` writes to `wandb/` of the run's folder for
-`wandb sync`, `WANDB_ENTITY`, `WANDB_BASE_URL` and the others are read by the library."""
+"""Weights & Biases. The library reads its own settings: `WANDB_MODE` (`offline` writes to `wandb/` in the run folder,
+for `wandb sync`), `WANDB_ENTITY`, `WANDB_BASE_URL`, and others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 
 class WandbTracker:
-    """Sends a history row a step, with its tables. W&B takes no step that is not after the last one that it has, which
-    is not sent again where a run goes on. Offline it cannot know, and the new folder has the run from its start."""
+    """Logs a history row a step, with its tables. W&B accepts only steps after the last one that it has, so a run that
+    resumes does not send earlier ones again. Offline this step is unknown, and the new folder has the whole run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # A prompt for a key would wait for ever where nobody sits.
+        # Without this check the library would ask for a key on the terminal and wait.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConfigError(
                 "trainer.logger=wandb finds no API key; run `wandb login`, set WANDB_API_KEY, or write to the run's "
@@ -37,7 +37,7 @@ class WandbTracker:
         self.run_id, self.last_step = self._run.id, self._run.step - 1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Sends the row of a step."""
+        """Logs the row of a step."""
         shown = {
             name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
             for name, rows in tables.items()
