@@ -74,11 +74,11 @@ def train(*overrides: str) -> tuple[str, ...]:
     ("template", "said"),
     [
         (ESCAPE, "row 0: format_prompt cannot be rendered: access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "row 0: format_prompt cannot be rendered: it takes more than 10 s"),
-        (GROWING, "row 0: format_prompt cannot be rendered: it takes more than 1 GiB of memory"),
-        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt cannot be rendered: it takes more than 1 GiB of memory"),
+        (ENDLESS, "row 0: format_prompt cannot be rendered: it needs more than 10 s"),
+        (GROWING, "row 0: format_prompt cannot be rendered: it needs more than 1 GiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt cannot be rendered: it needs more than 1 GiB of memory"),
         ("{{ content * 10 ** 6 }}", "row 0: the text has 11,000,050 characters, over the limit of 4,000,000"),
-        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt cannot be rendered: it takes more than"),
+        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt cannot be rendered: it needs more than"),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
             "row 0: format_prompt cannot be rendered: maximum",
@@ -96,12 +96,12 @@ def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refus
     ("template", "said"),
     [
         (ESCAPE, "access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "it takes more than 10 s"),
-        (GROWING, "it takes more than 1 GiB of memory"),
+        (ENDLESS, "it needs more than 10 s"),
+        (GROWING, "it needs more than 1 GiB of memory"),
         # Harmless until a row makes it turn.
         (
             "{{ messages[0].content }}{% if '2' in messages[0].content %}" + ENDLESS + "{% endif %}",
-            "it takes more than 10 s",
+            "it needs more than 10 s",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_part_of_a_recipe_is_read_within_limits_too(refused: Callable[..., str
     Path("data", "bomb.yaml").write_text(BOMB)
     Path("mine.yaml").write_text("defaults: [data: bomb, _self_]\n")
     found = refused("train", "mine.yaml", *train()[1:])
-    assert "mine.yaml with its includes and overrides cannot be composed: it takes more than" in found
+    assert "mine.yaml with its includes and overrides cannot be composed: it needs more than" in found
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ SILENT = [  # what would leave tokens, or all of them, without a gradient
     ("token weight", "importance", {"cap": -1.0}, "cap=-1.0; expected a number > 0"),
     ("token weight", "top_entropy", {"share": 2.0}, "share=2.0; expected a number > 0 and <= 1"),
     ("token weight", "top_entropy", {"share": -1.0}, "share=-1.0; expected a number > 0 and <= 1"),
-    ("policy loss", "clip_cov", {"lower": 6.0}, "lower=6.0 is not below .*upper=5.0"),
+    ("policy loss", "clip_cov", {"lower": 6.0}, "lower=6.0 is not less than .*upper=5.0"),
 ]
 
 

@@ -304,7 +304,7 @@ def test_concat_puts_rows_at_their_places() -> None:
     assert_same(DataProto.concat(parts, places), data)
     assert_same(DataProto.concat([data[[2, 0, 1, 3, 4, 5, 6]]], [[2, 0, 1, 3, 4, 5, 6]]), data)
     for wrong in ([[4, 0], [], [6, 1, 2], [3, 3]], [[4], [0], [6, 1, 2], [3, 5]], [[4, 0], [], [7, 1, 2], [3, 5]]):
-        with pytest.raises(DataError, match=r"each of the rows 0 to 6 of the result needs one"):
+        with pytest.raises(DataError, match=r"each of the row numbers 0 to 6 once"):
             DataProto.concat(parts, wrong)
 
 
@@ -348,7 +348,7 @@ def test_repeat_and_reorder() -> None:
     assert uids(data.reorder(order)) == [2, 0, 1]
     assert uids(data.reorder(order).reorder(order.argsort())) == [0, 1, 2]
     for indices in ([0, 1], [0, 1, 1], [0, 1, 2, 0], [True, True, False]):
-        with pytest.raises(DataError, match="for 3 rows; it needs a permutation"):
+        with pytest.raises(DataError, match="for 3 rows; expected a permutation"):
             data.reorder(indices)
 
 

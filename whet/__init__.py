@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet: reinforcement learning for language models. Importing it loads no torch; calling what needs it does."""
+"""whet: reinforcement learning for language models. Importing the package does not load torch."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def train(
     from whet.threads import yield_soon
 
     yield_soon()
-    from whet.trainers import build  # only now: a mistake in the config is shown before torch is loaded
+    from whet.trainers import build  # after the config is checked, since this loads torch
 
     return build.train(config, reward=reward, data=data, val_data=val_data)

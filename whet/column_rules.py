@@ -22,13 +22,16 @@ V = TypeVar("V")
 def check_columns(
     tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
 ) -> int:
-    """The number of rows of all columns, 0 without columns; where a `batch_size` is known they must agree with it.
+    """Checks the columns of a batch, and returns their number of rows; 0 without columns. A `batch_size` must be equal
+    to it.
 
-    Raises: DataError where one is not a column or they disagree."""
+    Raises: DataError for a value that is not a column, or if the numbers of rows differ."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-            raise DataError(f"tensor column {name!r} is {found}, expected a tensor [B, ...]; objects go to non_tensors")
+            raise DataError(
+                f"tensor column {name!r} is {found}, expected a tensor [B, ...]; pass objects as non_tensors"
+            )
     for name, array in objects.items():
         if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim == 0:
             found = f"a {type(array).__name__}" + (f" of {array.dtype}" if isinstance(array, np.ndarray) else "")
@@ -46,7 +49,9 @@ def check_columns(
 
 
 def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: str, number: int) -> None:
-    """Raises DataError unless part `number` of a concat has the columns of part 0, alike in all but their rows."""
+    """Checks that part `number` of a concat has the columns of part 0, with equal dtypes and trailing sizes.
+
+    Raises: DataError."""
     if first.keys() != part.keys():
         raise DataError(
             f"concat needs the same {kind}s in every part: part {number} lacks {sorted(first.keys() - part.keys())} "
@@ -62,7 +67,7 @@ def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: 
 
 
 def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
-    """An object array with one entry for each of `values`, whatever these are; an object array comes back as it is."""
+    """Makes an object array with one entry for each of `values`; an object array is returned unchanged."""
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
@@ -70,15 +75,15 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
             f"object column {name!r} is a {type(values).__name__}, expected a list or array, one entry a row"
         )
     array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):  # array[:] = values would take a list of lists apart
+    for row, value in enumerate(values):  # array[:] = values would split nested lists
         array[row] = value
     return array
 
 
 def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
-    """`index` as a slice that tensors take too (step > 0), or as row numbers, all of them within the rows.
+    """Converts `index` to a slice with step > 0, which tensors support, or to valid row numbers.
 
-    Raises: DataError for what is neither; IndexError for a row that is not there.
+    Raises: DataError for an invalid index; IndexError for a row that does not exist.
     """
     if isinstance(index, slice):
         return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
@@ -102,7 +107,7 @@ Places = Sequence[npt.NDArray[np.int64]]
 
 
 def joined(parts: Sequence[Any], places: Places | None) -> Column:
-    """The parts of a column in one, the rows of each where `places` says, else end to end."""
+    """Joins the parts of a column: the rows of each part at the row numbers in `places`, else end to end."""
     is_tensor = torch.is_tensor(parts[0])
     if places is None:
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
@@ -117,19 +122,19 @@ def joined(parts: Sequence[Any], places: Places | None) -> Column:
 
 
 def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
-    """The places as arrays.  Raises: DataError unless each row of every part has one and none has two rows."""
+    """Converts the places to arrays.  Raises: DataError unless they are a permutation of all row numbers."""
     found = [np.asarray(each, dtype=np.int64) for each in places]
     total = sum(sizes)
     if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
         raise DataError(
-            f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)}; each of the rows "
-            f"0 to {total - 1} of the result needs one"
+            f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)} rows; expected "
+            f"each of the row numbers 0 to {total - 1} once"
         )
     return found
 
 
 def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V]:
-    """The named ones, all for None, in a new dict.  Raises: DataError."""
+    """Selects columns by name, all for None, into a new dict.  Raises: DataError for an unknown name."""
     if keys is None:
         return dict(columns)
     names = [keys] if isinstance(keys, str) else list(keys)
@@ -139,7 +144,7 @@ def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V
 
 
 def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str, V]:
-    """Merges both into a new dict. Raises DataError if a name in both does not hold equal values."""
+    """Merges two dicts into a new one.  Raises: DataError if a name in both has different values."""
     for name in other:
         if name in one and not equal(one[name], other[name]):
             raise DataError(
@@ -150,7 +155,7 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Tells whether types, dtypes, shapes and values are the same all the way down; NaN equals NaN."""
+    """Tells whether two nested values have equal types, dtypes, shapes and values; NaN equals NaN."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of columns: the named arrays of a batch, their shapes and meanings, and who gives them when.
+"""The table of columns: the named arrays of a batch, with their shapes, meanings, providers, and when they are added.
 
-B rows, P prompt tokens, R response tokens, L = P + R, V tokens of the vocabulary, K numbers of the reward. Columns
-[B, R] are 0 where nothing was sampled.
+B rows, P prompt tokens, R response tokens, L = P + R, V tokens of the vocabulary, K parts of the reward. Columns
+[B, R] are 0 on tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 When = Literal["rollout", "score", "shaping", "unscored", "scored", "update"]
-Reader = Literal["estimator", "correction", "actor", "critic"]  # in the order in which a step calls them
+Reader = Literal["estimator", "correction", "actor", "critic"]  # in the order of a step
 WHEN: dict[When, str] = {
     "rollout": "in every batch",
-    "score": "in every batch, final once responses are scored",
-    "shaping": "in every batch, once rewards are shaped",
-    "unscored": "where a function reads it, while responses are being scored",
-    "scored": "where a function reads it, once responses are scored",
-    "update": "by the loop, after the estimator",
+    "score": "in every batch, after scoring",
+    "shaping": "in every batch, after shaping",
+    "unscored": "if a function reads it, during scoring",
+    "scored": "if a function reads it, after scoring",
+    "update": "added by the loop after the estimator",
 }
 
 
 @dataclass(frozen=True)
 class Column:
-    """A named array of the batch. A provider gives those that are there only where a function reads them."""
+    """A named array of the batch. Columns that a batch has only if a function reads them come from a provider."""
 
     name: str
     shape: str
     when: When
     meaning: str
-    roles: tuple[str, ...] = ()  # their models give it
-    output: str | None = None  # of the forward pass of the first of the roles; None: a registered function gives it
-    reads: tuple[str, ...] = ()  # the columns that its provider reads, beside those of every batch
-    phase: str = "columns"  # its seconds are time/<phase>
-    given_to: tuple[Reader, ...] = ()  # the loop gives it to these itself
+    roles: tuple[str, ...] = ()  # roles whose models the provider needs
+    output: str | None = None  # output of the first role's forward pass; None: a registered function is the provider
+    reads: tuple[str, ...] = ()  # columns that the provider reads, besides those of every batch
+    phase: str = "columns"  # its time is logged as time/<phase>
+    given_to: tuple[Reader, ...] = ()  # functions to which the loop passes the column itself
 
     @property
     def has_provider(self) -> bool:
-        """Tells whether a provider gives it."""
+        """Tells whether the column comes from a provider."""
         return self.when in ("unscored", "scored")
 
     @property
     def is_in_every_batch(self) -> bool:
-        """Tells whether every function may read it."""
+        """Tells whether every function may read the column."""
         return self.when in ("rollout", "score", "shaping") and "object" not in self.shape
 
 
@@ -60,10 +60,10 @@ TABLE = (
     Column("responses", "B, R", "rollout", "token ids after the prompt, padded on the right"),
     Column("input_ids", "B, L", "rollout", "prompt and response"),
     Column("attention_mask", "B, L", "rollout", "1 on tokens, 0 on padding"),
-    Column("position_ids", "B, L", "rollout", "positions without the padding; [B, 3, L] for multimodal rotary ones"),
+    Column("position_ids", "B, L", "rollout", "positions, padding not counted; [B, 3, L] for multimodal rotary ones"),
     Column("turn_ids", "B, R", "rollout", "turn that sampled a token, -1 on text that was not sampled"),
     Column("policy_version", "B, R", "rollout", "version of the weights that sampled a token"),
-    Column("rollout_log_probs", "B, R", "rollout", "log pi of the sampler, before top-p, top-k and penalties"),
+    Column("rollout_log_probs", "B, R", "rollout", "log pi of the rollout engine, before top-p, top-k and penalties"),
     Column("uid", "B", "rollout", "number of the group: rows of one prompt have the same"),
     Column("trajectory_uid", "B", "rollout", "number of the trajectory"),
     Column("truncated", "B", "rollout", "whether the length limit cut the trajectory off"),
@@ -72,9 +72,9 @@ TABLE = (
     Column("data_source", "B objects", "rollout", "data source of the prompt"),
     Column("error", "B objects", "score", "failure of the trajectory, None without one"),
     Column("response_mask", "B, R", "score", "1 on tokens that the policy sampled, 0 in rows that failed"),
-    Column("token_level_scores", "B, R", "score", "score that a token is paid"),
-    Column("accuracy", "B", "score", "1 for a right response, 0 for a wrong one"),
-    Column("reward_parts", "B, K", "score", "numbers that the reward reports"),
+    Column("token_level_scores", "B, R", "score", "score of a token"),
+    Column("accuracy", "B", "score", "1 for a correct response, 0 for a wrong one"),
+    Column("reward_parts", "B, K", "score", "parts of the reward"),
     Column("token_level_rewards", "B, R", "shaping", "scores after shaping and the KL in the reward"),
     _of_model("old_log_probs", "actor", "log_probs", "log pi of the policy before the update", given_to=("actor",)),
     _of_model("entropy", "actor", "entropy", "entropy of the policy before the update", given_to=("actor",)),
@@ -87,7 +87,7 @@ TABLE = (
         name="process_rewards",
         shape="B, R",
         when="unscored",
-        meaning="log pi of the critic, a language model here, less that of the reference",
+        meaning="log pi of the critic (a language model here) minus that of the reference",
         roles=("critic",),
         reads=("ref_log_probs",),
         phase="values",
@@ -100,18 +100,18 @@ TABLE = (
         roles=("actor",),
         phase="log_probs",
     ),
-    Column("reward_baselines", "B", "scored", "score of the greedy response, 0 where that failed", phase="baselines"),
-    Column("draws", "B, R", "scored", "uniform number in [0, 1), the same whenever the response is"),
-    Column("state_hash", "B, R", "scored", "number of the state in which a token's turn was sampled"),
+    Column("reward_baselines", "B", "scored", "score of the greedy response, 0 if that failed", phase="baselines"),
+    Column("draws", "B, R", "scored", "uniform random number in [0, 1), equal for equal responses"),
+    Column("state_hash", "B, R", "scored", "hash of the state in which a token's turn was sampled"),
     Column("advantages", "B, R", "update", "advantage of a token", given_to=("correction", *LOSSES)),
-    Column("returns", "B, R", "update", "reward-to-go that a critic learns", given_to=("estimator", *LOSSES)),
-    Column("log_probs", "B, R", "update", "log pi of the model that is updated", given_to=LOSSES),
-    Column("vocab_log_probs", "B, R, V", "update", "log pi of every token, of the same model", given_to=("actor",)),
+    Column("returns", "B, R", "update", "return, the target of a critic", given_to=("estimator", *LOSSES)),
+    Column("log_probs", "B, R", "update", "log pi of the model in its update", given_to=LOSSES),
+    Column("vocab_log_probs", "B, R, V", "update", "log pi of every token of the vocabulary", given_to=("actor",)),
     Column("old_values", "B, R", "update", "`values` before the update", given_to=("critic",)),
     Column("loss_mask", "B, R", "update", "1 on tokens that are trained on: sampled, and not rejected"),
     Column("token_weights", "B, R", "update", "weight of a token in the loss"),
 )
-COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}  # a user's providers add theirs
+COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}  # providers of users add more
 POLICY_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles != ("critic",))
 VALUE_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles == ("critic",))
 ROW_COLUMNS = frozenset(column.name for column in TABLE if column.shape == "B, K")  # no padding, even where K is R

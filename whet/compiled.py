@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ kernels: compiled once for this machine's instruction set and kept in the user's cache folder.
+"""C++ kernels: compiled once for the instruction set of this machine, and cached in the user's cache folder.
 
-Each has a twin in plain torch that takes its place where no compiler works.
+Each kernel has an equivalent in plain torch, which is used without a working compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKSUM_BYTES = 32
 
 @cache
 def library(source: Path) -> ctypes.CDLL | None:
-    """`source` compiled, or None (said once in the log) where no C++ compiler works."""
+    """Compiles and loads `source`; None, with one warning, without a working C++ compiler."""
     compiler = _compiler()
     if compiler is None:
         return None
@@ -39,8 +39,8 @@ def library(source: Path) -> ctypes.CDLL | None:
             _compile(compiler, source, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
-        log.warning("%s did not compile, plain torch takes its place, which is slower: %s", source.name, said)
+        message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("%s did not compile; whet uses plain torch instead, which is slower: %s", source.name, message)
         return None
 
 
@@ -62,11 +62,11 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
             capture_output=True,
             timeout=COMPILE_DEADLINE_SECONDS,
         )
-        files.write(library, built.read_bytes() + hashlib.sha256(built.read_bytes()).digest())  # loaders stop before it
+        files.write(library, built.read_bytes() + hashlib.sha256(built.read_bytes()).digest())  # loaders ignore the end
 
 
 def _is_whole(library: Path) -> bool:
-    """Tells whether the file ends in the checksum of what is before it: running a library that was cut short kills."""
+    """Tells whether a library file ends in the checksum of its content: loading a truncated one crashes the process."""
     content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
@@ -77,7 +77,7 @@ def _cache_folder() -> Path:
 
 
 def _instruction_set() -> str:
-    """Describes the processor that `-march=native` compiles for: a home folder may be shared by unlike machines."""
+    """The processor's features, for the name of the cached file: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator of a process, whichever kind it is, and copies to it that the host does not wait for."""
+"""The accelerator of a process, of any kind, and asynchronous copies to it."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ def count() -> int:
 
 
 def here() -> torch.device:
-    """The accelerator that this process computes on; the host where there is none."""
+    """The accelerator of this process; the host if there is none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. From the host it goes by way of pinned memory, and the host goes on meanwhile."""
+    """Copies a tensor to `device`; from the host through pinned memory, and asynchronously."""
     if tensor.device.type == device.type:
         return tensor
     return (tensor.pin_memory() if tensor.device == HOST else tensor).to(device, non_blocking=device != HOST)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that was begun on `device`."""
+    """Waits for all work on `device`."""
     if device != HOST:
         torch.accelerator.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Gives memory that nothing uses any more back to the device."""
+    """Frees cached memory of the device that no tensor uses."""
     if device != HOST:
         torch.accelerator.empty_cache()
 
 
 def backends(device_type: str) -> str:
-    """The collectives of a process group, by kind of device: gloo between hosts, and the accelerator's own."""
+    """The backends of a process group: gloo on the host, and the accelerator's own."""
     own = dist.get_default_backend_for_device(device_type)
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
 
 def open_store(address: str, deadline_seconds: float) -> dist.TCPStore:
-    """The place where processes find each other: on this address alone, and on a port that nobody can take first."""
+    """Opens the store at which processes meet. It listens on this address only, on a port that is reserved first."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     return dist.TCPStore(
         address,

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can act on. All others are bugs, or a library's own.
+"""Errors that a user can act on. Other exceptions are bugs, or come from a library.
 
 WhetError
-├── ConfigError (ValueError)     a key, a value, or two values that do not go together
+├── ConfigError (ValueError)     a config key, a value, or inconsistent values
 ├── DataError (ValueError)       a file, a row, a field, a template; column sizes of a batch
-├── RegistryError (LookupError)  a name or path that no registered function has; a signature that cannot be served
-├── RewardError (RuntimeError)   a reward function whose form or result cannot be used
-├── ModelError (RuntimeError)    a model folder, tokenizer or weight that does not fit
-├── EngineError (RuntimeError)   a training or rollout engine that cannot go on
-├── WeightSyncError (RuntimeError) weights that did not reach the rollout as they left the trainer
+├── RegistryError (LookupError)  an unknown name or path of a function; an unsupported signature
+├── RewardError (RuntimeError)   a reward function of unknown form, or with an unusable result
+├── ModelError (RuntimeError)    a model folder, tokenizer or weight that is unusable
+├── EngineError (RuntimeError)   a training or rollout engine that cannot continue
+├── WeightSyncError (RuntimeError) weights of the rollout that differ from those of the trainer
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
-│   └── LostWorkerError          its process, its node or the way there is gone: started again it may well run
-├── DeadlineError (TimeoutError) a wait that reached its deadline; names who waited for whom
-├── CheckpointError (RuntimeError)
-├── StorageError (OSError)       a disk that is full or cannot be written; names the file
-└── SandboxError (RuntimeError)
+│   └── LostWorkerError          a lost process, node or connection: a restart may succeed
+├── DeadlineError (TimeoutError) a wait that reached its deadline; names both sides of it
+├── CheckpointError (RuntimeError) a checkpoint that is missing, damaged or of another run
+├── StorageError (OSError)       a disk that is full or not writable; names the file
+└── SandboxError (RuntimeError)  a sandbox that cannot start
 
-A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
+A failed rollout is none of these: it is data, in `Trajectory.failure`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class WhetError(Exception):
 
 
 class ConfigError(WhetError, ValueError):
-    """A config key or value, or a combination of values, that cannot work."""
+    """An invalid config key or value, or inconsistent values."""
 
 
 class DataError(WhetError, ValueError):
-    """A data file, row, field or batch column that is not as it must be."""
+    """An invalid data file, row, field, template or batch column."""
 
 
 class RegistryError(WhetError, LookupError):
-    """A registered name or function path that cannot be found or served."""
+    """An unknown name or path of a function, or an unsupported signature."""
 
 
 class RewardError(WhetError, RuntimeError):
-    """A reward function whose form or result cannot be used at all (a failed item is data instead)."""
+    """A reward function of unknown form, or with an unusable result (the failure of one trajectory is data instead)."""
 
 
 class ModelError(WhetError, RuntimeError):
-    """A model folder, tokenizer or weight that does not fit."""
+    """A model folder, tokenizer or weight that is unusable."""
 
 
 class EngineError(WhetError, RuntimeError):
-    """A training or rollout engine that cannot go on."""
+    """A training or rollout engine that cannot continue."""
 
 
 class WeightSyncError(WhetError, RuntimeError):
-    """Weights that did not reach the rollout as they left the trainer; the message names version and weight."""
+    """Weights of the rollout that differ from those of the trainer; the message names version and weight."""
 
 
 class WorkerError(WhetError, RuntimeError):
@@ -69,7 +69,7 @@ class LostWorkerError(WorkerError):
 
 
 class DeadlineError(WhetError, TimeoutError):
-    """A wait that reached its deadline; the message names who waited for what, and for how long."""
+    """A wait that reached its deadline; the message names both sides of the wait, and its length."""
 
 
 class CheckpointError(WhetError, RuntimeError):
@@ -85,7 +85,7 @@ class SandboxError(WhetError, RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and place of an exception, on one line of bounded length."""
+    """Formats type, message, file and line of an exception on one line of bounded length."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     if len(text) > MAX_DESCRIBED_CHARACTERS:
         text = text[:MAX_DESCRIBED_CHARACTERS] + " ..."
@@ -100,7 +100,7 @@ def last_line(error: BaseException) -> tuple[str, int]:
 
 
 def pip_install(extra: str) -> str:
-    """Returns the command that installs an extra of whet: from the checkout, where whet runs from one."""
+    """Returns the command that installs an extra of whet, from the checkout if whet runs from one."""
     if not (CHECKOUT / "pyproject.toml").is_file():
         return f"pip install 'whet[{extra}]'"
     return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"

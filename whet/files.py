@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there whole or not at all, and links that lead out of a folder."""
+"""Atomic writes of files, removal, and links that lead out of a folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Gives the name of a new file beside `path`, which takes its place at the end of the block: `path` is the old file
-    or the new one, never half of one.
+    """Yields the path of a temporary file beside `path`, which replaces `path` atomically at the end of the block.
 
-    A link under either name is replaced, not followed. With `synced` the file outlives a power cut.
+    A link under either name is replaced, not followed. With `synced` the file survives a power failure.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -31,14 +30,14 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Writes a whole file, `replacing` the old one. A lone surrogate, which UTF-8 has no bytes for, is written as its
-    escape in JSON."""
+    """Writes a file atomically, `replacing` the old one. A lone surrogate, which UTF-8 cannot encode, is written as its
+    JSON escape."""
     with replacing(path, synced=synced) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a folder with all that is in it, or a link but not what it leads to; nothing where none is."""
+    """Removes a file, a folder with its content, or a link but not its target; does nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -46,7 +45,7 @@ def remove(path: Path) -> None:
 
 
 def links_out(folder: Path) -> Iterator[Path]:
-    """Links below `folder` that lead to a place outside of it."""
+    """Yields the links below `folder` that lead out of it."""
     root = os.path.realpath(folder)
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on what input may cost that others wrote: a template that never ends, a document that unfolds forever."""
+"""Limits of time and memory for input that may be malicious: endless templates, documents that expand without end."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from types import FrameType
 
 SECONDS = 10.0
 NUM_BYTES = 2**30
-_AGAIN_SECONDS = 1.0  # between two alarms, where something swallowed the first
-_inside: list[float] = []  # the limit of the block that the main thread is in
+_AGAIN_SECONDS = 1.0  # until the next alarm, in case the block catches the first one
+_inside: list[float] = []  # the limit of the current block of the main thread
 
 
 @contextmanager
 def bounded(seconds: float = SECONDS) -> Iterator[None]:
-    """Ends the block with a TimeoutError after `seconds`, with a MemoryError where it takes NUM_BYTES more than before.
+    """Ends the block with a TimeoutError after `seconds`, and with a MemoryError if it needs NUM_BYTES more memory.
 
-    The kernel keeps both limits: an alarm interrupts Python code wherever it is, and arithmetic with huge numbers; a
-    limit on the address space fails the very allocation that goes too far, inside a call into C too. No thread or
-    process is left behind. Only the main thread receives signals, and elsewhere other threads would meet the memory
-    limit: in another thread, such as that of a validation beside training, the block runs without limits. A block
-    inside another costs nothing: the outer one's limits hold."""
+    The kernel enforces both limits: an alarm interrupts Python code and arithmetic with huge numbers; a limit on the
+    address space fails the allocation that exceeds it, also inside C code. No thread or process is left behind. Only
+    the main thread receives signals, and the memory limit would affect other threads: so in another thread, such as
+    that of a validation in parallel with training, the block runs without limits. A nested block has the limits of the
+    outer one."""
     if _inside or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(number: int, frame: FrameType | None) -> None:
         if _inside:
-            raise TimeoutError(f"it takes more than {seconds:g} s")
+            raise TimeoutError(f"it needs more than {seconds:g} s")
 
     started, limits = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
     allowed = [limit for limit in (_address_space() + NUM_BYTES, *limits) if limit != resource.RLIM_INFINITY]
@@ -52,14 +52,14 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """The text of what ended a block, which a MemoryError does not have."""
+    """The message of the error that ended a block; a MemoryError has none of its own."""
     return (
-        f"it takes more than {NUM_BYTES >> 30} GiB of memory"
+        f"it needs more than {NUM_BYTES >> 30} GiB of memory"
         if isinstance(error, MemoryError)
         else str(error).rstrip(".")
     )
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped."""
+    """The bytes of address space that this process has mapped."""
     return int(Path("/proc/self/statm").read_bytes().split(b" ", 1)[0]) * resource.getpagesize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: numbers on their way from where they are made to the run's files, with their reduction."""
+"""Metrics: collects numbers by name and reduces them to the number of a step; and announces the phases of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Reduction = Literal["mean", "sum", "max", "min", "seconds"]
 
 
 class Metrics:
-    """Collects numbers by name (`area/what`), each with the reduction that was chosen where it was made.
+    """Collects numbers by name (`area/what`), each with a reduction, which the caller that records it chooses.
 
-    Whatever the numbers are split over (micro-batches, workers) and in whichever order they are merged, `reduce` gives
-    the same bits: every number is kept until then, and sums are exactly rounded. A value may be a 0-d tensor on any
-    device: it is copied there, and read by the host only in `reduce`, all of them at once. NaN is never hidden: it
-    makes the metric NaN, unless its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
+    `reduce` gives the same bits however the numbers are split (over micro-batches, workers) and in whatever order they
+    are merged: every number is kept until then, and sums are exactly rounded. A value may be a 0-d tensor on any
+    device: it is copied there, and the host reads all of them at once in `reduce`. A NaN makes the metric NaN, unless
+    its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
 
     Raises: ValueError for a name with two reductions, for a value that is not one number, for a negative weight.
     """
@@ -33,9 +33,9 @@ class Metrics:
         self._series: dict[str, _Series] = {}
 
     def mean(self, name: str, value: Scalar, weight: Scalar = 1.0) -> None:
-        """sum(weight * value) / sum(weight). Weight 0 is as if not recorded: a mean over no tokens may be NaN here.
+        """sum(weight * value) / sum(weight). A value with weight 0 is ignored, so a mean over no tokens may be NaN.
 
-        A mean of means is the mean over all only if each weighs what it was taken over (tokens, rows).
+        For a mean of means, the weight must be the number of items (tokens, rows) of each mean.
         """
         self._record("mean", name, value, weight)
 
@@ -53,9 +53,9 @@ class Metrics:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds the seconds that the block takes on the host's clock, also when it raises; read with `timings`.
+        """Records the seconds of the block on the host's clock, also if it raises; `timings` returns them.
 
-        Blocks under one name add up, those of merged collectors too: what ran at the same time counts twice.
+        Times under one name add up, also those of merged collectors: parallel blocks count twice.
         """
         with phase(name):
             start = time.perf_counter()
@@ -65,7 +65,7 @@ class Metrics:
                 self._record("seconds", name, time.perf_counter() - start)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
-        """Adds all that `other` has recorded, under its names with `prefix` before them; `other` stays as it is."""
+        """Adds all numbers of `other`, with `prefix` before their names; `other` does not change."""
         for name, theirs in list(other._series.items()):
             self._named(prefix + name, theirs.reduction).numbers += theirs.numbers
 
@@ -74,12 +74,12 @@ class Metrics:
         return self._reduced(timings=False)
 
     def value(self, name: str) -> float | None:
-        """The metric as it is now; None where nothing was recorded under the name."""
+        """The current value of a metric; None if nothing was recorded under the name."""
         series = self._series.get(name)
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
     def timings(self) -> dict[str, float]:
-        """The seconds by name, sorted: apart from `reduce`, whose numbers are the same in every repeat of a run."""
+        """The seconds by name, sorted; not part of `reduce`, whose numbers are equal in every repeat of a run."""
         return self._reduced(timings=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ _watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Tells the watchers of this thread that the block is a phase of the run; records nothing."""
+    """Announces the block as a phase of the run to the watchers of this thread; records nothing."""
     with ExitStack() as watched:
         for watch, _ in _watchers.get(threading.get_ident(), ()):
             watched.enter_context(watch(name))
@@ -120,15 +120,15 @@ def phase(name: str) -> Iterator[None]:
 
 
 def counted(done: int, total: int, note: str = "") -> None:
-    """Tells the watchers of this thread how much of the present phase is done."""
+    """Announces the progress of the current phase to the watchers of this thread."""
     for _, counter in _watchers.get(threading.get_ident(), ()):
         counter(done, total, note)
 
 
 @contextmanager
 def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
-    """Opens `watch(name)` around every phase in this thread, such as the blocks of `Metrics.time`, for as long as this
-    block lasts, so that showing the phase of a run takes no line of the loop. `counter` gets what `counted` gets."""
+    """Opens `watch(name)` around every phase in this thread (also the blocks of `Metrics.time`) during this block, so
+    that the training loop needs no code to show phases. `counter` gets the arguments of `counted`."""
     watchers, own = _watchers.setdefault(threading.get_ident(), []), (watch, counter)
     watchers.append(own)
     try:
@@ -151,7 +151,7 @@ def _number(name: str, value: Scalar) -> Scalar:
             raise ValueError(
                 f"metric {name!r} got a tensor of shape {list(value.shape)}, expected one number: reduce it"
             )
-        return value.detach().clone()  # neither a graph nor a larger storage is kept, nor seen what is written later
+        return value.detach().clone()  # keeps no graph or larger storage, and does not change with later writes
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -159,7 +159,7 @@ def _number(name: str, value: Scalar) -> Scalar:
 
 
 def _on_host(series: dict[str, _Series]) -> dict[str, list[tuple[float, float]]]:
-    """The numbers of each series as floats, with one transfer for all tensors of the same device and dtype."""
+    """The numbers of each series as floats, with one transfer for all tensors of a device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in series.values():
         for number in itertools.chain.from_iterable(one.numbers):
@@ -181,7 +181,7 @@ def _reduce(name: str, reduction: Reduction, numbers: list[tuple[float, float]])
         return _mean(name, numbers)
     if reduction in ("sum", "seconds"):
         return _sum(values)
-    if any(map(math.isnan, values)):  # max and min would depend on where it stands
+    if any(map(math.isnan, values)):  # Python's max and min depend on the position of a NaN
         return math.nan
     return max(values) if reduction == "max" else min(values)
 
@@ -194,7 +194,7 @@ def _mean(name: str, numbers: list[tuple[float, float]]) -> float | None:
         return None
     mean = _sum([value * weight for value, weight in weighed]) / _sum([weight for _, weight in weighed])
     values = [value for value, _ in weighed]
-    return min(max(mean, min(values)), max(values))  # rounding takes no mean of equal numbers away from them
+    return min(max(mean, min(values)), max(values))  # in spite of rounding, the mean of equal numbers is that number
 
 
 def _sum(values: list[float]) -> float:

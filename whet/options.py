@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that an option takes, as its annotation says them: read, compared, put into words.
+"""Types and ranges of options: reads their annotations, checks values against them, describes them in words.
 
-`cap: Annotated[float, Gt(0)] = 2.0` refuses 0, `level: Literal["token", "sequence"]` any other text. A float is never
-nan. An annotation with a name that is not known is not checked.
+`cap: Annotated[float, Gt(0)] = 2.0` rejects 0, `level: Literal["token", "sequence"]` rejects other text. nan is never
+accepted as a number. An annotation with an unknown name is not checked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Le(1)]
-Cap = Annotated[float, Gt(0)]  # inf: none
+Cap = Annotated[float, Gt(0)]  # inf: no cap
 Count = Annotated[int, Gt(0)]
 
-# A kind of bound: its sign, its comparison, its limit.
+# By type of bound: its sign, its comparison, its limit.
 BOUNDS: dict[type[Any], tuple[str, Callable[[Any, Any], bool], Callable[[Any], Any]]] = {
     Gt: (">", operator.gt, operator.attrgetter("gt")),
     Ge: (">=", operator.ge, operator.attrgetter("ge")),
@@ -42,8 +42,8 @@ WORDS: dict[Any, str] = {
 
 
 def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
-    """An annotation as a type, be it written as text or not; Any where it has a name that is not among `names`. Without
-    them it is one of a shipped function, which is read from its source and has the names of this file."""
+    """Evaluates an annotation that may be text; Any if it has a name that is not in `names`. Without `names` it belongs
+    to a shipped function, which is read from its source and uses the names of this module."""
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -53,7 +53,7 @@ def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
 
 
 def bounds_of(annotation: Any) -> Iterator[Any]:
-    """Returns the bounds that stand in an annotation."""
+    """Yields the bounds in an annotation."""
     for argument in get_args(annotation):
         if isinstance(argument, GroupedMetadata):
             yield from argument
@@ -64,7 +64,7 @@ def bounds_of(annotation: Any) -> Iterator[Any]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Tells whether a value is one that the annotation takes."""
+    """Tells whether the annotation accepts a value."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return True
@@ -85,7 +85,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], str] | None = None) -> str:
-    """An annotation in words that a user knows from YAML: "a whole number > 0 or null"; `inner` says parts of it."""
+    """Describes an annotation in words: "a whole number > 0 or null"; `inner` describes nested annotations."""
     inner = inner or words
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -102,8 +102,8 @@ def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], st
     limits = [(sign, of(bound)) for each, (sign, _, of) in BOUNDS.items() for bound in bounds if type(bound) is each]
     if any(math.isinf(limit) for _, limit in limits):
         kind = kind.replace("a number", "a finite number")
-    said = [f"{sign} {limit}" for sign, limit in limits if not math.isinf(limit)]
-    return f"{kind} {' and '.join(said)}".rstrip()
+    ranges = [f"{sign} {limit}" for sign, limit in limits if not math.isinf(limit)]
+    return f"{kind} {' and '.join(ranges)}".rstrip()
 
 
 def _holds(bound: Any, value: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataProto: the one batch that travels between components."""
+"""DataProto: the batch that all components exchange."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from whet.errors import DataError
 
 @dataclass(frozen=True)
 class DataProtoItem:
-    """A row: columns without their batch dimension, objects as they are."""
+    """A row: tensors without the batch dimension, and objects."""
 
     batch: TensorDict | None
     non_tensor_batch: dict[str, Any]
@@ -45,13 +45,13 @@ class DataProto:
     """B rows as named columns: tensors [B, ...] in `batch`, object arrays [B] in `non_tensor_batch`; `meta_info` is
     about the batch as a whole.
 
-    Every operation returns a new DataProto with containers of its own, whose columns share storage with the old ones
-    wherever a view can (a slice does, a list of rows cannot). So a new column in the one is not seen in the other, and
-    a column is never written in place: one that came through Ray may lie in read-only memory. verl's names hold, but
-    `union`, `rename`, `reorder` and `pop` do not change the batch they are called on: use what they return.
+    Every operation returns a new DataProto with its own containers. Columns share storage with the old ones if a view
+    is possible (for a slice, not for a list of rows). So adding a column does not change the other batch, and columns
+    must not be written in place: after Ray they may be in read-only memory. The methods have verl's names, but `union`,
+    `rename`, `reorder` and `pop` do not change the batch: use their result.
 
-    `batch` is None where there is no tensor and the object columns say how many rows there are. A DataProto without any
-    column has no rows, and union with one is always possible. Raises DataError, naming columns and their sizes.
+    `batch` is None without tensor columns. A DataProto without any column has no rows, and union with it is always
+    possible. Raises: DataError with the names and sizes of columns.
     """
 
     batch: TensorDict | None = None
@@ -70,7 +70,7 @@ class DataProto:
         non_tensors: Mapping[str, ObjectArray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """Columns from tensors [B, ...] and from arrays or lists of B objects; a list in a list stays one object."""
+        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects; a nested list is one object."""
         objects = {name: object_array(name, values) for name, values in (non_tensors or {}).items()}
         rows = check_columns(tensors or {}, objects)
         return _assemble({**(tensors or {}), **objects}, meta_info or {}, rows)
@@ -86,10 +86,10 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto], places: Sequence[Sequence[int]] | None = None) -> DataProto:
-        """The rows of all parts in order, or each at its place: part i's at rows `places[i]` of the result, every row
-        once. Columns, dtypes and trailing sizes must agree.
+        """Joins the rows of all parts in order, or those of part i at the row numbers `places[i]` of the result.
+        Columns, dtypes and trailing sizes must agree.
 
-        `meta_info` is the union: a key may be missing in some parts, and must be equal in all that have it.
+        `meta_info` is the union: a key may be missing in some parts, and must be equal in all others.
         """
         if not parts:
             raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
@@ -176,7 +176,7 @@ class DataProto:
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
     ) -> tuple[DataProto, DataProto]:
-        """(the named columns and keys, everything else); None takes none of that kind."""
+        """Splits into (the named columns and keys, all others); None selects none of that kind."""
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         popped = self.select(*(() if keys is None else keys for keys in taken))
         rest = self.select(
@@ -187,7 +187,7 @@ class DataProto:
         return popped, rest
 
     def rename(self, old_keys: Names, new_keys: Names) -> DataProto:
-        """The same columns, the i-th of `old_keys` under the i-th of `new_keys`; the order stays."""
+        """Renames columns, the i-th of `old_keys` to the i-th of `new_keys`; the order stays."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
             raise DataError(
@@ -219,7 +219,7 @@ class DataProto:
         return _assemble(columns, meta_info, max(len(self), len(other)))
 
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
-        """Adds these columns, in place of any that have their names."""
+        """Adds columns, and replaces those with the same names."""
         given = DataProto.from_single_dict(columns)
         if len(given) != len(self):
             return self.union(given)  # raises, unless there is nothing here yet
@@ -227,7 +227,7 @@ class DataProto:
         return _assemble(kept | given.columns(), self.meta_info, len(self))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` consecutive parts of equal size; DataError if the rows do not divide."""
+        """Splits into `chunks` consecutive parts of equal size.  Raises: DataError if the rows do not divide."""
         if chunks < 1 or len(self) % chunks:
             raise DataError(
                 f"{len(self)} rows do not divide into {chunks} equal chunks; use pad_to_divisor first, or split(sizes)"
@@ -235,9 +235,9 @@ class DataProto:
         return self.split([len(self) // chunks] * chunks)
 
     def split(self, split_size: int | Sequence[int]) -> list[DataProto]:
-        """Consecutive parts of `split_size` rows, the last one smaller; or parts of exactly these sizes.
+        """Splits into consecutive parts of `split_size` rows, the last one smaller; or into parts of these sizes.
 
-        Parts are views. No rows give one part without rows, so that `concat` of the parts is always the whole.
+        Parts are views. Without rows there is one empty part, so that `concat` of the parts is always the whole.
         """
         rows = len(self)
         if isinstance(split_size, int):
@@ -255,20 +255,20 @@ class DataProto:
         return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]
 
     def reorder(self, indices: Rows) -> DataProto:
-        """Row i of the result is row `indices[i]`: a permutation, no row lost and none twice."""
+        """Reorders the rows: row i of the result is row `indices[i]`; the indices are a permutation."""
         rows = np.arange(len(self))
         order = rows[row_numbers(indices, len(self))]
         if not np.array_equal(np.sort(order), rows):
             raise DataError(
                 f"reorder got {len(order)} indices, {len(np.unique(order))} of them different, for {len(self)} rows; "
-                "it needs a permutation (to choose rows, index)"
+                "expected a permutation (to choose rows, use data[indices])"
             )
         return self[order]
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
+        """Yields mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
 
-        With a seed every epoch has an order of its own, a function of (seed, epoch); without, rows stay in order.
+        With a seed every epoch has its own order, a function of (seed, epoch); without a seed rows stay in order.
         """
         if mini_batch_size < 1:
             raise DataError(f"mini_batch_size={mini_batch_size}, expected at least 1 row")
@@ -280,10 +280,10 @@ class DataProto:
             yield from rows.split(mini_batch_size)
 
     def pad_to_divisor(self, size_divisor: int) -> tuple[DataProto, int]:
-        """(rows up to the next multiple of `size_divisor`, how many were added); `unpad` takes them off again.
+        """Pads to a multiple of `size_divisor` rows; returns (batch, number of added rows). `unpad` removes them.
 
-        Added rows are the first rows again, so that a model can run on them. They would count in a loss: pad what is
-        generated or scored, not what is trained on. No rows stay no rows.
+        Added rows repeat the first rows, so that a model can run on them. They would count in a loss: pad batches for
+        generation or scoring, not for training. An empty batch stays empty.
         """
         if size_divisor < 1:
             raise DataError(f"size_divisor={size_divisor}, expected at least 1")
@@ -316,23 +316,23 @@ class DataProto:
         return self._map(lambda column: column.to(device) if torch.is_tensor(column) else column, len(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one file that holds everything but gradients; `whet.serialization` says which objects it can hold."""
+        """Writes the batch to a file, without gradients; `whet.serialization` lists the supported types of objects."""
         serialization.save(path, self._parts())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DataProto:
-        """Reads what `save` wrote, tensors on the CPU. Runs no code of the file's.
+        """Reads a file of `save`, tensors on the CPU, without running code from the file.
 
-        Raises: FileNotFoundError; DataError for a file that is damaged or holds anything else.
+        Raises: FileNotFoundError; DataError for a file that is damaged or not a DataProto.
         """
         parts = serialization.load(path)
         if not isinstance(parts, dict) or parts.keys() != {"batch", "non_tensor_batch", "meta_info", "rows"}:
-            raise DataError(f"{path} does not hold a DataProto; load reads what DataProto.save wrote")
+            raise DataError(f"{path} is not a DataProto; expected a file that DataProto.save wrote")
         return _from_parts(*parts.values())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Values arrive on the CPU, without gradients. With pickle protocol 5 and a buffer callback, as Ray has them,
-        the bytes of tensors stay out of the pickle and loading does not copy them."""
+        """Pickles the batch, with tensors on the CPU and without gradients. With pickle protocol 5 and a buffer
+        callback, as in Ray, the bytes of tensors are not part of the pickle, and loading does not copy them."""
         return _from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
 
     def __copy__(self) -> DataProto:
@@ -375,7 +375,7 @@ def _from_parts(
 
 
 def _assemble(columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> DataProto:
-    """A DataProto of so many rows, with new containers around these columns."""
+    """Makes a DataProto of `rows` rows, with new containers for these columns."""
     objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
     tensors = {name: column for name, column in columns.items() if name not in objects}
     batch = TensorDict(tensors, batch_size=[rows]) if tensors or (rows and not objects) else None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one extension mechanism: a function by its registered name, `package.module:function` or `path/file.py:function`.
+"""Registries of functions, named by a registered name, `package.module:function` or `path/file.py:function`.
 
-The signature is the schema. Parameters before `*` are batch columns, parameters after it are options, and the signature
-owns the options' defaults, types and ranges (`whet.options`). A signature without `*` is the foreign form that verl
-users have: parameters with a default are options, the rest are columns under verl's or whet's names, or things supplied
-by name (`config`, `batch`, ...).
+The signature of a function is its schema. Parameters before `*` are batch columns, parameters after it are options with
+their defaults, types and ranges (`whet.options`). A signature without `*` has verl's form: parameters with a default
+are options, the others are columns under verl's or whet's names, or values that the caller supplies by name (`config`,
+`batch`, ...).
 
 Shipped functions are read from their source and imported only when called, so that listing them needs no torch.
 """
@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = Path(__file__).parent
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
-# Parameter names of the foreign form that are not whet's column names.
+# Parameter names of verl's form that differ from whet's column names.
 FOREIGN_COLUMNS = {
     "index": "uid",
     "old_log_prob": "old_log_probs",
@@ -41,28 +41,28 @@ FOREIGN_COLUMNS = {
     "ref_log_prob": "ref_log_probs",
     "rollout_log_prob": "rollout_log_probs",
 }
-# Parameters that are no column: the caller supplies them by name, unless the user gives them as options.
+# Parameters that are not columns: the caller supplies them by name, unless the user sets them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 
 
 class Resolved(dict[str, Any]):
-    """Options of a function that are complete and checked: `call` does not check them at every micro-batch."""
+    """Complete and checked options of a function, which `call` does not check again for every micro-batch."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function, known without importing it."""
+    """A registered function, described without importing it."""
 
     kind: str
     name: str
     target: str  # "package.module:function" or "path/file.py:function"
-    parameters: tuple[str, ...]  # what is passed by position, under the function's own names
-    options: Mapping[str, Any]  # defaults by name; REQUIRED where there is none
+    parameters: tuple[str, ...]  # positional parameters, under the function's own names
+    options: Mapping[str, Any]  # defaults by name; REQUIRED for an option without one
     doc: str
-    marks: Mapping[str, Any] = field(default_factory=dict)  # what was said where it was registered
+    marks: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its decorator
     alias_of: str | None = None
     accepts_any_option: bool = False
-    takes: Mapping[str, Any] = field(default_factory=dict)  # by option what it takes, Any where that is not known
+    takes: Mapping[str, Any] = field(default_factory=dict)  # annotation by option, Any if unknown
     function: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -76,31 +76,33 @@ class Entry:
         return self.doc.strip().split("\n", 1)[0] if self.doc else ""
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, imported now if it was not yet.  Raises: RegistryError."""
+        """The function itself, which is imported if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Calls the function with those things in `supplied` that it names before its `*`, and with `options`."""
+        """Calls the function with the values in `supplied` that its parameters before `*` name, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
-        """Defaults overlaid with `given`, what the caller supplies left out.  `where` is the config key for errors.
-        Raises: ConfigError."""
+        """Completes `given` options with defaults, without those that the caller supplies. `where` is the config key
+        for errors.  Raises: ConfigError."""
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
             near = difflib.get_close_matches(unknown[0], list(self.options), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.options) or 'no options'}"
+            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(self.options) or 'none'}"
             raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]
         if missing:
-            raise ConfigError(f"{where}: {self.kind} {self.name!r} needs a value for {', '.join(missing)}")
+            raise ConfigError(
+                f"{where}: {self.kind} {self.name!r} requires {', '.join(missing)}; set {where}.{missing[0]}"
+            )
         self.check(given, f"{where}.")
         return Resolved(options)
 
     def check(self, given: Mapping[str, Any], prefix: str) -> None:
-        """Refuses values that options do not take; of two options that the mark `ordered` names the first has to be
-        below the second. `prefix` stands before a name in errors.  Raises: ConfigError."""
+        """Checks the values of options against their annotations; of two options in the mark `ordered`, the first must
+        be less than the second. `prefix` comes before the name in errors.  Raises: ConfigError."""
         for name, value in given.items():
             default, takes = self.options.get(name), self.takes.get(name, Any)
             if takes is Any and default is not None and default is not REQUIRED and value is not None:
@@ -113,25 +115,25 @@ class Entry:
             values = {**self.options, **given}
             if not values[low] < values[high]:
                 raise ConfigError(
-                    f"{prefix}{low}={values[low]!r} is not below {prefix}{high}={values[high]!r}: nothing lies between "
-                    f"them; lower {low} or raise {high}"
+                    f"{prefix}{low}={values[low]!r} is not less than {prefix}{high}={values[high]!r}; lower {low} or "
+                    f"raise {high}"
                 )
 
 
 class Registry:
-    """The functions of one kind. `register` is the decorator; reading finds shipped, registered and path-named ones."""
+    """The functions of one kind. `register` is the decorator; lookup finds shipped and registered names, and paths."""
 
     def __init__(self, kind: str, folder: str, decorator: str, supplied: Sequence[str] | None = None) -> None:
-        """`supplied` are the names that parameters before the `*` may have; unset, these are columns of a batch."""
+        """`supplied` are the allowed parameters before `*`; None means columns of a batch."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self._live: dict[str, Entry] = {}
 
     def register(
         self, name: str, *, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str] = (), **marks: Any
     ) -> Callable[[F], F]:
-        """Decorator that gives a function its name. `aliases` are more names, each with its own option defaults
-        where it is a mapping. `marks` are facts about the function that its callers read (`aggregation=...`).
-        Raises: RegistryError when the name is taken by another function."""
+        """Decorator that registers a function under a name. `aliases` are more names; as a mapping, each has option
+        defaults of its own. `marks` are facts about the function for its callers (`aggregation=...`).
+        Raises: RegistryError if another function has the name."""
 
         def decorate(function: F) -> F:
             entry = self.entry_of(function, name, marks)
@@ -139,8 +141,8 @@ class Registry:
                 taken = self._live.get(each.name) or self._shipped.get(each.name)
                 if taken is not None and taken.target != each.target:
                     raise RegistryError(
-                        f"{self.kind} {each.name!r} is already {taken.target}; "
-                        f"register {each.target} under another name"
+                        f"{self.kind} {each.name!r} is already registered as {taken.target}; register {each.target} "
+                        "under another name"
                     )
                 self._live[each.name] = each
             return function
@@ -175,7 +177,7 @@ class Registry:
         )
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
-        """The entry under a function's own name, with its marks; None where it was never registered."""
+        """The entry of a function object under its registered name; None if it is not registered."""
         own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
         return next(own, None)
 
@@ -184,16 +186,16 @@ class Registry:
         return _read_shipped(self)
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
-        """The entry of a function object, from its signature.
+        """Makes the entry of a function object from its signature.
 
-        Raises: RegistryError for a parameter that nothing is given for."""
+        Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
             return entry_of(function, self.kind, name, marks)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
         if unknown := [each for each in entry.parameters if each not in self.supplied]:
             raise RegistryError(
-                f"{self.kind} {name!r} takes {unknown[0]!r} before its `*`, which nobody gives it; there is "
-                f"{', '.join(self.supplied)}; an option stands after `*`"
+                f"{self.kind} {name!r} has a parameter {unknown[0]!r} before `*`; expected "
+                f"{', '.join(self.supplied)}; an option comes after `*`"
             )
         return entry
 
@@ -204,9 +206,9 @@ def call(
     options: Mapping[str, Any],
     supplied: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The function's own result on `columns`, whose floats [B, R, ...] are 0 where `response_mask` is 0: what stood
-    there never matters, and a function can count on it, but must not write into them.  An option is what `options`
-    says, else what is `supplied` under its name, else its default.  Raises: RegistryError naming what is not there."""
+    """Calls a function on `columns` and returns its result. Float columns [B, R, ...] are set to 0 where
+    `response_mask` is 0; the function must not write into columns.  The value of an option is that in `options`, else
+    that in `supplied`, else its default.  Raises: RegistryError for a missing column or value."""
     from whet.masks import zero_outside
 
     supplied = supplied or {}
@@ -219,14 +221,14 @@ def call(
         name = FOREIGN_COLUMNS.get(parameter, parameter)
         if name not in columns:
             raise RegistryError(
-                f"{entry.kind} {entry.name!r} reads column {name!r}, which is not in the batch; "
-                f"it has {', '.join(columns)}"
+                f"{entry.kind} {entry.name!r} reads column {name!r}, which is not in the batch; the batch has "
+                f"{', '.join(columns)}"
             )
         column = columns[name]
         is_per_token = mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS
         if is_per_token and column.is_floating_point():
             column = zero_outside(column, mask)
-        # verl's estimators use the elements of `index` as dict keys, and the elements of a tensor are never equal keys.
+        # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
         arguments.append(column.cpu().numpy() if parameter == "index" else column)
     named = {**entry.options, **{name: supplied[name] for name in entry.options if name in supplied}, **options}
     for name, value in named.items():
@@ -240,8 +242,8 @@ def call(
 def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
     if name not in supplied:
         raise RegistryError(
-            f"{entry.kind} {entry.name!r} needs {name!r}, which is not given here; "
-            f"there is {', '.join(supplied) or 'nothing'}, and an option of that name may be set"
+            f"{entry.kind} {entry.name!r} needs {name!r}, which the caller does not supply; available: "
+            f"{', '.join(supplied) or 'nothing'}; set an option with that name"
         )
     return supplied[name]
 
@@ -249,7 +251,7 @@ def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
 def entry_of(
     function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any], *, has_foreign_form: bool = True
 ) -> Entry:
-    """The entry of a function object, from its signature."""
+    """Makes the entry of a function object from its signature."""
     signature = list(inspect.signature(function).parameters.values())
     keyword_only = [p for p in signature if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -277,7 +279,9 @@ def load_target(target: str) -> Any:
     """The object at `package.module:name` or `path/file.py:name`.  Raises: RegistryError."""
     location, _, name = target.rpartition(":")
     if not location:
-        raise RegistryError(f"{target!r} names no function; write package.module:function or path/file.py:function")
+        raise RegistryError(
+            f"{target!r} is not a function path; expected package.module:function or path/file.py:function"
+        )
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
     found: Any = module
     for part in name.split("."):
@@ -295,14 +299,16 @@ def _load_module(location: str, target: str) -> Any:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
-            raise RegistryError(f"{target!r}: there is no module {error.name!r} on the Python path") from error
+            raise RegistryError(
+                f"{target!r}: no module {error.name!r} on the Python path; correct the name, or set PYTHONPATH"
+            ) from error
         raise
 
 
 def _load_file(path: Path) -> Any:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise RegistryError(f"{path} does not exist; it was named as the file of a function")
+        raise RegistryError(f"{path} does not exist; expected a Python file with the function")
     name = f"whet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -324,10 +330,10 @@ def _load_file(path: Path) -> Any:
 def _absent(module: str) -> str:
     if module.partition(".")[0] == "verl":
         return (
-            "which is not installed and not needed: write `from whet.protocol import DataProto`, and take decorators "
+            "which is not installed and not needed: write `from whet.protocol import DataProto`, and import decorators "
             "from whet (`from whet import register_adv_est`); docs/migrating.md has the forms"
         )
-    return "which is not installed: install it, or set PYTHONPATH to the folder that it lies in"
+    return "which is not installed: install it, or set PYTHONPATH to its folder"
 
 
 def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:
@@ -339,7 +345,7 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
 
 
 def _read_shipped(registry: Registry) -> dict[str, Entry]:
-    """Entries of the functions in the registry's folder that carry its decorator, read from source."""
+    """Reads the entries of the functions with the registry's decorator from the source files of its folder."""
     found: dict[str, Entry] = {}
     for module, node, use, decorator in _decorated(registry.folder):
         if decorator == registry.decorator:
@@ -353,7 +359,7 @@ def _read_shipped(registry: Registry) -> dict[str, Entry]:
 
 @cache
 def _decorated(folder: str) -> list[tuple[str, ast.FunctionDef | ast.ClassDef, ast.Call, str]]:
-    """Module, definition, decorator and its name of everything in a folder of whet that a call decorates."""
+    """Module, definition, decorator call and decorator name of all decorated definitions in a folder of whet."""
     found = []
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
@@ -365,18 +371,18 @@ def _decorated(folder: str) -> list[tuple[str, ast.FunctionDef | ast.ClassDef, a
 
 
 def _without_body(node: ast.FunctionDef | ast.ClassDef) -> Callable[..., Any]:
-    """The function or class with its signature and docstring alone, for which no import of its file is needed."""
+    """Makes the function or class with only its signature and docstring, without importing its file."""
 
     def strip(each: ast.FunctionDef | ast.ClassDef) -> ast.stmt:
         made = [strip(inner) for inner in each.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
         each.body, each.decorator_list = [ast.Expr(ast.Constant(ast.get_docstring(each))), *made], []
         if isinstance(each, ast.ClassDef):
             each.bases = []
-        elif each.args.kwonlyargs or each.name == "__init__":  # those before the `*` are no options
+        elif each.args.kwonlyargs or each.name == "__init__":  # parameters before `*` are not options
             each.args.defaults = [ast.Constant(None) for _ in each.args.defaults]
         return each
 
-    names: dict[str, Any] = {"__name__": fits.__module__}  # annotations of options have the names of that module
+    names: dict[str, Any] = {"__name__": fits.__module__}  # annotations of options use the names of whet.options
     exec(compile(ast.fix_missing_locations(ast.Module([strip(node)], [])), node.name, "exec"), names)
     found: Callable[..., Any] = names[node.name]
     return found

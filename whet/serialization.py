@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors among plain objects, as bytes: through pickle without a copy, and in a file that loads without running code.
+"""Serializes objects with tensors: by pickle without copying tensors, and to files that load without running code.
 
-A file holds any nesting of None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays (of numbers or of
-such objects) and the types of `whet.types`. Subclasses of plain types and numpy numbers come back as the plain type. It
-is one safetensors file: every tensor as it is, and under "json" the objects, in which a tensor stands by its name.
+A file can have any nesting of None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays (of numbers or of
+such objects) and the types of `whet.types`. Subclasses of plain types and numpy numbers are loaded as the plain type.
+The format is safetensors: all tensors, and under "json" the objects, which refer to tensors by name.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TAG = "$type"
 
 
 def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
-    """Returns the pickle of `value`, and the bytes of the tensors in it, which are views of their own memory.
+    """Returns the pickle of `value`, and the bytes of its tensors as views of their memory.
 
-    `pickle.loads` gives the tensors back, on the CPU and without gradients, on the memory of the buffers (read-only
-    memory too: then writing into such a tensor is undefined). Of a view only its own elements travel, and an object
-    that stands in several places travels once.  Raises: whatever pickle raises for an object that cannot travel."""
+    `pickle.loads` restores the tensors on the CPU, without gradients, on the memory of the buffers (if that is
+    read-only, writing into such a tensor is undefined). Of a view only its elements are included, and an object with
+    several references is included once.  Raises: pickle's errors for an object that cannot be pickled."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -45,8 +45,8 @@ def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
 
 
 class OutOfBand:
-    """Stands for a value in a pickle of any kind, to which its tensors give their bytes as protocol 5 buffers; what is
-    loaded is the value."""
+    """Wraps a value for any pickle, so that the bytes of its tensors become protocol 5 buffers; loading gives the value
+    itself."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -58,27 +58,27 @@ class OutOfBand:
 
 
 def save(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes `value` to one file, beside and renamed: `path` is the old file or the new one, never half of one.
+    """Writes `value` to a file atomically.
 
-    Raises: DataError, naming where in `value` it stands, for an object that a file cannot hold.
+    Raises: DataError, with the position in `value`, for an object of an unsupported type.
     """
     path, encoder = Path(path), _Encoder()
     document = {"version": _VERSION, "value": encoder.encode(value, "")}
     tensors = {**_apart(encoder.tensors), "json": _bytes_as_tensor(json.dumps(document).encode())}
     with files.replacing(path, synced=True) as partial:
-        mode = partial.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
+        mode = partial.stat().st_mode  # by the user's umask; safetensors would make the file private
         try:
-            safetensors.torch.save_file(tensors, partial)  # from where the tensors lie
+            safetensors.torch.save_file(tensors, partial)  # without a copy of the tensors
         except KeyError as missing:  # a dtype that safetensors does not know
             name = next(name for name, tensor in tensors.items() if tensor.dtype in missing.args).partition(":")[2]
-            raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot hold") from None
+            raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot store; convert it") from None
         partial.chmod(mode)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
     """Reads a file of `save`, tensors on the CPU.  Raises: FileNotFoundError; DataError for one that is damaged."""
     try:
-        with Path(path).open("rb") as file:  # safetensors opens by name twice: another file may stand there by then
+        with Path(path).open("rb") as file:  # safetensors opens a name twice; the file may be replaced in between
             tensors = safetensors.torch.load_file(f"/dev/fd/{file.fileno()}")
         document = json.loads(tensors["json"].numpy().tobytes())
         version = document["version"]
@@ -86,11 +86,11 @@ def load(path: str | os.PathLike[str]) -> Any:
             return _decode(document["value"], tensors)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged, or was not written by whet: {error!r}") from error
-    raise DataError(f"{path} has file version {version}, this whet reads version {_VERSION}")
+    raise DataError(f"{path} has file version {version}, expected version {_VERSION}; read it with another whet")
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the host, copied where two share storage, as columns of a batch may: safetensors refuses that."""
+    """Moves tensors to the host, and copies those that share storage, which safetensors does not allow."""
     hosted = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     owners = Counter(tensor.untyped_storage().data_ptr() for tensor in hosted.values())
 
@@ -104,7 +104,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
-            return NotImplemented  # it pickles as it likes
+            return NotImplemented  # the object's own pickling
         tensor = value.detach().cpu().contiguous()
         # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
         octets = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
@@ -116,23 +116,23 @@ def _loads(stream: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def _tensor_on(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose bytes `buffer` holds, on its memory."""
+    """Makes a tensor on the memory of `buffer`."""
     if 0 in shape:  # torch refuses an empty buffer
         return torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():  # read-only memory is what Ray gives: `dumps` says what follows from it
+    with warnings.catch_warnings():  # Ray's memory is read-only; see `dumps`
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
 class _Encoder:
-    """Turns objects into JSON values and collects their tensors by name."""
+    """Converts objects to JSON values, and collects their tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any, where: str) -> Any:
-        """`value` as JSON; `where` is its place in the whole, as in `objects.uid[3]`."""
+        """Converts `value` to JSON; `where` is its position in the whole, such as `objects.uid[3]`."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):
@@ -160,15 +160,15 @@ class _Encoder:
             case _ if type(value) in _TYPES.values():
                 return {_TAG: type(value).__name__, "fields": self.encode(dict(vars(value)), where)}
         raise DataError(
-            f"{where.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which a file cannot hold; "
-            "make it of plain objects (str, numbers, list, dict, ...), tensors and arrays, or leave it out"
+            f"{where.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which a file cannot store; "
+            "convert it to plain objects (str, numbers, list, dict, ...), tensors and arrays, or remove it"
         )
 
     def _items(self, values: Any, where: str) -> list[Any]:
         return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
     def _name(self, value: Any, tensor: torch.Tensor, where: str) -> str:
-        """The name under which `tensor`, the content of `value`, is stored: the same for the same object."""
+        """The name under which `tensor`, the content of `value`, is stored; one name for each object."""
         name = self._names.setdefault(id(value), f"{len(self._names)}:{where.lstrip('.')}")
         self.tensors.setdefault(name, tensor)
         return name

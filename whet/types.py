@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that travel between data, rollout, reward and loop. Frozen, without tensors, cheap to pickle."""
+"""The values that data, rollout, rewards and the training loop exchange: frozen, without tensors, cheap to pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tok
 
 @dataclass(frozen=True)
 class Media:
-    """An image, video or audio of a prompt or an observation. The digest of its bytes is its identity."""
+    """An image, video or audio of a prompt or an observation, identified by the digest of its bytes."""
 
     kind: Literal["image", "video", "audio"]
     digest: str
@@ -27,7 +27,7 @@ class Message:
 
     role: str
     content: str | list[dict[str, Any]]
-    fields: Mapping[str, Any] = field(default_factory=dict)  # name, tool_calls, ... as templates know them
+    fields: Mapping[str, Any] = field(default_factory=dict)  # more fields for the template: name, tool_calls, ...
 
     def to_dict(self) -> dict[str, Any]:
         """The dict that `tokenizer.apply_chat_template` takes."""
@@ -42,12 +42,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the data set as the model reads it, with what the reward needs to score a response."""
+    """A row of the data set as the model reads it, with the fields that the reward function needs."""
 
     uid: str  # names the row in this run: "<epoch>:<index in the data set>"
     index: int  # row number in the data set, over all files
     messages: tuple[Message, ...]
-    token_ids: tuple[int, ...]  # after the chat template: exactly what the model is fed
+    token_ids: tuple[int, ...]  # the input of the model, after the chat template
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -56,16 +56,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion inside a trajectory: the tokens that the model was fed and those that it sampled."""
+    """A completion inside a trajectory: its context tokens and its sampled tokens."""
 
     context_ids: tuple[int, ...]  # everything before the first sampled token
     token_ids: tuple[int, ...]  # sampled, the stop token included where one was sampled
     log_probs: tuple[float, ...]  # log_softmax(logits / temperature) of each sampled token
     finish_reason: FinishReason
-    versions: Versions  # the weights that sampled its tokens
-    reward: float = 0.0  # what the environment paid for this turn
+    versions: Versions  # policy versions that sampled its tokens
+    reward: float = 0.0  # from the environment, for this turn
     stop: str | None = None  # the stop string that ended it
-    preemptions: int = field(default=0, compare=False)  # of its sampling, while memory was short
+    preemptions: int = field(default=0, compare=False)  # number of preemptions of its request
     media: tuple[Media, ...] = ()  # of the context
 
     @property
@@ -76,19 +76,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a trajectory is not trained on, and the part that it arose in."""
+    """The reason why a trajectory failed, and the component that failed."""
 
     source: FailureSource
     message: str
-    timed_out: bool = False  # a deadline decided it: a repeat of the run may come out otherwise here
+    timed_out: bool = False  # a deadline caused the failure: a repeat of the run may differ here
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The finished record of one sample of a prompt: its turns, and the reward's result.
+    """The finished record of one sample of a prompt: its turns, and the result of the reward function.
 
-    `reward` is what trains (None until scored), `accuracy` the 0/1 metric, `parts` all other numbers of the reward.
-    A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and counted nowhere.
+    `reward` is trained on (None until scored), `accuracy` is 0 or 1, `parts` are all other numbers of the reward.
+    A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and count in no mean.
     """
 
     uid: str  # "<prompt uid>:<sample>"
@@ -98,15 +98,15 @@ class Trajectory:
     reward: float | None = None
     accuracy: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    token_rewards: tuple[float, ...] | None = None  # one a response token, if given; `reward` is their sum
-    extracted: str | None = None  # the final result that the reward found in the text, for majority votes
+    token_rewards: tuple[float, ...] | None = None  # one for each response token, if any; `reward` is their sum
+    extracted: str | None = None  # the final answer that the reward extracted from the text, for majority votes
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
-    fields: Mapping[str, Any] = field(default_factory=dict)  # what an environment reports: columns by name
+    fields: Mapping[str, Any] = field(default_factory=dict)  # columns from the environment, by name
 
     @property
     def score(self) -> float:
-        """The sum of what the reward function and the environment paid; 0 for a failed trajectory."""
+        """The sum of the rewards of reward function and environment; 0 for a failed trajectory."""
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
 
@@ -120,7 +120,8 @@ class Group:
 
 @dataclass(frozen=True)
 class RewardItem:
-    """A response to score, and what it is scored by. The ids are those that the model read and sampled."""
+    """A response to score, with the arguments of the reward function. The ids are those that the model read and
+    sampled."""
 
     data_source: str
     solution_str: str
@@ -135,8 +136,8 @@ class RewardItem:
 class RewardResult:
     """The score of a response. All numbers are finite.
 
-    `token_rewards` has one number for each response token, and `reward` is their sum, where the function gave rewards
-    by token; it is None where it gave one number. `extracted` is the answer that it read from the text, if it says so.
+    `token_rewards` has one number for each response token, with `reward` as their sum; None if the function returned
+    one number. `extracted` is the final answer that the function extracted from the text, if it reports it.
     """
 
     reward: float

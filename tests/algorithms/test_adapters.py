@@ -294,7 +294,9 @@ def test_a_users_loss_works_unchanged(user_file: Path) -> None:
 
 
 def test_what_a_loss_needs_and_nobody_supplies_is_named(user_file: Path) -> None:
-    with pytest.raises(RegistryError, match="needs 'loss_agg_mode', which is not given here; there is nothing"):
+    with pytest.raises(
+        RegistryError, match="needs 'loss_agg_mode', which the caller does not supply; available: nothing"
+    ):
         policy_loss(POLICY_LOSSES[f"{user_file}:my_loss"], loss_batch(), {})
 
 

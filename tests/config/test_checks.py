@@ -98,7 +98,7 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "algorithm: {filter: {name: mean_window, options: {low: 0.9, high: 0.1}}}",
-        "algorithm.filter.options.low=0.9 is not below algorithm.filter.options.high=0.1: nothing lies between them",
+        "algorithm.filter.options.low=0.9 is not less than algorithm.filter.options.high=0.1; lower low",
     ),
     ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode: no aggregation is called 'token-maen'; did"),
     (
@@ -159,7 +159,7 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "rollout: {engine: {name: hf, options: {compile: true}}}",
-        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; it has keep_cache",
+        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; its options are keep_cache",
     ),
     (
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",
@@ -297,7 +297,7 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []
     same, folder_ = {**asked, "output": "./train.jsonl"}, {**asked, "output": "answers"}
     assert problems(GenerateConfig.model_validate(same)) == [
-        "output=./train.jsonl is a file of prompts too; name another"
+        "output=./train.jsonl is also an input file of prompts; set output to another path"
     ]
     assert "expected one that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
     with pytest.raises(ValidationError, match="less than or equal to 2"):

@@ -62,7 +62,7 @@ def refusals(sections: str) -> list[str]:
         ),
         (
             "{model: {lora: {rank: 4}}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
-            "cluster.placement has ref in pool look and actor in pool train, but with model.lora.rank the reference is the",
+            "cluster.placement has ref in pool look and actor in pool train, but with model.lora.rank the reference is",
         ),
     ],
 )

@@ -17,7 +17,7 @@ MakeConfig = Callable[..., TrainConfig]
     [
         (
             {"engine.options.shard_size": 2},
-            r"actor\.engine\.options: training engine 'single' has no option 'shard_size'; it has no options",
+            r"actor\.engine\.options: training engine 'single' has no option 'shard_size'; its options are none",
         ),
         (
             {"engine.name": "fsdp", "engine.options.shard_sice": 2},

@@ -220,7 +220,7 @@ def test_samplers_of_ones_own(tmp_path: Path) -> None:
         own("backwards", frist=2)
     with pytest.raises(DataError, match=r"data\.sampler changed since: restore it"):
         own("Short").load_state({"epoch": 0, "index": 1})
-    with pytest.raises(DataError, match="of the 2 rows of an entry; with data.weights it must"):
+    with pytest.raises(DataError, match=r"of the 2 rows of an entry; with data\.weights it must"):
         loader(
             loaded(2, 2, weights=[0.5, 0.5]), sampler=f"{tmp_path}/own.py:backwards", sampler_options={"first": 1}
         ).take(1)

@@ -52,7 +52,7 @@ def test_a_place_that_cannot_be_written_to_is_a_problem(monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor, "_writable", lambda folder: folder != tmp_path)
     runs = by_name(list(doctor._places(tmp_path / "run")))["runs"]
     assert (runs.status, runs.found) == ("problem", f"{tmp_path / 'run'} is not writable")
-    assert runs.advice == "choose another place with trainer.run_dir"
+    assert runs.advice == "set trainer.run_dir to another folder"
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_needs_more_memory_than_there_is_does_not_start(
     first, *advice, last = str(error.value).splitlines()
     untouched = plan_memory(build.setup(config, [len(row["prompt"]) for row in additions])).untouched_bytes
     assert untouched and f"; without {size(untouched)} of the KV cache that are reserved" in first
-    assert "in its actor update (" in first and first.endswith("and the machine's memory has 4.0 MiB free")
+    assert "in the phase actor update (" in first and "but the machine's memory has 4.0 MiB free; change" in first
     assert any("model.gradient_checkpointing=true saves " in line for line in advice)
     assert advice[-1].endswith("take a smaller model, or a machine with more memory")
     assert ANYWAY in last and "whet plan" in last
@@ -122,7 +122,7 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
         check_fits(setup, tmp_path, lambda other: build.setup(other, [16]))
     first, *advice, _ = str(error.value).splitlines()
     assert first.startswith(f"this run needs about {size(device.needed)} of memory in the phase ")
-    assert "and each accelerator has" in first
+    assert "but each accelerator has" in first
     assert [each for each in advice if "cluster" in each] == []
     named = list(fit._candidates(setup, device))
     assert {"actor.engine.name=fsdp", "ref.engine.name=fsdp", "rollout.free_cache_engine=true"} <= set(named)

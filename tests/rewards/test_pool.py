@@ -419,7 +419,7 @@ def test_a_file_that_cannot_be_imported_is_an_error_at_the_start(tmp_path):
     assert "broken.py:compute_score cannot be loaded" in str(caught.value)
     assert str(caught.value).endswith(
         f"{tmp_path}/broken.py imports no_such_package_anywhere, which is not installed: install it, or set PYTHONPATH "
-        "to the folder that it lies in"
+        "to its folder"
     )
 
 

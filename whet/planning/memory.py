@@ -248,7 +248,7 @@ def _tokens(rows: Sequence[RowLength], role: RoleSettings) -> int:
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """The sharding of a model over its role's processes by the role's engine, or by another one with default options."""
+    """The sharding of a model over its role's processes, by the role's engine or another one with default options."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
