@@ -246,7 +246,8 @@ def test_what_is_not_given_is_named() -> None:
         RegistryError, match="'needs' needs 'batch', which the caller does not supply; available: config"
     ):
         call(POLICY_LOSSES[needs], {"log_probs": torch.zeros(1, 2)}, {}, {"config": None})
-    with pytest.raises(RegistryError, match="'needs' reads column 'log_probs', which is not in the batch; the batch has uid"):
+    message = "'needs' reads column 'log_probs', which is not in the batch; the batch has uid"
+    with pytest.raises(RegistryError, match=message):
         call(POLICY_LOSSES[needs], {"uid": torch.zeros(1)}, {}, {"batch": None})
     values = {"values": torch.ones(1, 2), "response_mask": MASK}
     with pytest.raises(RegistryError, match="'token-mean' needs 'num_tokens', which the caller does not supply"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/algorithms.md, written from what is registered."""
+"""Writes docs/algorithms.md from the registered functions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ your own is in `examples/algorithms/`.
 CERTIFICATES = """\
 ## Certificates
 
-`whet algorithms certify` computes them. A policy of three tokens and answers of up to three of them has 15 answers, so
-that the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is the gradient
-of what it is said to maximise, E[R] - beta KL(pi || ref) over whole answers. One thing is changed at a time, all else
-is `rloo`, `reinforce` and sums over sequences; a recipe is looked at as it is, but for what three tokens cannot show
-(an entropy weight that adapts, lengths that grow), with a critic and a teacher that know nothing. What it takes from
-long answers is part of its reward. The step is that of the training loop, made of the same parts. Weights are looked at
-with a sampler that is 0.3 away from the trainer.
+`whet algorithms certify` computes these certificates. A policy with three tokens and at most three tokens a response has
+15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is the
+gradient of the objective, E[R] - beta KL(pi || ref) over whole responses. Each row changes one part; all others are
+`rloo`, `reinforce` and sums over sequences. A recipe is computed with all of its parts, except those that three tokens
+cannot show (adaptive entropy coefficient, length stages), and with an untrained critic and teacher; a length penalty is
+part of its reward. The step uses the parts of the training loop. Weights are computed with a rollout policy whose logits
+differ from the trainer's by 0.3.
 
 {legend}
 
-Bias is no fault by itself: variance, length or safety was bought with it.
+A bias is not an error by itself: many algorithms accept it for lower variance, shorter responses or stability.
 """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/columns.md, written from the table of columns."""
+"""Writes docs/columns.md from the table of columns."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from whet.registry import ADV_ESTIMATORS, KL_FORMS, POLICY_LOSSES, REJECTIONS, V
 HEAD = """\
 # Columns
 
-Written by `make pages` from `whet/columns.py`, the table from which a run also takes which models to start, which of
-them to call before an update, and what it says where a function reads a column that is not there.
+Written by `make pages` from `whet/columns.py`. A run reads the same table to decide which models to load, and which
+forward passes to compute before an update.
 
-A batch is a `DataProto`: named arrays with one entry a row. B is the number of rows, P of prompt tokens, R of response
-tokens, L = P + R, V of tokens in the vocabulary, K of numbers that the reward reports. Every column [B, R] speaks about
-`responses[:, t]` at position t and is 0 where the policy sampled nothing; `entropy` and `values` are of the state in
-which that token was chosen. Columns of objects cannot be read by functions of the mathematics.
+A batch is a `DataProto`: named arrays with one entry for each row. B is the number of rows, P of prompt tokens, R of
+response tokens, L = P + R, V of tokens in the vocabulary, K of reward parts. Position t of a column [B, R] belongs to
+`responses[:, t]`, and is 0 if the policy did not sample that token; `entropy` and `values` are those of the state in
+which the token was chosen. Estimators, losses, weights and rejections cannot read columns of objects.
 
-Parameters before `*` in a function's signature name the columns that it reads. A number that the reward returns is a
-column [B] where `reward.columns` lists it; `examples/algorithms/provider.py` adds a column of your own.
+Parameters before `*` in a function's signature name the columns that it reads. A part of the reward is a column [B] if
+`reward.columns` lists it; `examples/algorithms/provider.py` adds a column of your own.
 
-"Model" is the role whose forward pass gives it, and as which output. Some of these the loop gives to functions that it
-calls later without a pass of their own: to the estimator, to corrections (weights, rejections), to the loss of actor or
-critic. "Read by" names what ships.
+"Model" is the role whose forward pass computes the column, and the name of the output. Some columns the loop itself
+passes to functions that it calls later: to the estimator, to corrections (weights, rejections), to the loss of actor or
+critic. "Read by" lists shipped functions.
 """
 KINDS = (ADV_ESTIMATORS, WEIGHTS, REJECTIONS, POLICY_LOSSES, KL_FORMS, VALUE_LOSSES)
-TITLES = ("column", "shape", "meaning", "model", "the loop gives it to", "read by")
+TITLES = ("column", "shape", "meaning", "model", "the loop passes it to", "read by")
 SHOWN = 4
 
 
@@ -36,7 +36,7 @@ def page(_: str) -> str:
         lines += [
             f"## {title[0].upper()}{title[1:]}",
             "",
-            "| column | shape | meaning | model | the loop gives it to | read by |",
+            "| column | shape | meaning | model | the loop passes it to | read by |",
         ]
         lines += ["|---|---|---|---|---|---|", *(_row(column) for column in TABLE if column.when == when), ""]
     return "\n".join(lines)

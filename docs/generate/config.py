@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/config.md, written from the schema: `make pages`."""
+"""Writes the tables of docs/config.md from the schema: `make pages`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MARK = "<!-- Below this line the page is written by `make pages`. -->\n"
 
 
 def page(text: str) -> str:
-    """The page whose text so far is `text`: what stands above the mark stays."""
+    """Returns the new page for the current text `text`; the part above the mark does not change."""
     return text.partition(MARK)[0] + MARK + reference()
 
 
 def reference() -> str:
-    """Every key of every command by section; keys that are the same as in a section before are not told again."""
+    """Every key of every command by section; a section that is equal to an earlier one only refers to it."""
     lines: list[str] = []
-    told: dict[tuple[type[Section], str], str] = {}
+    seen: dict[tuple[type[Section], str], str] = {}
     for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig):
         lines += ["", f"## `whet {schema.command}`"]
-        lines += _section(schema(), "", f" of `whet {schema.command}`", told)
+        lines += _section(schema(), "", f" of `whet {schema.command}`", seen)
     return "\n".join(lines) + "\n"
 
 
-def _section(section: Section, prefix: str, where: str, told: dict[tuple[type[Section], str], str]) -> list[str]:
-    same = told.setdefault((type(section), section.model_dump_json()), f"`{prefix}`{where}")
+def _section(section: Section, prefix: str, where: str, seen: dict[tuple[type[Section], str], str]) -> list[str]:
+    same = seen.setdefault((type(section), section.model_dump_json()), f"`{prefix}`{where}")
     lines = ["", f"### `{prefix}`", ""] if prefix else [""]
     if same != f"`{prefix}`{where}":
         return [*lines, f"The keys and defaults of {same}."]
@@ -45,5 +45,5 @@ def _section(section: Section, prefix: str, where: str, told: dict[tuple[type[Se
     lines += ["| key | takes | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     for name, field in fields.items():
         if is_section(field.annotation):
-            lines += _section(section[name], f"{prefix}.{name}".lstrip("."), where, told)
+            lines += _section(section[name], f"{prefix}.{name}".lstrip("."), where, seen)
     return lines

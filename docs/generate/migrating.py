@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of keys in docs/migrating.md, which are those that a pasted key is answered from."""
+"""Writes the tables of keys in docs/migrating.md, from which errors about pasted keys are made too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _TABLE = re.compile(r"^## (From .*)\n(?:(?!## |\|).*\n)*((?:\|.*\n)+)", re.MULTI
 
 
 def page(text: str) -> str:
-    """The page whose text so far is `text`, with the tables as they are now."""
+    """Returns the new page for the current text `text`, with the current tables."""
     tables = dict(_TABLE.findall(TABLES.read_text(encoding="utf-8")))
     return _TABLE.sub(lambda found: found[0].removesuffix(found[2]) + tables[found[1]], text)
