@@ -109,7 +109,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     elif near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = "write an override as key=value"
+        hint = "correct the path" if is_file_name else "write an override as key=value"
     known = ", ".join(shipped_recipes())
     raise ConfigError(f"{missing}; {hint} (expected the path of a YAML file or a shipped recipe: {known})")
 
