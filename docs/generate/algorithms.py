@@ -19,13 +19,13 @@ your own is in `examples/algorithms/`.
 CERTIFICATES = """\
 ## Certificates
 
-`whet algorithms certify` computes these certificates. A policy with three tokens and at most three tokens a response has
-15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is the
-gradient of the objective, E[R] - beta KL(pi || ref) over whole responses. Each row changes one part; all others are
+`whet algorithms certify` computes these certificates. A policy with three tokens and at most three tokens a response
+has 15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is
+the gradient of the objective, E[R] - beta KL(pi || ref) over whole responses. Each row changes one part; all others are
 `rloo`, `reinforce` and sums over sequences. A recipe is computed with all of its parts, except those that three tokens
 cannot show (adaptive entropy coefficient, length stages), and with an untrained critic and teacher; a length penalty is
-part of its reward. The step uses the parts of the training loop. Weights are computed with a rollout policy whose logits
-differ from the trainer's by 0.3.
+part of its reward. The step uses the parts of the training loop. Weights are computed with a rollout policy whose
+logits differ from the trainer's by 0.3.
 
 {legend}
 

@@ -299,7 +299,7 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     assert problems(GenerateConfig.model_validate(same)) == [
         "output=./train.jsonl is also an input file of prompts; set output to another path"
     ]
-    assert "expected one that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
+    assert "expected a path that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
     with pytest.raises(ValidationError, match="less than or equal to 2"):
         GenerateConfig.model_validate({"rollout": {"presence_penalty": 2.5}})
     assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]
