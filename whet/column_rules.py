@@ -29,9 +29,7 @@ def check_columns(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-            raise DataError(
-                f"tensor column {name!r} is {found}, expected a tensor [B, ...]; pass objects as non_tensors"
-            )
+            raise DataError(f"tensor column {name!r} is {found}, expected a tensor [B, ...]; objects are non_tensors")
     for name, array in objects.items():
         if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim == 0:
             found = f"a {type(array).__name__}" + (f" of {array.dtype}" if isinstance(array, np.ndarray) else "")

@@ -94,9 +94,7 @@ class Entry:
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]
         if missing:
-            raise ConfigError(
-                f"{where}: {self.kind} {self.name!r} requires {', '.join(missing)}; set {where}.{missing[0]}"
-            )
+            raise ConfigError(f"{where}: {self.kind} {self.name!r} requires {', '.join(missing)}; set it below {where}")
         self.check(given, f"{where}.")
         return Resolved(options)
 
@@ -280,7 +278,7 @@ def load_target(target: str) -> Any:
     location, _, name = target.rpartition(":")
     if not location:
         raise RegistryError(
-            f"{target!r} is not a function path; expected package.module:function or path/file.py:function"
+            f"{target!r} is no function path; expected package.module:function or path/file.py:function"
         )
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
     found: Any = module
@@ -299,9 +297,7 @@ def _load_module(location: str, target: str) -> Any:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
-            raise RegistryError(
-                f"{target!r}: no module {error.name!r} on the Python path; correct the name, or set PYTHONPATH"
-            ) from error
+            raise RegistryError(f"{target!r}: no module {error.name!r} on the Python path; set PYTHONPATH") from error
         raise
 
 

@@ -20,7 +20,7 @@ CERTIFICATES = """\
 ## Certificates
 
 `whet algorithms certify` computes these certificates. A policy with three tokens and at most three tokens a response
-has 15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64, and so is
+has 15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64. So is
 the gradient of the objective, E[R] - beta KL(pi || ref) over whole responses. Each row changes one part; all others are
 `rloo`, `reinforce` and sums over sequences. A recipe is computed with all of its parts, except those that three tokens
 cannot show (adaptive entropy coefficient, length stages), and with an untrained critic and teacher; a length penalty is

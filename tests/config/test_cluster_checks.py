@@ -54,7 +54,7 @@ def refusals(sections: str) -> list[str]:
         ),
         (
             "cluster: {placement: {train: {roles: [actor]}, sample: {roles: [actor]}}}",
-            "cluster.placement has the role actor in the pools train and sample; remove it from one",
+            "cluster.placement has the role actor in the pools train and sample; expected one pool",
         ),
         (
             "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {placement: {a: {processes: 3}}}}",

@@ -233,7 +233,7 @@ def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrain
     assert texts(base, built) == ["Q: 12+34=", "Q: 5"]
     with pytest.raises(DataError, match=r"row 0: the prompt is a list of messages \(roles system, user\)"):
         build_prompts([VERL_ROW], raw)
-    with pytest.raises(ConfigError, match=r"data\.system_prompt needs a chat template"):
+    with pytest.raises(ConfigError, match=r"data\.system_prompt needs a template"):
         PromptFormat(base, apply_chat_template=False, system_prompt="Be brief.")
 
 

@@ -204,5 +204,5 @@ def test_a_service_that_hangs_holds_up_neither_steps_nor_the_end(
     tracker.close()
     assert time.monotonic() - started < 10
     assert [record.message for record in caplog.records] == [
-        "wandb did not finish within 0 s; its last metrics may be missing"
+        "wandb did not finish in 0 s; its last metrics may be missing"
     ]

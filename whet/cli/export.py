@@ -10,9 +10,7 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run folder for its newest checkpoint")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run (its newest)")],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write only the trained adapter, in peft's format, without merging it")

@@ -23,6 +23,5 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
         done = run(loaded.config)
     if done.num_found:
         typer.echo(f"{done.num_found} completions were in the file already")
-    typer.echo(
-        f"wrote {done.num_written} completions, {done.num_tokens} tokens in {done.seconds:.1f} s, to {done.output}"
-    )
+    written = f"{done.num_written} completions, {done.num_tokens} tokens"
+    typer.echo(f"wrote {written} in {done.seconds:.1f} s, to {done.output}")

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 def train(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="check the config, load the model and one batch, then stop")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")] = False,
 ) -> None:
     """Train a model with reinforcement learning (PPO, GRPO, ...)."""
     from whet.config import TrainConfig, load_config

@@ -22,9 +22,7 @@ class KLConfig(Section):
         "k3_ratio for a loss with several updates a step; full: exact, over the vocabulary",
     )
     coef: NonNegativeFloat = key(0.001, "coefficient of the KL term")
-    controller: Literal["fixed", "adaptive"] = key(
-        "fixed", "adaptive: adjusts the coefficient to hold the KL at target"
-    )
+    controller: Literal["fixed", "adaptive"] = key("fixed", "adaptive: adjusts coef to hold the KL at target")
     target: PositiveFloat = key(0.1, "target KL of the adaptive controller")
     horizon: PositiveInt = key(10_000, "horizon of the adaptive controller, in sequences: larger is slower")
 
@@ -35,9 +33,7 @@ class FilterConfig(Section):
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
     options: dict[str, Any] = key({}, "options of the filter")
     metric: str = key("accuracy", "metric that the filter reads: accuracy, reward, or the name of a reward part")
-    max_refills: NonNegativeInt = key(
-        4, "most extra batches of prompts sampled to replace dropped groups; the step then trains on the groups it has"
-    )
+    max_refills: NonNegativeInt = key(4, "most extra batches of prompts sampled in a step to replace dropped groups")
 
 
 class OverlongConfig(Section):
@@ -50,9 +46,7 @@ class OverlongConfig(Section):
 class CorrectionConfig(Section):
     """Correction of the mismatch between the rollout engine's and the trainer's probabilities of the same tokens."""
 
-    old_log_probs: Literal["trainer", "rollout"] = key(
-        "trainer", "where old_log_probs come from; rollout saves a forward pass of the trainer"
-    )
+    old_log_probs: Literal["trainer", "rollout"] = key("trainer", "source of old_log_probs; rollout saves a pass")
     weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = key(
         None, "registered weight of each token in the loss: importance, ...; unset: none"
     )
@@ -69,25 +63,17 @@ Over = Literal["none", "group", "batch"]
 class ShapingConfig(Section):
     """Normalisation and clipping of rewards before the estimator, and of advantages after it."""
 
-    norm_mean: Over | Literal["running"] = key(
-        "none", "rows whose mean score is subtracted from scores; running: all rows of all steps"
-    )
-    norm_std: Over | Literal["running"] = key(
-        "none", "rows whose standard deviation of scores divides scores; running: all rows of all steps"
-    )
+    norm_mean: Over | Literal["running"] = key("none", "rows whose mean score is subtracted; running: of all steps")
+    norm_std: Over | Literal["running"] = key("none", "rows whose standard deviation divides; running: of all steps")
     reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")
     advantage_clip: PositiveFloat | None = key(None, "largest absolute advantage of a token; unset: no limit")
-    whiten_advantages: bool = key(
-        False, "scale advantages to mean 0 and standard deviation 1 over the sampled tokens of a step"
-    )
+    whiten_advantages: bool = key(False, "mean 0 and standard deviation 1 over the sampled tokens of a step")
 
 
 class EntropyConfig(Section):
     """Adaptive entropy bonus, which keeps the entropy above a target."""
 
-    target: NonNegativeFloat | None = key(
-        None, "entropy below which the coefficient grows; unset: algorithm.entropy_coef is constant"
-    )
+    target: NonNegativeFloat | None = key(None, "target entropy; unset: algorithm.entropy_coef is constant")
     delta: PositiveFloat = key(1e-4, "change of the coefficient in one step")
     highest: PositiveFloat = key(5e-3, "largest coefficient")
 
@@ -108,9 +94,7 @@ class AlgorithmConfig(Section):
         "registered aggregation of token losses, module:function or file.py:function; unset: that of the loss or the "
         "estimator, else token-mean",
     )
-    loss_fixed_length: PositiveInt | None = key(
-        None, "divisor of seq-mean-token-sum-norm, in tokens; unset: data.max_response_length"
-    )
+    loss_fixed_length: PositiveInt | None = key(None, "divisor of seq-mean-token-sum-norm; unset: max_response_length")
     entropy_coef: float = key(0.0, "coefficient of the entropy bonus")
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -119,7 +103,5 @@ class AlgorithmConfig(Section):
     shaping: ShapingConfig = ShapingConfig()
     entropy: EntropyConfig = EntropyConfig()
     truncated: Literal["keep", "drop", "zero"] = key(
-        "keep",
-        "responses truncated at max_response_length: train on them, drop them from the group, or train on none of "
-        "their tokens",
+        "keep", "responses truncated at the limit: train on them, drop them from the group, or mask all of their tokens"
     )

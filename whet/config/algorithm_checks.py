@@ -154,10 +154,7 @@ def optim_rule(optim: OptimConfig, at: Place) -> Iterator[str]:
     """Allows the options of AdamW's states with AdamW only."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
-            yield (
-                f"{at.of(name)}={optim[name]} is an option of adamw, but {at.of('name')} is {optim.name}; unset one of "
-                "these two keys"
-            )
+            yield f"{at.of(name)}={optim[name]} is an option of adamw, but {at.of('name')} is {optim.name}; unset one"
 
 
 def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:

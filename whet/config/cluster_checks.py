@@ -64,10 +64,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 yield f"cluster.placement.{name}.roles has {role!r}; expected one of {', '.join(ROLES)}{hint}"
             elif role in owners:
-                yield (
-                    f"cluster.placement has the role {role} in the pools {owners[role]} and {name}; remove it from one "
-                    "of them"
-                )
+                yield f"cluster.placement has the role {role} in the pools {owners[role]} and {name}; expected one pool"
             owners[role] = name
 
 

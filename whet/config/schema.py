@@ -33,9 +33,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or hub name."""
 
-    path: str | None = key(
-        None, "model or adapter folder, or name on the hub; whet eval also takes a checkpoint or a run folder"
-    )
+    path: str | None = key(None, "model or adapter folder, or hub name; whet eval: also a checkpoint or run folder")
     tokenizer_path: str | None = key(None, "tokenizer folder or name on the hub; unset: model.path")
     dtype: Dtype = key("float32", "dtype of forward and backward passes; bfloat16 keeps float32 master weights")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass, which saves memory")
@@ -49,9 +47,7 @@ FILES = (
     "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
     "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
 )
-DATA_WEIGHTS = (
-    "sampling weight of each entry of train_files, normalised to sum to 1; unset: every row has the same weight"
-)
+DATA_WEIGHTS = "sampling weight of each entry of train_files, normalised to sum to 1; unset: all rows have one weight"
 DATA_FILTER = (
     "condition on fields of the rows: a value, a list of values, {min: , max: } or {not: }; filters train_files (in "
     "`whet eval` val_files)"
@@ -84,9 +80,7 @@ class DataConfig(RowsConfig):
     data_source_key: str = key("data_source", "field with the data source; metrics are reported by data source")
     data_source: str | None = key(None, "data source of rows without data_source_key")
     system_prompt: str | None = key(None, "system message for prompts that have none")
-    format_prompt: str | None = key(
-        None, "jinja template of the prompt, or a .jinja file; its variables are `content` and the row's fields"
-    )
+    format_prompt: str | None = key(None, "jinja template, or a .jinja file; variables: `content` and the row's fields")
     apply_chat_template: bool = key(True, "false: the model reads the prompt text without a chat template")
     chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
     train_batch_size: PositiveInt = key(32, "prompts a step")
@@ -95,9 +89,7 @@ class DataConfig(RowsConfig):
     max_response_length: PositiveInt = key(512, "most tokens of a response")
     overlong_prompts: Literal["drop", "error"] = key("drop", "what to do with prompts over max_prompt_length")
     difficulty_key: str | None = key(None, "field with the difficulty of a row, a number; unset: all rows are used")
-    difficulty_window: tuple[float, float] = key(
-        (0.0, 1.0), "train on rows whose difficulty is strictly between these two numbers"
-    )
+    difficulty_window: tuple[float, float] = key((0.0, 1.0), "train on rows with a difficulty strictly between these")
     shuffle: bool = key(True, "draw rows in a new random order every epoch, which the seed determines")
     sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = key(
         None, "order of the rows: registered sampler, or path/file.py:name; unset: data.shuffle"
@@ -113,21 +105,13 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = key(0.0, "sampling temperature; 0 is greedy")
     top_p: PositiveFloat = key(1.0, "sample from the smallest set of tokens with this total probability", le=1.0)
     top_k: NonNegativeInt = key(0, "sample from the k most likely tokens; 0 is off")
-    min_p: NonNegativeFloat = key(
-        0.0, "sample tokens with at least this fraction of the probability of the most likely one; 0 is off", le=1.0
-    )
-    repetition_penalty: PositiveFloat = key(
-        1.0, "divides positive logits, and multiplies negative ones, of tokens in prompt or response; 1 is off"
-    )
+    min_p: NonNegativeFloat = key(0.0, "least probability of a token, relative to the most likely one's", le=1.0)
+    repetition_penalty: PositiveFloat = key(1.0, "divides logits > 0 of tokens in prompt or response; 1 is off")
     presence_penalty: float = key(0.0, "subtracted from the logit of each token in the response", ge=-2.0, le=2.0)
-    frequency_penalty: float = key(
-        0.0, "subtracted from the logit of a token for each time that it is in the response", ge=-2.0, le=2.0
-    )
+    frequency_penalty: float = key(0.0, "subtracted for each time that a token is in the response", ge=-2.0, le=2.0)
     stop: list[str] = key([], "strings that end a response; the string stays in the response")
     bad_words: list[str] = key([], "strings that are never sampled, with and without a space before them")
-    allowed_token_ids: list[NonNegativeInt] | None = key(
-        None, "the only token ids that are sampled; must include the end token; unset: all"
-    )
+    allowed_token_ids: list[NonNegativeInt] | None = key(None, "the only tokens sampled, the end token among them")
 
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
@@ -152,13 +136,9 @@ class RolloutConfig(SamplingConfig):
     engine: RolloutEngineConfig = RolloutEngineConfig()
     n: PositiveInt = key(8, "responses a prompt")
     temperature: NonNegativeFloat = key(1.0, "sampling temperature; 0 is greedy")
-    length_stages: dict[int, PositiveInt] = key(
-        {}, "most tokens of a response, by the step from which it holds; unset: data.max_response_length"
-    )
+    length_stages: dict[int, PositiveInt] = key({}, "length limit of responses by first step; empty: one limit")
     dtype: Dtype | None = key(None, "dtype of sampling; unset: model.dtype")
-    max_staleness: NonNegativeFloat = key(
-        0.0, "most policy versions between sampling a token and training on it; only 0 is supported"
-    )
+    max_staleness: NonNegativeFloat = key(0.0, "most policy versions between sampling and training; must be 0 for now")
     max_batch_size: PositiveInt = key(256, "most sequences that are decoded together")
     free_cache_engine: bool = key(False, HYBRID)
     deadline_seconds: PositiveFloat = key(3600.0, "longest time to sample one step, in seconds")
@@ -186,7 +166,7 @@ class RewardConfig(Section):
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
     columns: list[str] = key([], "parts of the reward that become batch columns for an estimator or loss")
-    correct_threshold: float = key(1.0, "lowest reward of a correct response, where the function returns no accuracy")
+    correct_threshold: float = key(1.0, "lowest reward of a correct response, if the function returns no accuracy")
     timeout_seconds: PositiveFloat = key(30.0, "deadline for scoring one response, in seconds")
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
 
@@ -270,9 +250,7 @@ class TeacherConfig(Section):
         None, "hint that only the teacher reads, from a registered source: reference, peer, own, judge; unset: no hint"
     )
     hint_options: dict[str, Any] = key({}, "options of the hint source")
-    hint_template: str = key(
-        "{{ content }}\n\nHint: {{ hint }}", "jinja template of the last message of the teacher's prompt"
-    )
+    hint_template: str = key("{{ content }}\n\nHint: {{ hint }}", "jinja template of the teacher's last message")
     max_hint_tokens: PositiveInt = key(256, "most tokens of a hint; longer ones are truncated")
 
 
@@ -286,12 +264,10 @@ class TrainerConfig(Section):
     validation: SamplingConfig = SamplingConfig()
     save_freq: NonNegativeInt = key(0, "steps between checkpoints; 0: only at the end")
     save_limit: PositiveInt | None = key(
-        2, "number of newest checkpoints to keep, besides the best and the last good one; unset: all"
+        2, "newest checkpoints to keep, besides the best and the last good; unset: all"
     )
     best_metric: str | None = key(
-        None,
-        "metric that selects the best checkpoint, with - before it if lower is better; unset: val/accuracy, in "
-        "`whet sft` -val/loss",
+        None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, `whet sft`: -val/loss"
     )
     resume: str = key("auto", "auto: from the newest checkpoint in run_dir, if any; never; or the path of a checkpoint")
     max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
@@ -384,9 +360,7 @@ class GenerateConfig(Section):
     output: str | None = key(None, ".jsonl file to write, one completion a line; an interrupted run continues it")
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig(n=1)
-    chunk_size: PositiveInt = key(
-        128, "prompts that are sampled and written together; a killed run loses at most these"
-    )
+    chunk_size: PositiveInt = key(128, "prompts that are sampled and written together; a kill loses at most these")
     seed: NonNegativeInt = key(0, "seed of all random draws")
     extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
 

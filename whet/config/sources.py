@@ -60,20 +60,16 @@ def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> 
     if weights is None and not own:
         return None
     if weights is not None and own:
-        raise ConfigError(
-            f"data.weights is set, but the entry {own[0].name} of data.train_files has a weight too; remove one of them"
-        )
+        raise ConfigError(f"data.weights is set, but the entry {own[0].name} has a weight too; remove one of them")
     if weights is None and len(own) < len(sources):
         missing = next(source.name for source in sources if source.weight is None)
         raise ConfigError(
-            f"data.train_files: {own[0].name} has a weight and {missing} has none; set a weight for every entry"
+            f"data.train_files: {own[0].name} has a weight and {missing} has none; set one for every entry"
         )
     given = [source.weight or 0.0 for source in sources] if weights is None else list(weights)
     if len(given) != len(sources):
-        raise ConfigError(
-            f"data.weights has length {len(given)} and data.train_files length {len(sources)}; set one weight for each "
-            "entry"
-        )
+        lengths = f"data.weights has length {len(given)} and data.train_files length {len(sources)}"
+        raise ConfigError(f"{lengths}; set one weight for each entry")
     return [weight / sum(given) for weight in given]
 
 
@@ -112,9 +108,7 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Supervis
             raise ConfigError(f"{key}: unknown key {name!r} in an entry; {hint}")
     path, weight = entry.get("path"), entry.get("weight")
     if not isinstance(path, str):
-        raise ConfigError(
-            f"{key}: the entry {dict(entry)} has no path; expected path: and a file, folder, hub name or function"
-        )
+        raise ConfigError(f"{key}: the entry {dict(entry)} has no path; expected path: FILE, FOLDER, HUB or FUNCTION")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
         raise ConfigError(f"{key}: the weight of {path} is {weight!r}; expected a number > 0")
     for name in ("filter", "options"):

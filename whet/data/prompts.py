@@ -56,7 +56,7 @@ class PromptFormat:
     ) -> None:
         if system_prompt is not None and not apply_chat_template:
             raise ConfigError(
-                "data.system_prompt needs a chat template, but data.apply_chat_template is false; unset one of them"
+                "data.system_prompt needs a template, but data.apply_chat_template is false; unset one key"
             )
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
@@ -81,10 +81,8 @@ class PromptFormat:
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
-                raise DataError(
-                    f"data.format_prompt needs a prompt of text, found {type(last.content).__name__}; unset it, or "
-                    "exclude such rows (data.filter)"
-                )
+                found = type(last.content).__name__
+                raise DataError(f"data.format_prompt needs a prompt of text, found {found}; exclude such rows")
             text = self._template.render({**row, "content": last.content})
             messages[-1] = Message(last.role, text, last.fields)
         if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):

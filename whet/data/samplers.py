@@ -68,18 +68,13 @@ def make_loader(
     def order(part: Sequence[Prompt], draws: int, epoch: int) -> Rows:
         rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
         if weights is not None and len(rows) != len(part):
-            raise DataError(
-                f"{name} returned {len(rows)} of the {len(part)} rows of an entry; with data.weights it must return "
-                "each row once"
-            )
+            found = f"{len(rows)} of the {len(part)} rows of an entry"
+            raise DataError(f"{name} returned {found}; with data.weights it must return each row once")
         return rows
 
     if inspect.isclass(entry.load()):
         if weights is not None:
-            raise DataError(
-                f"{name} is adaptive and chooses among all prompts, which excludes weights of data entries; unset the "
-                "weights, or set data.sampler to another sampler"
-            )
+            raise DataError(f"{name} chooses among all prompts, which excludes weights of data entries; unset these")
         sampler = made(prompts, total_draws)
         if not isinstance(sampler, Sampler):
             missing = next(method for method in METHODS if not hasattr(sampler, method))

@@ -65,10 +65,8 @@ def build_examples(
             num_truncated += 1
     num_dropped = len(rows) - len(examples)
     if not examples:
-        raise DataError(
-            f"no example is left of {len(rows)} rows (data.max_length={max_length}, data.overlong={overlong}); raise "
-            "data.max_length"
-        )
+        limits = f"data.max_length={max_length}, data.overlong={overlong}"
+        raise DataError(f"no example is left of {len(rows)} rows ({limits}); raise data.max_length")
     if num_truncated or num_dropped:
         logger.warning(
             "truncated %d and dropped %d of %d examples over data.max_length=%s tokens",

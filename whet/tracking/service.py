@@ -113,9 +113,7 @@ class BackgroundTracker:
         closed = self._thread.submit(partial(self._call, partial(self._service.close, failed)))
         self._thread.close()
         if not wait([closed], self._close_seconds).done:
-            log.warning(
-                "%s did not finish within %.0f s; its last metrics may be missing", self._name, self._close_seconds
-            )
+            log.warning("%s did not finish in %.0f s; its last metrics may be missing", self._name, self._close_seconds)
         if self._num_failures:
             log.warning("%s failed in %d of %d calls", self._name, self._num_failures, self._num_calls)
 
