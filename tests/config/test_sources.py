@@ -96,7 +96,7 @@ def test_weights_are_shares() -> None:
     ):
         read_weights(sources, [1])
     with pytest.raises(
-        ConfigError, match=r"data.weights is set, but the entry a.jsonl of data.train_files has a weight"
+        ConfigError, match=r"data.weights is set, but the entry a.jsonl has a weight too"
     ):
         read_weights(own, [1, 2])
     with pytest.raises(
