@@ -147,7 +147,7 @@ def test_the_doctor_looks_at_every_node(nodes: TwoNodes) -> None:
     assert [line for line in lines if line.startswith("node ")] == [f"node {HEAD}", f"node {SECOND}"]
     for line in (
         "ok torch " + version("torch"),
-        f"ok files {nodes.folder}, where runs are written",
+        f"ok files {nodes.folder}, the folder of runs",
         "ok network connects to every other node",
     ):
         assert lines.count(line) == 2, (line, lines)

@@ -49,7 +49,7 @@ MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig, "generate": GenerateConfig}
 # A path of the reader's; a library that is theirs to install.
-NOT_HERE = ("does not exist (seen from", "is no folder;", "has no config.json", "is not installed; run pip install")
+NOT_HERE = ("does not exist (seen from", "is not a folder;", "has no config.json", "is not installed; run pip install")
 SHELL = set("|;&<>$`(){}*#")
 DEADLINE_SECONDS = 280
 

@@ -210,5 +210,5 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
     last = start(str(output))
     said, _ = last.communicate(timeout=240)
     assert last.returncode == 0, said
-    assert "answers were there already" in said
+    assert "completions were in the file already" in said
     assert output.read_bytes() == undisturbed.read_bytes()

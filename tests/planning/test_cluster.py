@@ -15,7 +15,7 @@ NODE = Node("1f", "10.0.0.2", 40001, {"CPU": 8.0, "GPU": 2.0})
 
 
 def findings(report: Report) -> list[tuple[str, str, str, str]]:
-    found = of_node(report, HERE, ["/runs, where runs are written", "model.path=/model"])
+    found = of_node(report, HERE, ["/runs, the folder of runs", "model.path=/model"])
     return [(each.status, each.what, each.found, each.advice) for each in found]
 
 
@@ -32,21 +32,21 @@ def test_what_does_not_fit_has_its_finding() -> None:
         ("ok", "resources", "10.0.0.2 (8 CPUs, 2 GPUs)", ""),
         ("problem", "python", "3.11.9", "this machine has 3.11.7: install the same version"),
         ("ok", "whet", "0.1.0", ""),
-        ("problem", "torch", "not installed", "install torch 2.13.0, which is used here"),
-        ("problem", "disk", "/tmp, 300 MiB free", "make room"),
-        ("ok", "files", "/runs, where runs are written", ""),
+        ("problem", "torch", "not installed", "install torch 2.13.0, as on this machine"),
+        ("problem", "disk", "/tmp, 300 MiB free", "free disk space"),
+        ("ok", "files", "/runs, the folder of runs", ""),
         (
             "problem",
             "files",
-            "model.path=/model: not there",
-            "put it on a file system that all nodes see under this path",
+            "model.path=/model: not found",
+            "put it on a file system that all nodes have under this path",
         ),
-        ("note", "clock", "-4.250 s against this one", "times in logs do not fit together: set it by NTP"),
+        ("note", "clock", "-4.250 s relative to this machine", "times in logs will not match: synchronise it by NTP"),
         (
             "problem",
             "network",
             "no connection to 10.0.0.3: timed out",
-            "open all ports between the nodes: workers connect on free ones",
+            "open all ports between the nodes: workers use any free port",
         ),
     ]
 

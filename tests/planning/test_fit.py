@@ -52,7 +52,7 @@ def test_a_run_that_needs_more_memory_than_there_is_does_not_start(
     assert untouched and f"; without {size(untouched)} of the KV cache that are reserved" in first
     assert "in the phase actor update (" in first and "but the machine's memory has 4.0 MiB free; change" in first
     assert any("model.gradient_checkpointing=true saves " in line for line in advice)
-    assert advice[-1].endswith("take a smaller model, or a machine with more memory")
+    assert advice[-1].endswith("use a smaller model, or a machine with more memory")
     assert ANYWAY in last and "whet plan" in last
     assert not Path(str(config.trainer.run_dir)).exists()  # nothing was written
 
