@@ -181,7 +181,7 @@ def test_a_tokenizer_without_a_chat_template(
 ) -> None:
     (folder / "chat_template.jinja").unlink()
     config = train_config({"model.path": str(folder), "data.apply_chat_template": True})
-    message = r"has no chat template to use.* Set data\.apply_chat_template=false .* or data\.chat_template_kwargs"
+    message = r"has no chat template to use.* Set data\.apply_chat_template=false .* or set data\.chat_template_kwargs"
     with pytest.raises(DataError, match=message):
         train(config, reward=length, data=additions)
 
