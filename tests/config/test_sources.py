@@ -95,9 +95,7 @@ def test_weights_are_shares() -> None:
         ConfigError, match=r"data.weights has length 1 and data.train_files length 2; set one weight for each entry"
     ):
         read_weights(sources, [1])
-    with pytest.raises(
-        ConfigError, match=r"data.weights is set, but the entry a.jsonl has a weight too"
-    ):
+    with pytest.raises(ConfigError, match=r"data.weights is set, but the entry a.jsonl has a weight too"):
         read_weights(own, [1, 2])
     with pytest.raises(
         ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set a weight for every entry"
