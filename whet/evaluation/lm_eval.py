@@ -208,6 +208,7 @@ def main(arguments: Sequence[str]) -> None:
         asked = list(arguments)
         tasks = f"--tasks {asked[asked.index('--tasks') + 1]}" if "--tasks" in asked[:-1] else "the tasks"
         raise DataError(
-            f"lm-eval cannot fetch the data of {tasks} ({describe(error)}); expected the hub, or data kept below HF_HOME: "
-            "run the command once where there is a network, copy HF_HOME and set HF_HUB_OFFLINE=1; or name a task of your own over local files (dataset_path: json) with --include_path FOLDER"
+            f"lm-eval cannot fetch the data of {tasks} ({describe(error)}); expected the hub, or data kept below "
+            "HF_HOME: run the command once where there is a network, copy HF_HOME and set HF_HUB_OFFLINE=1; or name a "
+            "task of your own over local files (dataset_path: json) with --include_path FOLDER"
         ) from error
