@@ -314,6 +314,29 @@ def test_other_rows_and_other_code_are_told_from_those_of_the_run(
     assert "the run goes on with reward.given, code=sha256" in caplog.text
 
 
+def test_other_code_in_a_file_that_the_reward_imports_is_told_from_that_of_the_run(
+    train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.trainers.build import train
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "__init__.py").touch()
+    (tmp_path / "far" / "counted.py").write_text("DIGIT = '7'\n")
+    (tmp_path / "helper_of_it.py").write_text("import torch\nfrom far import counted\n\nimport helper_of_it\n")
+    code = tmp_path / "rewards.py"
+    code.write_text(
+        "def score(solution_str):\n    import helper_of_it\n"
+        "    return float(solution_str.count(helper_of_it.counted.DIGIT))\n"
+    )
+    config = train_config({"reward.function": f"{code}:score"})
+    train(config, data=additions)
+    train(config, data=additions)
+    (tmp_path / "far" / "counted.py").write_text("DIGIT = '8'\n")
+    with pytest.raises(ConfigError, match=r"another config:\n  reward\.function, code in far/counted\.py: 'sha256 "):
+        train(config, data=additions)
+
+
 def test_user_code_may_change_the_working_folder(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
