@@ -33,7 +33,7 @@ from whet.rollout.build import build_collector, sampling_params
 from whet.rollout.groups import Filter
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
-from whet.trainers.columns import ColumnPlan, plan, updates_per_step
+from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
@@ -121,6 +121,8 @@ def build(
     loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
 
     columns = plan(config)
+    for line in unread(config, columns):
+        log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     specs = worker_specs(config, columns, total_steps)
