@@ -2,6 +2,7 @@
 """Environments that hang, die, raise and answer wrongly: each fails its own episode. All processes are real."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -455,7 +456,29 @@ def test_observations_are_read_into_plain_values() -> None:
         ({"context": "insert"}, "context is 'insert' (str); expected append or replace"),
         ({"max_tokens": 0}, "max_tokens is 0 (int); expected a whole number above 0, or None"),
         ({"fields": {3: 4}}, "fields is {3: 4} (dict); expected a dict with names as keys"),
-        ({"done": "no"}, "done is 'no' (str); expected a finite number"),
+        ({"done": "no"}, "done is 'no' (str); expected True or False"),
+        ({"done": None}, "done is None (NoneType); expected True or False"),
+        ({"done": 0.5}, "done is 0.5 (float); expected True or False"),
+        ({"truncated": "yes"}, "truncated is 'yes' (str); expected True or False"),
+        ({"reward": "1"}, "reward is '1' (str); expected a finite number"),
+        ({"reward": math.inf}, "reward is inf (float); expected a finite number"),
+        ({"messages": "text"}, "messages is 'text' (str); expected a tuple of Message"),
+        ({"messages": ["text"]}, "messages[0] is 'text' (str); expected a Message with a role"),
+        (
+            {"messages": [Message("tool", 5)]},
+            "messages[0].content is 5 (int); expected text or a list of parts (dicts)",
+        ),
+        (
+            {"messages": [Message("tool", ["x"])]},
+            "messages[0].content is ['x'] (list); expected text or a list of parts (dicts)",
+        ),
+        ({"messages": [Message("tool", "x", 3)]}, "messages[0].fields is 3 (int); expected a dict with names as keys"),
+        ({"media": "cat.png"}, "media is 'cat.png' (str); expected a tuple of Media"),
+        ({"fields": None}, "fields is None (NoneType); expected a dict with names as keys"),
+        ({"context": ["append"]}, "context is ['append'] (list); expected append or replace"),
+        ({"state_key": 3}, "state_key is 3 (int); expected text or None"),
+        ({"max_tokens": True}, "max_tokens is True (bool); expected a whole number above 0, or None"),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0 (float); expected a whole number above 0, or None"),
     ]:
         with pytest.raises((TypeError, ValueError)) as caught:
             read_observation(Observation(**{"done": False, **wrong}))
