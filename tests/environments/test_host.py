@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments that hang, die, raise and answer wrongly: each fails its own episode. All processes are real."""
 
+import asyncio
+import gc
 import logging
 import math
 import os
+import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +18,10 @@ import pytest
 
 from whet.environments.host import Deadlines, EnvironmentHost, InlineHost, ProcessHost, Result, open_host
 from whet.environments.protocol import Answer, Observation, read_observation
+from whet.environments.running import _serve
 from whet.errors import ConfigError
+from whet.processes import frames
+from whet.processes.template import Caller
 from whet.registry import ENVIRONMENTS, register_environment
 from whet.types import Failure, Message, Prompt
 
@@ -383,6 +390,22 @@ def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
     host.close("a")
     host.shutdown()
     assert (tmp_path / "closed").read_text().split() == ["0"]
+
+
+def test_an_answer_that_nobody_waits_for_any_more_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does one of 30 MB that is on its way when its deadline passes: the owner closes the connection first."""
+    owner, connection = socket.socketpair()
+
+    class Much:
+        def step(self, answer: str) -> Observation:
+            owner.close()
+            return Observation(False, (Message("tool", "x" * 30_000_000),))
+
+    owner.sendall(frames.pack(1, pickle.dumps(("reset", 1, (PROMPT, 0)))))
+    owner.sendall(frames.pack(2, pickle.dumps(("step", 1, (Answer("x"),)))))
+    asyncio.run(_serve(Caller(connection), lambda prompt: Much(), True))
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_a_class_that_cannot_travel_runs_here_and_says_so(

@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +143,8 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
             outcome = Failure("environment", describe(error))
         if verb == "close":
             del episodes[episode]
-        caller.send(number, _pickled(outcome))
+        with suppress(ConnectionError):  # the owner gave this process up while a large message was on its way
+            caller.send(number, _pickled(outcome))
 
     def take() -> None:
         try:
