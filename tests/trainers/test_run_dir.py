@@ -91,9 +91,20 @@ def test_never_does_not_write_into_an_earlier_run(run_dir: Path, train_config: M
     assert fresh.found is None
 
 
-def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
+def test_a_run_that_is_taken_back_leaves_the_rest_behind_and_says_what_it_deletes(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     taken_back = run_dir / "checkpoints" / "global_step_2"
     assert opened(run_dir, str(taken_back), actor__optim__lr=1e-7) == taken_back
+    said = "after step 2: 2 lines of metrics.jsonl, 2 lines of timings.jsonl, 2 files of rollouts"
+    assert f"deleted what {run_dir} holds {said}" in caplog.text
+    caplog.clear()
+    assert opened(run_dir, str(taken_back), actor__optim__lr=1e-7) == taken_back
+    assert "deleted" not in caplog.text
+    assert opened(run_dir, "auto", actor__optim__lr=1e-7, trainer__save_limit=1) == taken_back
+    assert f"deleted {run_dir}/checkpoints/global_step_1: trainer.save_limit=1" in caplog.text
+    shutil.copytree(taken_back, run_dir / "checkpoints" / "global_step_1")
     assert checkpoint.newest(run_dir) == taken_back
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"global_step_1", "global_step_2", "global_step_3.left_behind", "global_step_4.left_behind"}
