@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,9 +33,8 @@ def digests(
         for target in value if isinstance(value, list) else [value]:
             if isinstance(target, str) and (file := _file_of(target)) is not None:
                 found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
-                root = _root_of(file)
-                for each in _imported(file, root) - {file}:
-                    found[f"{key}, code in {each.relative_to(root)}"] = _of(each.read_bytes())
+                for name, each in _imported(file).items():
+                    found[f"{key}, code in {name}"] = _of(each.read_bytes())
     with suppress(OSError, TypeError):  # typed at a prompt, or no function
         found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
     return found
@@ -70,44 +70,31 @@ def _file_of(target: str) -> Path | None:
     return path if path is not None and path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
 
 
-def _root_of(file: Path) -> Path:
-    """The folder from which a file's neighbours are imported: its own, or the one that its package lies in."""
-    folder = file.absolute().parent
-    while (folder / "__init__.py").is_file() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
-def _imported(file: Path, root: Path) -> set[Path]:
-    """The files below `root` that a file imports, and those that these import, with itself; nothing is run."""
+def _imported(file: Path) -> dict[str, Path]:
+    """The files that a file imports, and those that these import, by their paths below the folder that its package lies
+    in; import statements are read, nothing is run."""
+    file = file.absolute()
+    root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
     found, waiting = {file}, [file]
     while waiting:
         code = waiting.pop()
-        with suppress(SyntaxError, ValueError, OSError):  # it will say so where it is run
-            names = list(_imported_names(ast.parse(code.read_bytes()), code.absolute().relative_to(root).parent.parts))
-            paths = [
-                path
-                for base in {code.absolute().parent, root}
-                for name in names
-                for path in (base.joinpath(*name).with_suffix(".py"), base.joinpath(*name, "__init__.py"))
-            ]
-            new = {path for path in paths if path.is_file() and not path.resolve().is_relative_to(PACKAGE)}
-            new -= {each.absolute() for each in found}
-            found |= new
-            waiting += new
-    return found
+        with suppress(SyntaxError, ValueError, OSError, IndexError):  # it will say so where it is run
+            for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
+                for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
+                    for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:
+                        if path.is_file() and not path.resolve().is_relative_to(PACKAGE):
+                            found.add(path)
+                            waiting.append(path)
+    return {os.path.relpath(path, root): path for path in found - {file}}
 
 
-def _imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The modules of import statements, wherever they stand, and their packages; a name that is imported from one may
-    be a module too."""
+def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders and the paths below them that import statements may mean: what a module gives may be one too."""
     for node in ast.walk(tree):
-        names: list[tuple[str, ...]] = []
+        bases, names = [code.parent, root], list[str]()
         if isinstance(node, ast.Import):
-            names = [tuple(each.name.split(".")) for each in node.names]
+            names = [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom):
-            origin = package[: len(package) - node.level + 1] if node.level else ()
-            module = (*origin, *(node.module.split(".") if node.module else ()))
-            names = [module, *((*module, each.name) for each in node.names if each.name != "*")]
-        for name in names:
-            yield from (name[:size] for size in range(1, len(name) + 1))
+            bases = [code.parents[node.level - 1]] if node.level else bases
+            names = [f"{node.module or ''}.{each.name}" for each in node.names]
+        yield from ((base, name.strip(".").replace(".", "/")) for base in bases for name in names)
