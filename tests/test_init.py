@@ -89,8 +89,9 @@ def callback(run, step, numbers):
     [("data.train_files", "rows"), ("algorithm.policy_loss", "loss"), ("trainer.callbacks", "callback")],
 )
 def test_code_of_the_user_that_exits_is_a_mistake_from_python_too(
-    key: str, name: str, model_folder: Path, tmp_path: Path
+    key: str, name: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registry.POLICY_LOSSES, "_live", dict(registry.POLICY_LOSSES._live))
     (tmp_path / "mine.py").write_text(EXITING.replace("NAME", name))
     target = f"{tmp_path}/mine.py:{name}"
     rows = None if key == "data.train_files" else [{"prompt": f"{number}+1=", "answer": "1"} for number in range(4)]
