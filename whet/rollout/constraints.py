@@ -32,11 +32,9 @@ class Constraints:
     words_rule: torch.Tensor  # [W] whose rules
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Constraints | None:
-        """The columns; None where no request is constrained.  Raises: EngineError for rules that cannot be kept."""
+    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Constraints:
+        """The columns of `requests`.  Raises: EngineError for rules that cannot be kept."""
         params = [request.params for request in requests]
-        if not any(map(_is_constrained, params)):
-            return None
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
         prompts: dict[tuple[int, ...], int] = {}
@@ -150,6 +148,7 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
             )
 
 
-def _is_constrained(p: SamplingParams) -> bool:
+def is_constrained(p: SamplingParams) -> bool:
+    """Tells whether something but temperature and cuts changes the choice of tokens."""
     penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
     return penalised or bool(p.bad_words) or p.allowed_token_ids is not None

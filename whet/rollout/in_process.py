@@ -18,7 +18,7 @@ from whet.models.lora import plain_copy
 from whet.rollout.constraints import check_rules
 from whet.rollout.policy import Policy
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
-from whet.rollout.stop_strings import StopStringsByRequest
+from whet.rollout.stop_strings import StopStrings
 from whet.types import Failure, FinishReason, Versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -58,6 +58,7 @@ class LiveRequest:
 
 
 L = TypeVar("L", bound=LiveRequest)
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at which stop string
 
 
@@ -66,19 +67,15 @@ class InProcessEngine(ABC, Generic[L]):
     otherwise these are computed again, so that each log-prob is exactly one version's."""
 
     def __init__(
-        self,
-        dtype: torch.dtype = torch.float32,
-        max_batch_size: int = 256,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
-        *,
-        keep_cache: bool = False,
+        self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
     ) -> None:
         self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
+        self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
-        self.stops = StopStringsByRequest(load_tokenizer)  # calls it only for requests with stop strings
         self.unfinished: dict[str, L] = {}  # by uid, the oldest first
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
         self._events: list[Event] = []
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._paused = False
         self._first_late_at = float("inf")
 
@@ -101,7 +98,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.require()
         if request.params.allowed_token_ids is not None or request.params.bad_words:
             check_rules((request.params.allowed_token_ids, request.params.bad_words), self.vocab_size)
-        self.stops.of(request)
+        self.stops_of(request)
         self.unfinished[request.uid] = live = self._take(request)
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
@@ -110,7 +107,8 @@ class InProcessEngine(ABC, Generic[L]):
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Decodes until there is an event, at most for `timeout_seconds`.  Raises: EngineError, WeightSyncError."""
         until = time.monotonic() + timeout_seconds
-        self._fail_late_requests()
+        if time.monotonic() >= self._first_late_at:
+            self._fail_late_requests()
         while self.unfinished and not self._paused and not self._events:
             module = self.policy.require_whole()
             if module.training:
@@ -197,6 +195,15 @@ class InProcessEngine(ABC, Generic[L]):
         self._end(list(self.unfinished.values()))
         self.sleep()
 
+    def stops_of(self, request: Request) -> StopStrings | None:
+        """The stop strings of a request.  Raises: EngineError where there are some and no tokenizer."""
+        strings = request.params.stop
+        if strings and strings not in self._stops:
+            if self.load_tokenizer is None:
+                raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
+            self._stops[strings] = StopStrings(strings, self.load_tokenizer())
+        return self._stops.get(strings)
+
     @property
     @abstractmethod
     def _num_running(self) -> int:
@@ -248,12 +255,10 @@ class InProcessEngine(ABC, Generic[L]):
 
     def _fail_late_requests(self) -> None:
         now = time.monotonic()
-        if now < self._first_late_at:
-            return
         late = [each for each in self.unfinished.values() if now >= each.late_at]
         self._end(late)
         self._first_late_at = min((each.late_at for each in self.unfinished.values()), default=float("inf"))
         for each in late:
             request = each.request
-            said = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
-            self._events.append(Failed(request.uid, request.attempt, Failure("engine", said, timed_out=True)))
+            why = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
+            self._events.append(Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True)))

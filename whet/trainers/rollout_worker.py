@@ -52,8 +52,9 @@ class RolloutWorker(Worker):
         Raises: EngineError, WeightSyncError."""
         until, events = time.monotonic() + timeout_seconds, list[Event]()
         self._queue += requests
-        with self._turn:
-            self.engine.abort(aborted)
+        if aborted:
+            with self._turn:
+                self.engine.abort(aborted)
         while True:
             with self._turn:
                 while self._queue and self.engine.submit(self._queue[0]):
