@@ -64,7 +64,9 @@ class SamplingState:
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """The columns of some of the requests."""
-        columns: dict[str, Any] = {name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)}
+        columns: dict[str, Any] = {
+            name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)
+        }
         constraints = None if self.constraints is None else self.constraints.rows(index)
         return replace(self, **columns, constraints=constraints)
 

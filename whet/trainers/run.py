@@ -24,12 +24,12 @@ from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.correction import Chosen, Correction
-from whet.trainers.frame import Frame
+from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.health import Health
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Shaper
-from whet.types import Group, Prompt, Trajectory
+from whet.types import Group, Prompt
 from whet.weight_sync.between_pools import WeightSync
 
 
@@ -131,11 +131,13 @@ class Run(Frame):
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        lines = [readable(each, self.tokenizer) for group in groups for each in group.trajectories]
-        lines = [{**line, "policy_digest": self.digests.get(line["policy_version"])} for line in lines]
-        files.write(path, "".join(map(json_line, lines)))
-        rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
-        self.trackers.add_table(f"generations/{purpose}", rows)
+        lines = [[readable(each, self.tokenizer) for each in group.trajectories] for group in groups]
+        for line in chain.from_iterable(lines):
+            line["policy_digest"] = self.digests.get(line["policy_version"])
+        files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
+        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
+            rows = table_rows(lines, self.config.trainer.table_rows)
+            self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
         """Writes a JSON object a row, in tokens/: each token as text, and its number in every column."""
@@ -153,20 +155,20 @@ class Run(Frame):
             stack.callback(self.rollouts.close)
 
 
-def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
-    """The first trajectory of each group, then the second of each, up to `limit`."""
-    in_turn = filter(None, chain.from_iterable(zip_longest(*(group.trajectories for group in groups))))
+def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Row]:
+    """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
 
-    def row(trajectory: Trajectory) -> Row:
-        read, failure = readable(trajectory, tokenizer), trajectory.failure
+    def row(read: dict[str, Any]) -> Row:
+        failure = read["failure"]
         return {
             **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
             **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
             "finish_reason": read["finish_reason"] or "",
-            "failure": "" if failure is None else printable(f"{failure.source}: {failure.message}"),
+            "failure": "" if failure is None else printable(f"{failure['source']}: {failure['message']}"),
         }
 
-    return [row(trajectory) for trajectory in islice(in_turn, limit)]
+    in_turn = filter(None, chain.from_iterable(zip_longest(*lines)))
+    return [row(read) for read in islice(in_turn, limit)]
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
