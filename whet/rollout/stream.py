@@ -13,16 +13,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.errors import DataError
+from whet.errors import DataError, EngineError, RewardError, SandboxError, WhetError
 from whet.metrics import Metrics
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
-from whet.rollout.failures import FailureWatch
 from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
-from whet.types import Failure, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
+from whet.types import Failure, FailureSource, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 log = logging.getLogger(__name__)
+PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError}
 T = TypeVar("T")
 
 
@@ -258,7 +259,7 @@ class Rollouts:
             response_ids, text = trajectory.turns[0].token_ids, trajectory.messages[0].content
         else:
             response_ids = tuple(rows_of(trajectory)[-1].response_ids)
-            text = self.tokenizer.decode(list(response_ids), skip_special_tokens=True)
+            text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
@@ -274,3 +275,44 @@ class Rollouts:
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
     """The trajectory scored: a trajectory has all fields of a RewardResult."""
     return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))
+
+
+class FailureWatch:
+    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
+
+    As long as no trajectory of this process was ever scored, one batch in which all fail ends the run; afterwards
+    `PATIENCE` of them in a row do."""
+
+    def __init__(self) -> None:
+        self._left = 1
+        self._warned: set[FailureSource] = set()
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Raises: RewardError, SandboxError or EngineError, by where the first failure arose."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
+        if len(failures) < len(trajectories):
+            self._left = PATIENCE
+        if failures:
+            self._report(failures, len(trajectories))
+
+    def _report(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        if len(failures) < total:
+            for _, failure in failures:
+                if failure.source not in self._warned:
+                    self._warned.add(failure.source)
+                    log.warning(
+                        "%d of %d answers failed and are not trained on, the first in the %s: %s (said once; "
+                        "failures/%s counts them, rollouts/ has each)",
+                        *(len(failures), total, failure.source, failure.message, failure.source),
+                    )
+            return
+        uid, first = failures[0]
+        self._left -= 1
+        found = (
+            f"all {total} answers failed, so there is nothing to learn from: answer {uid} in the "
+            f"{first.source}: {first.message}"
+        )
+        if self._left == 0:
+            raise ERRORS.get(first.source, EngineError)(f"{found}. Mend the {first.source}, then start again")
+        log.warning("%s. The run ends after %d more such batches", found, self._left)

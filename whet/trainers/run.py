@@ -26,7 +26,6 @@ from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.health import Health
-from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
@@ -49,7 +48,6 @@ class Run(Frame):
     entropy_controller: Fixed | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
-    modes: Modes = field(default_factory=Modes)
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
     _next_prompts: dict[str, Any] | None = None  # state of the rollouts before a step took its prompts
