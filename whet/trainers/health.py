@@ -52,7 +52,7 @@ class Health:
                 )
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns where an estimator that compares the answers to a prompt finds them equal, step after step."""
+        """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.entry.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:

@@ -173,7 +173,7 @@ class PolicyObjective(Objective):
 
 @dataclass(frozen=True)
 class ValueObjective(Objective):
-    """The critic's: a value model learns the returns, a process reward model which responses were right."""
+    """The critic's: a value model learns the returns, a process reward model which responses were correct."""
 
     loss_name: str = "clipped"
     name = "critic"
