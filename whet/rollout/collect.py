@@ -83,9 +83,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """Samples n trajectories for each prompt, not scored yet, and returns them in order.
-
-        Raises: DeadlineError; what the engine raises."""
+        """n trajectories of each prompt in order, not scored yet.  Raises: DeadlineError; what the engine raises."""
         rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
         episodes = []
         for prompt in prompts:

@@ -155,17 +155,7 @@ class Episode:
             return [Sample(self.uid, self._request())]
         self._partial, self._attempt = None, 0
         text = self.rules.codec.decode(whole.token_ids)
-        self.turns.append(
-            Turn(
-                context_ids=self.context_ids,
-                token_ids=whole.token_ids,
-                log_probs=whole.log_probs,
-                finish_reason=whole.finish_reason,
-                versions=whole.versions,
-                stop=whole.stop,
-                preemptions=whole.preemptions,
-            )
-        )
+        self.turns.append(Turn(self.context_ids, **vars(whole)))  # a turn has all fields of a completion
         message = Message("assistant", text)
         self.messages.append(message)
         self._conversation.append(message)

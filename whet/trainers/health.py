@@ -83,10 +83,8 @@ class Health:
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
-    """Warns of updates that were skipped.  Returns whether there were none since the last that was not.
-
-    Raises: EngineError after three, naming the checkpoint to go on from.
-    """
+    """Warns of skipped updates.  Returns whether the last update was taken.  Raises: EngineError after three skipped in
+    a row, naming the checkpoint to go on from."""
     skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
     if not skipped:
         return True

@@ -102,9 +102,8 @@ class Run(Frame):
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Marks a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
-        the checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing
-        to save yet."""
+        """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
+        of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
@@ -115,14 +114,11 @@ class Run(Frame):
         self._next_prompts = None
 
     def sync(self, step: int) -> None:
-        """Lets the rollout sample from the weights after `step`.
-
-        Raises: WeightSyncError, DeadlineError, WorkerError."""
+        """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """Writes a JSON object a trajectory, in rollouts/, with its text and its reward, and some of them as a table of
-        the trackers."""
+        """Writes each trajectory as a JSON object to rollouts/, and some to a table of the trackers that show one."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return

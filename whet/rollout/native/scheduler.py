@@ -80,9 +80,8 @@ class Scheduler:
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
-        """Puts a request at the end of the queue, beside requests of an equal prompt that wait there.
-
-        Raises: EngineError for a request that the cache cannot hold."""
+        """Puts a request at the end of the queue, beside those of an equal prompt.  Raises: EngineError for one that
+        the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
             raise EngineError(
@@ -133,7 +132,6 @@ class Scheduler:
 
     def grow(self, wanting: Iterable[ScheduledRequest]) -> tuple[dict[ScheduledRequest, int], list[ScheduledRequest]]:
         """Gives each of these running requests a block more, or takes all its blocks and puts it into the queue.
-
         Returns the new blocks, and the requests that were preempted."""
         growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
         for live in [each for each in self.running.values() if each in growing]:  # the oldest first
