@@ -63,7 +63,7 @@ class Objective:
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Aggregates a loss per token times `token_weights`; a loss that is aggregated already counts by its micro-batch's
+        """Aggregates a loss per token times `token_weights`; one that is aggregated already counts by its micro-batch's
         size.  Raises: RegistryError for such a loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
