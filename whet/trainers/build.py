@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -132,7 +132,6 @@ def build(
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
-        modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         dtype = config.rollout.dtype or config.model.dtype
         run = Run(
@@ -142,7 +141,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, modes),
+            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -154,7 +153,6 @@ def build(
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             callbacks=callbacks,
-            modes=modes,
         )
         run.start()
         undo.pop_all()
@@ -215,7 +213,6 @@ def _rollouts(
     workers: WorkerGroup,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
-    modes: Modes,
 ) -> Rollouts:
     engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
     return Rollouts(
@@ -228,7 +225,7 @@ def _rollouts(
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
-        sampling=modes.rollout_mode,
+        sampling=Modes(workers).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
 
 

@@ -285,7 +285,7 @@ def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 @register_provider("state_hash")
 def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
-    """Names the state in which each token's turn was sampled: what the environment said last, the prompt at first.
+    """Names the state in which each token's turn was sampled: the environment's last messages, the prompt at first.
 
     Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
     """
@@ -299,11 +299,11 @@ def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 def _states(trajectory: Trajectory) -> list[int]:
     """A number for what stood before each turn."""
-    states, said = [], [trajectory.prompt.uid]
+    states, since = [], [trajectory.prompt.uid]
     for message in trajectory.messages:
         if message.role == "assistant":
-            states.append(key(0, "state", *said))
-            said = []
+            states.append(key(0, "state", *since))
+            since = []
         else:
-            said.append(str(message.content))
+            since.append(str(message.content))
     return states[: len(trajectory.turns)]

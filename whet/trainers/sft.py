@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on the same engine: imitate the answers of a data set, and nothing but the answers."""
+"""Supervised fine-tuning on the same engine: imitates the responses of a data set, and nothing but the responses."""
 
 from __future__ import annotations
 
