@@ -22,6 +22,8 @@ A failed rollout is none of these: it is data, in `Trajectory.failure`.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_DESCRIBED_CHARACTERS = 500
@@ -82,6 +84,26 @@ class StorageError(WhetError, OSError):
 
 class SandboxError(WhetError, RuntimeError):
     """A sandbox that cannot start or cannot be trusted."""
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Marks a call in which nothing may end the process.  Raises: WhetError where a user's code does, naming it."""
+    try:
+        yield
+    except SystemExit as error:
+        raise exit_error(error) from error
+
+
+def exit_error(error: SystemExit) -> WhetError:
+    """Returns the error for user code that called sys.exit while a command was running."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    file, line = last_line(error)
+    name = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_name} at "
+    return WhetError(
+        f"{name}{file}:{line} called sys.exit({error.code!r}) while the command was running; expected code that "
+        "returns or raises another exception: remove the call"
+    )
 
 
 def describe(error: BaseException) -> str:

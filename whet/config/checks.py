@@ -234,6 +234,12 @@ def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
         yield f"output={config.output} is not a file for completions; expected a path that ends in .jsonl"
     elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
         yield f"output={config.output} is also an input file of prompts; set output to another path"
+    elif Path(config.output).is_symlink():
+        target = Path(config.output).resolve()
+        yield (
+            f"output={config.output} is a link to {target}, which completions are not written through; expected a "
+            f"file or a new name: set output={target}, or remove the link"
+        )
 
 
 Rule = Callable[[Any, Place], Iterable[str]]

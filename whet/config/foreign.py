@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config keys of verl, EasyR1 and ROLL with their counterparts, from foreign_keys.md, which docs/migrating.md shows."""
+"""Config keys of verl, EasyR1, ROLL and TRL with their counterparts, from foreign_keys.md (see docs/migrating.md)."""
 
 from __future__ import annotations
 
