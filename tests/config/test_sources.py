@@ -97,9 +97,7 @@ def test_weights_are_shares() -> None:
         read_weights(sources, [1])
     with pytest.raises(ConfigError, match=r"data.weights is set, but the entry a.jsonl has a weight too"):
         read_weights(own, [1, 2])
-    with pytest.raises(
-        ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set one for every entry"
-    ):
+    with pytest.raises(ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set one for every entry"):
         read_weights([own[0], sources[1]], None)
 
 
