@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematical expressions that stand in a sentence, each read whole: of "is 2/3", 2/3 and not 3."""
+"""Mathematical expressions in running text, each extracted whole: from "is 2/3" comes 2/3, not 3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHOLE = (  # parts of an expression that may hold words, line ends and full sto
     r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
     r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
 )
-# Two letters that are in neither list are a product. A word beside an operator belongs to the expression.
+# Two letters that are in neither list are a product. A word next to an operator belongs to the expression.
 _SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
 _LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
 _ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
@@ -40,12 +40,12 @@ _MATHS = re.compile(
     r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
 )
 _AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
-_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # of "2 + 2 = 4"
-_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify too takes the mark for the sentence's
+_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
+_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punctuation, not as a factorial
 
 
 def find_expressions(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the expressions of a text, each with the place where its words before it end."""
+    """Yields (position, expression) for each expression of a text."""
     for token in _TOKEN.finditer(text):
         found = _trim(token["run"].strip()) if token["run"] and _MATHS.search(token["run"]) else ""
         if _EXCLAIMED.fullmatch(found) and not text.startswith(".", token.end()):
@@ -56,7 +56,7 @@ def find_expressions(text: str) -> Iterator[tuple[int, str]]:
 
 def last_expression(text: str) -> str | None:
     """Returns the last expression of a text, None where it has none."""
-    for size in (MAX_CHARS, 8 * MAX_CHARS):  # nearly always it stands in the last lines
+    for size in (MAX_CHARS, 8 * MAX_CHARS):  # it is nearly always in the last lines
         if len(text) > size and (found := list(find_expressions(text[-size:].partition("\n")[2]))):
             return found[-1][1]
     return next((found for _, found in reversed(list(find_expressions(text)))), None)
@@ -68,7 +68,7 @@ def open_brackets(text: str) -> list[int]:
 
 
 def _trim(text: str) -> str:
-    """`text` without the marks of a sentence around it, without brackets there that have no partner."""
+    """`text` without the punctuation around it and without unmatched brackets at its ends."""
     before = None
     while text != before and len(text) <= MAX_CHARS:
         before = text
