@@ -60,7 +60,7 @@ def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; what it wrote to stderr says why"),
+        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; the cause is in its output on stderr"),
         ("exit", "WorkerError: actor rank 0: weak_link raised SystemExit: 3"),
     ],
 )
