@@ -7,7 +7,7 @@ import os
 
 # GNU's OpenMP spins 300,000 rounds, which is milliseconds, and Intel's 200 ms: on a machine with other work each wait
 # then holds a processor that the awaited thread needs. 10,000 rounds are as fast on an idle machine; with 1,000 a
-# rollout of a small model takes a third longer, as its threads wait for one another a thousand times a second.
+# rollout of a small model takes a third longer (LOG.md).
 SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 POLICY = "OMP_WAIT_POLICY"
 

@@ -53,7 +53,7 @@ def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
         assert len(pids) == 2
         assert running(pids) == pids
         main.kill()
-        wait_until_gone(pids, seconds=20)
+        wait_until_gone(pids, seconds=2)
 
 
 @pytest.mark.slow
