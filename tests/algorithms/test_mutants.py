@@ -88,7 +88,7 @@ MUTANTS = [
     ("statistics", ".masked_fill(~self.member, 0.0).to(x.dtype)", ".to(x.dtype)"),
     ("statistics", "self._group[self.member], x[self.member].double()", "self._group, x.double()"),
     ("statistics", '"amax"', '"amin"'),
-    ("agentic", "return reverse_scan(earned, taken, gamma), taken", "return earned, taken"),
+    ("agentic", "return reverse_scan(earned, has_turn, gamma), has_turn", "return earned, has_turn"),
     ("agentic", "episode_weight * episode[:, None] + step_weight", "episode_weight * episode[:, None] - step_weight"),
     ("agentic", "uid[:, None].expand_as(states), states", "states, states"),
     ("prime", "process_rewards - others[:, None]", "process_rewards + others[:, None]"),

@@ -36,9 +36,9 @@ def step_reinforce(
 
     ROLL's "step_reinforce".
     """
-    returns, taken = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
+    returns, has_turn = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     alone = (Groups(uid, response_mask).size < 2)[:, None]
-    compared = _normalised(returns, taken, uid[:, None].expand_as(taken)).masked_fill(alone, 0.0)
+    compared = _normalised(returns, has_turn, uid[:, None].expand_as(has_turn)).masked_fill(alone, 0.0)
     return to_tokens(compared, turn_ids, response_mask)
 
 
@@ -66,14 +66,14 @@ def gigpo(
     episode = groups.deviation(scores)
     episode = episode / (groups.std(scores) + 1e-6) if std_norm else episode
 
-    returns, taken = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
+    returns, has_turn = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     sampled = response_mask != 0
-    states = torch.zeros_like(taken, dtype=torch.int64)
+    states = torch.zeros_like(has_turn, dtype=torch.int64)
     row, token = sampled.nonzero(as_tuple=True)
     states[row, turn_ids[row, token]] = state_hash[row, token]
     alike = torch.stack([uid[:, None].expand_as(states), states], -1).flatten(0, 1)
     _, alike = torch.unique(alike, dim=0, return_inverse=True)
-    step = _normalised(returns, taken, alike.view_as(states), std_norm).masked_fill((groups.size < 2)[:, None], 0.0)
+    step = _normalised(returns, has_turn, alike.view_as(states), std_norm).masked_fill((groups.size < 2)[:, None], 0.0)
     return episode_weight * episode[:, None] + step_weight * to_tokens(step, turn_ids, response_mask)
 
 
@@ -86,8 +86,8 @@ def turn_returns(
     width = int(turns.max()) + 1 if turns.numel() else 1
     rewards = token_level_rewards.masked_fill(~sampled, 0.0)
     earned = rewards.new_zeros(len(rewards), width).scatter_add_(1, turns, rewards)
-    taken = torch.zeros_like(earned).scatter_add_(1, turns, sampled.to(earned.dtype)) > 0
-    return reverse_scan(earned, taken, gamma), taken
+    has_turn = torch.zeros_like(earned).scatter_add_(1, turns, sampled.to(earned.dtype)) > 0
+    return reverse_scan(earned, has_turn, gamma), has_turn
 
 
 def to_tokens(by_turn: Tensor, turn_ids: Tensor, response_mask: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def to_tokens(by_turn: Tensor, turn_ids: Tensor, response_mask: Tensor) -> Tenso
     return by_turn.gather(1, turn_ids.masked_fill(outside, 0)).masked_fill(outside, 0.0)
 
 
-def _normalised(returns: Tensor, taken: Tensor, group: Tensor, std_norm: bool = True) -> Tensor:
+def _normalised(returns: Tensor, has_turn: Tensor, group: Tensor, std_norm: bool = True) -> Tensor:
     """(x - mean) / (sd + 1e-6) over the turns with the same `group`.   [B, K] -> [B, K]"""
     flat = returns.flatten()
-    groups = Groups(group.flatten(), taken.flatten()[:, None])
+    groups = Groups(group.flatten(), has_turn.flatten()[:, None])
     deviation = groups.deviation(flat)
     return (deviation / (groups.std(flat) + 1e-6) if std_norm else deviation).view_as(returns)

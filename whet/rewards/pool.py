@@ -129,7 +129,7 @@ def _make_scorer(
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     try:
         pickled = pickle_code(spec, spec.function)
-    except Exception as error:  # whatever an object that the function holds raises when it is pickled
+    except Exception as error:  # pickling an object that the function holds may raise anything
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
             "late call cannot be stopped. Name it as package.module:function to run it in processes",
