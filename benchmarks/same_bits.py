@@ -91,11 +91,10 @@ class Run:
 def runs(task: Task) -> dict[str, Run]:
     """The runs by name, the longest first."""
     rl, folder = task.rl, task.folder
-    critic = "critic.warmup_steps=1"
     return {
         "fsdp2": Run(("train", "quickstart_fsdp2", *rl)),
         "two_processes": Run(("train", "quickstart", *rl, "cluster.processes=2"), is_quick=True),
-        "split": Run(("train", "quickstart_ppo_split", *rl, critic)),
+        "split": Run(("train", "quickstart_ppo_split", *rl, "critic.warmup_steps=1")),
         "killed": Run(
             (
                 *("train", "quickstart", *rl, "trainer.total_steps=6", "trainer.save_freq=1"),
@@ -115,7 +114,7 @@ def runs(task: Task) -> dict[str, Run]:
             needs=GSM8K,
         ),
         "quickstart": Run(("train", "quickstart", *rl), is_quick=True),
-        "ppo": Run(("train", "ppo_quickstart", *rl, critic, "trainer.log_tokens=2")),
+        "ppo": Run(("train", "ppo_quickstart", *rl, "critic.warmup_steps=1", "trainer.log_tokens=2")),
         "cpo": Run(("train", "cpo_quickstart", *rl)),
         "prime": Run(("train", "prime_quickstart", *rl)),
         "remax": Run(("train", "remax_quickstart", *rl)),
