@@ -83,4 +83,4 @@ def test_an_unguarded_script_is_told_so(tmp_path: Path) -> None:
 def test_a_class_that_cannot_be_imported_is_told_so() -> None:
     _, stderr = run_main(["-c", MAIN.format(guard="if True:", cls="Own", deed="sleep")]).communicate(timeout=60)
     assert "Can't get attribute 'Own'" in stderr
-    assert "must stand in a module that other processes can import" in stderr
+    assert "must be defined in a module that other processes can import" in stderr

@@ -131,4 +131,4 @@ def test_nodes_without_whet_are_told_so(folder: Path) -> None:
             _, stderr = program.communicate(timeout=120)
         cluster.terminate()
     shutil.rmtree(session, ignore_errors=True)
-    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet, and what it needs" in stderr
+    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet and its dependencies" in stderr
