@@ -184,7 +184,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (b"extra: \xff\xfe", "mine.yaml cannot be read: 'utf-8' codec"),
         (
             "actor: {optim: {betas: [1, 1]}}",
-            "actor.optim.betas=[1, 1] (mine.yaml:1) is a list; expected a list of 2, each a number >= 0 and < 1",
+            "actor.optim.betas=[1, 1] (mine.yaml:1) is a list of 2 (a whole number); expected a list of 2, each a "
+            "number >= 0 and < 1",
         ),
         ("actor: {optim: {lr: .inf}}", "actor.optim.lr=Infinity (mine.yaml:1) is a number; expected a number >= 0"),
         ("actor: {optim: {lr: .nan}}", "actor.optim.lr=NaN (mine.yaml:1) is a number; expected a number >= 0"),

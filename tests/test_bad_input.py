@@ -32,7 +32,7 @@ from whet.planning import fit
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.rewards.pool import RewardPool
-from whet.rollout.failures import FailureWatch
+from whet.rollout.stream import FailureWatch
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import whet
 from tests.conftest import SMALL_RUN
 from whet import registry
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 
 
 def test_every_decorator_of_the_registry_can_be_taken_from_the_package() -> None:
@@ -64,3 +65,47 @@ def test_validation_data_may_be_handed_over_too(model_folder: Path, tmp_path: Pa
     )
     assert len(run.val_prompts) == 2
     assert ["val/reward" in record for record in run.history] == [True, True]
+
+
+EXITING = '''import sys
+import whet
+
+def rows():
+    sys.exit(0)
+    yield {}
+
+@whet.register_policy_loss("leaves_NAME")
+def loss(log_probs, old_log_probs, advantages, response_mask, *, scale: float = 1.0):
+    """Leaves."""
+    sys.exit(0)
+
+def callback(run, step, numbers):
+    sys.exit(0)
+'''
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("data.train_files", "rows"), ("algorithm.policy_loss", "loss"), ("trainer.callbacks", "callback")],
+)
+def test_code_of_the_user_that_exits_is_a_mistake_from_python_too(
+    key: str, name: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.POLICY_LOSSES, "_live", dict(registry.POLICY_LOSSES._live))
+    (tmp_path / "mine.py").write_text(EXITING.replace("NAME", name))
+    target = f"{tmp_path}/mine.py:{name}"
+    rows = None if key == "data.train_files" else [{"prompt": f"{number}+1=", "answer": "1"} for number in range(4)]
+    numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
+    numbers |= {key: target if key == "algorithm.policy_loss" else [target], "trainer.total_steps": 1}
+    with pytest.raises(WhetError, match=rf"^{name} at {tmp_path}/mine\.py:\d+ ends the process \(SystemExit: 0\)"):
+        whet.train(reward=lambda solution_str: float(len(solution_str)), data=rows, **numbers)
+
+
+def test_rows_handed_over_that_exit_are_a_mistake(model_folder: Path, tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"prompt": "1+1=", "answer": "2"}
+        raise SystemExit
+
+    numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
+    with pytest.raises(WhetError, match=r"^rows at .*test_init\.py:\d+ ends the process"):
+        whet.train(reward=lambda solution_str: 1.0, data=rows(), **numbers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.errors import no_exit
 from whet.registry import (
     register_adv_est,
     register_aggregation,
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 
+@no_exit()
 def train(
     recipe: str | Path | None = None,
     *,

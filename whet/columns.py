@@ -35,6 +35,7 @@ class Column:
     reads: tuple[str, ...] = ()  # the columns that its provider reads, beside those of every batch
     phase: str = "columns"  # its seconds are time/<phase>
     given_to: tuple[Reader, ...] = ()  # the loop gives it to these itself
+    section: str | None = None  # of the config: its keys say how the provider gives it
 
     @property
     def has_provider(self) -> bool:
@@ -51,7 +52,8 @@ def _of_model(
     name: str, role: str, output: str, meaning: str, shape: str = "B, R", given_to: tuple[Reader, ...] = ()
 ) -> Column:
     phase = "values" if role == "critic" else "log_probs"
-    return Column(name, shape, "unscored", meaning, (role,), output, phase=phase, given_to=given_to)
+    section = None if role == "actor" else role
+    return Column(name, shape, "unscored", meaning, (role,), output, phase=phase, given_to=given_to, section=section)
 
 
 LOSSES: tuple[Reader, ...] = ("actor", "critic")
@@ -91,6 +93,7 @@ TABLE = (
         roles=("critic",),
         reads=("ref_log_probs",),
         phase="values",
+        section="critic",
     ),
     Column(
         name="teacher_log_probs",
@@ -99,6 +102,7 @@ TABLE = (
         meaning="log pi of the teacher, or of the policy with a hint in its prompt",
         roles=("actor",),
         phase="log_probs",
+        section="teacher",
     ),
     Column("reward_baselines", "B", "scored", "score of the greedy response, 0 where that failed", phase="baselines"),
     Column("draws", "B, R", "scored", "uniform number in [0, 1), the same whenever the response is"),

@@ -22,6 +22,8 @@ A bad rollout is none of these: it is data, and travels in `Trajectory.failure`.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_DESCRIBED_CHARACTERS = 500
@@ -82,6 +84,26 @@ class StorageError(WhetError, OSError):
 
 class SandboxError(WhetError, RuntimeError):
     """A sandbox that cannot start or cannot be trusted."""
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Marks a call in which nothing may end the process.  Raises: WhetError where a user's code does, naming it."""
+    try:
+        yield
+    except SystemExit as error:
+        raise exit_error(error) from error
+
+
+def exit_error(error: SystemExit) -> WhetError:
+    """Returns what to say of code that ended the process in the middle of a command."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    file, line = last_line(error)
+    name = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_name} at "
+    return WhetError(
+        f"{name}{file}:{line} ends the process (SystemExit: {error.code}) in the middle of the command; expected "
+        "code that returns or raises another error: take the exit out"
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -27,6 +27,11 @@ from whet.errors import ConfigError
         ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
         ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),
         ("reward_model.enable=False", "a key of verl without a counterpart (reward models and sandboxes are not"),
+        ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`single` or `fsdp`)"),
+        ("worker.ref.strategy=fsdp", "a key of EasyR1; write ref.engine.name"),
+        ("beta=0.04", "a key of TRL; write algorithm.kl.where=loss and algorithm.kl.coef (both; 0 there is"),
+        ("num_generations=8", "a key of TRL; write rollout.n"),
+        ("scale_rewards=none", "a key of TRL; write algorithm.adv_estimator (`group` is grpo, `none` dr_grpo, `batch`"),
         ("actor_rollout_ref.rollout.no_such=1", "a key of verl; docs/migrating.md has those of its keys"),
     ],
 )

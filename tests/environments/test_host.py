@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments that hang, die, raise and answer wrongly: each fails its own episode. All processes are real."""
 
+import asyncio
+import gc
 import logging
+import math
 import os
+import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +18,10 @@ import pytest
 
 from whet.environments.host import Deadlines, EnvironmentHost, InlineHost, ProcessHost, Result, open_host
 from whet.environments.protocol import Answer, Observation, read_observation
+from whet.environments.running import _serve
 from whet.errors import ConfigError
+from whet.processes import frames
+from whet.processes.template import Caller
 from whet.registry import ENVIRONMENTS, register_environment
 from whet.types import Failure, Message, Prompt
 
@@ -384,6 +392,22 @@ def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
     assert (tmp_path / "closed").read_text().split() == ["0"]
 
 
+def test_an_answer_that_nobody_waits_for_any_more_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does one of 30 MB that is on its way when its deadline passes: the owner closes the connection first."""
+    owner, connection = socket.socketpair()
+
+    class Much:
+        def step(self, answer: str) -> Observation:
+            owner.close()
+            return Observation(False, (Message("tool", "x" * 30_000_000),))
+
+    owner.sendall(frames.pack(1, pickle.dumps(("reset", 1, (PROMPT, 0)))))
+    owner.sendall(frames.pack(2, pickle.dumps(("step", 1, (Answer("x"),)))))
+    asyncio.run(_serve(Caller(connection), lambda prompt: Much(), True))
+    gc.collect()
+    assert caplog.text == ""
+
+
 def test_a_class_that_cannot_travel_runs_here_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -455,7 +479,29 @@ def test_observations_are_read_into_plain_values() -> None:
         ({"context": "insert"}, "context is 'insert' (str); expected append or replace"),
         ({"max_tokens": 0}, "max_tokens is 0 (int); expected a whole number above 0, or None"),
         ({"fields": {3: 4}}, "fields is {3: 4} (dict); expected a dict with names as keys"),
-        ({"done": "no"}, "done is 'no' (str); expected a finite number"),
+        ({"done": "no"}, "done is 'no' (str); expected True or False"),
+        ({"done": None}, "done is None (NoneType); expected True or False"),
+        ({"done": 0.5}, "done is 0.5 (float); expected True or False"),
+        ({"truncated": "yes"}, "truncated is 'yes' (str); expected True or False"),
+        ({"reward": "1"}, "reward is '1' (str); expected a finite number"),
+        ({"reward": math.inf}, "reward is inf (float); expected a finite number"),
+        ({"messages": "text"}, "messages is 'text' (str); expected a tuple of Message"),
+        ({"messages": ["text"]}, "messages[0] is 'text' (str); expected a Message with a role"),
+        (
+            {"messages": [Message("tool", 5)]},
+            "messages[0].content is 5 (int); expected text or a list of parts (dicts)",
+        ),
+        (
+            {"messages": [Message("tool", ["x"])]},
+            "messages[0].content is ['x'] (list); expected text or a list of parts (dicts)",
+        ),
+        ({"messages": [Message("tool", "x", 3)]}, "messages[0].fields is 3 (int); expected a dict with names as keys"),
+        ({"media": "cat.png"}, "media is 'cat.png' (str); expected a tuple of Media"),
+        ({"fields": None}, "fields is None (NoneType); expected a dict with names as keys"),
+        ({"context": ["append"]}, "context is ['append'] (list); expected append or replace"),
+        ({"state_key": 3}, "state_key is 3 (int); expected text or None"),
+        ({"max_tokens": True}, "max_tokens is True (bool); expected a whole number above 0, or None"),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0 (float); expected a whole number above 0, or None"),
     ]:
         with pytest.raises((TypeError, ValueError)) as caught:
             read_observation(Observation(**{"done": False, **wrong}))

@@ -152,6 +152,21 @@ def test_a_damaged_note_is_refused(content: str, config: MakeConfig) -> None:
         generate(config())
 
 
+@pytest.mark.parametrize("there", ["full", "empty", "nothing"])
+def test_an_output_that_is_a_link_is_refused(config: MakeConfig, tmp_path: Path, there: str) -> None:
+    output, target = Path(str(config().output)), tmp_path / "elsewhere.jsonl"
+    if there != "nothing":
+        target.write_text("notes\n" if there == "full" else "")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.symlink_to(target)
+    with pytest.raises(
+        ConfigError, match=rf"output={output} is a link to {target}, .* name {target} itself, or remove"
+    ):
+        generate(config())
+    assert not target.exists() if there == "nothing" else target.read_text() in ("notes\n", "")
+    assert output.is_symlink() and not list(output.parent.glob("*.run.json"))
+
+
 def test_the_note_is_not_written_through_a_link(config: MakeConfig, prompts: Path) -> None:
     output, before = Path(str(config().output)), prompts.read_bytes()
     output.parent.mkdir()

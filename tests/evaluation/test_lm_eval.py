@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,20 @@ def test_the_command_line_is_lm_evals(model_folder: Path, tasks: Path, tmp_path:
     assert run.returncode == 0, run.stderr
     assert "|tiny_choice|" in run.stdout.replace(" ", "") and "whet" in run.stdout
     assert list(tmp_path.rglob("results_*.json"))
+
+
+def test_a_task_that_cannot_be_fetched_is_an_error_of_ours(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "far.yaml").write_text(CHOICE.replace("json\ndataset_kwargs: {data_files: {test: FILE}}", "nobody/far"))
+    asked = ["--model_args", f"path={model_folder}", "--include_path", str(tmp_path), "--tasks", "tiny_choice"]
+    done = subprocess.run(
+        [sys.executable, "-m", "whet", "lm-eval", *asked],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "kept")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("DataError: lm-eval cannot fetch the data of --tasks tiny_choice (ConnectionError: ")
+    assert "nobody/far" in said and "HF_HOME" in said and "--include_path" in said
+    assert "Traceback" not in done.stderr

@@ -164,3 +164,11 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="not an empty folder"):
         init_model(tmp_path, "qwen3", "nano")
     assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("below", ["link", "file/model"])
+def test_a_folder_that_cannot_be_made_is_a_mistake(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=rf"{below}: .*; expected a folder that can be made: choose another path"):
+        init_model(tmp_path / below, size="nano")

@@ -7,7 +7,7 @@ from whet.rewards.expressions import MAX_CHARS, find_expressions, last_expressio
 @pytest.mark.parametrize(
     ("text", "expressions"),
     [
-        ("so 2/3 of 5 apples", ["2/3", "5"]),
+        ("so 2/3 of 5 apples", ["2/3 of 5"]),
         ("x = 2 or x = 3. It's 7!", ["x = 2 or x = 3", "7"]),
         (r"$a + b$, then \(c\), with $$d.$$", ["$a + b$", r"\(c\)", "$$d.$$"]),
         ("a or b = a - c where x = a then", ["a or b = a - c", "x = a"]),

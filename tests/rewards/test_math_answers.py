@@ -231,6 +231,78 @@ TABLE = [
     (r"\boxed{\begin{cases} x=1 \\ y=2 \end{cases}}", "2", 0),
 ]
 
+# Arithmetic in words: a number that is a part of it is no answer, and one beside it is.
+IN_WORDS = [
+    ("So it is a third of 9.", "9", 0),
+    ("The answer is a third of 9.", "9", 0),
+    ("So it is two thirds of the 9.", "9", 0),
+    ("So it is one-quarter of $40", "40", 0),
+    ("It is 2/3 of 9", "9", 0),
+    (r"It is $\frac{2}{3}$ of 9", "9", 0),
+    ("10% of 50", "50", 0),
+    ("10% of 50", "10", 0),
+    (r"$10\%$ of $50$", "50", 0),
+    ("It is 10 percent of the 50", "50", 0),
+    ("10% of 50 = 5", "5", 1),
+    ("10% of $50 is $5.", "5", 1),
+    ("2 + 10% of 30 = 5", "5", 1),
+    ("A third of 9 = 3.", "3", 1),
+    ("He pays 10% of it, 5", "5", 1),
+    ("So 20 is 40% of 50.", "50", 1),
+    ("The 3 apples are a third of the 9.", "9", 1),
+    ("She is the third of 9", "9", 1),
+    ("The total of 9 apples", "9", 1),
+    ("There are a total of 9.", "9", 1),
+    ("The third of May has 9", "9", 1),
+    ("5 of the 9", "9", 1),
+    ("from 3 to 5", "5", 0),
+    ("It went from $3 to $5.", "5", 0),
+    ("It went from 3 apples to 5 apples", "5", 0),
+    ("from 3 to 5, that is 2", "2", 1),
+    ("from 3 to 5 is 2", "2", 1),
+    ("It came from 3 boys, so we get to 5", "5", 1),
+    ("We round 4.7 to 5", "5", 1),
+    ("It is reduced by 3 to 5", "5", 1),
+    ("From Monday to Friday he eats 5", "5", 1),
+    ("ratio 1 to 3", "3", 0),
+    ("The ratio of cats to dogs is 1 to 3.", "3", 0),
+    ("on a scale of 1 to 10", "10", 0),
+    ("The chance is 1 in 6", "6", 0),
+    ("The ratio of 6 to 2 is 3", "3", 1),
+    ("We reduce the ratio 6/2 to 3", "3", 1),
+    ("She reads all 10 in 5 hours", "5", 1),
+    ("3 more than 5", "5", 0),
+    ("7 less than 9", "9", 0),
+    ("5 times as many as 3", "3", 0),
+    ("twice as much as 5", "5", 0),
+    ("3 for every 5", "5", 0),
+    ("3 is less than 5", "5", 1),
+    ("7 less than 9 is 2", "2", 1),
+    ("add 3 to 5", "5", 0),
+    ("We subtract 3 from 5.", "5", 0),
+    ("we divide 9 by 3", "3", 0),
+    ("we divide 9 by 3 to get 3", "3", 1),
+    ("Multiplying 3 by 5 gives 15", "15", 1),
+    # Broken by a line end.
+    ("(7,\n6)", "6", 0),
+    ("(7,\n6)", "(7, 6)", 1),
+    ("\\{7,\n  6,\n  5\\}", "5", 0),
+    ("x = -\n5", "5", 0),
+    ("x = -\n5", "-5", 1),
+    ("x = 3 +\n5", "5", 0),
+    ("x =\n5", "5", 1),
+    ("We get apples,\n5", "5", 1),
+    ("It is as follows -\n5", "5", 1),
+    ("(see above,\n5)", "5", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "truth", "expected"), IN_WORDS)
+def test_a_number_in_words_of_arithmetic_is_no_answer(text, truth, expected):
+    assert score(text, truth) == expected
+    answer = extract_answer(text, truth)
+    assert not (expected and answer != truth) or math_verify_says(normalise(answer), truth)
+
 
 @pytest.mark.parametrize(("text", "truth", "expected"), TABLE)
 def test_the_table(text, truth, expected):

@@ -34,7 +34,6 @@ from whet.rollout.protocol import (
     Sleeps,
     generate,
 )
-from whet.rollout.stop_strings import StopStringsByRequest
 from whet.types import Media
 
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
@@ -106,7 +105,7 @@ def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: Pre
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int) -> None:
     engine.attach(model, 0)
-    engine.stops = StopStringsByRequest(lambda: load_tokenizer(model.config._name_or_path))  # type: ignore[attr-defined]
+    engine.load_tokenizer = lambda: load_tokenizer(model.config._name_or_path)  # type: ignore[attr-defined]
     tokenizer = load_tokenizer(model.config._name_or_path)
     suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
 

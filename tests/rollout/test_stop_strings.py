@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.errors import EngineError
 from whet.models.load import load_tokenizer
+from whet.rollout.hf import HFEngine
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.stop_strings import StopStrings, StopStringsByRequest
+from whet.rollout.stop_strings import StopStrings
 
 TEXT = "The answer is 42. Größe: 7 €, 🙂🙃 done.\n\nObservation: 東京 </tool_call>\nnext one"
 
@@ -101,8 +102,8 @@ def test_only_who_has_stop_strings_needs_a_tokenizer(tokenizer: PreTrainedTokeni
         loads += 1
         return tokenizer
 
-    stops = StopStringsByRequest(load)
-    assert stops.of(plain) is None and loads == 0
-    assert stops.of(asking) is stops.of(asking) is not None and loads == 1
+    engine = HFEngine(load_tokenizer=load)
+    assert engine.stops_of(plain) is None and loads == 0
+    assert engine.stops_of(asking) is engine.stops_of(asking) is not None and loads == 1
     with pytest.raises(EngineError, match=r"stop strings \('7',\) need a tokenizer"):
-        StopStringsByRequest(None).of(asking)
+        HFEngine().stops_of(asking)

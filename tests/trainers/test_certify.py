@@ -37,10 +37,10 @@ CLAIMS = [
 def test_all_answers_are_there_and_their_probabilities_sum_to_one() -> None:
     world = World()
     # the end at once; two tokens and the end; four and the end; eight that were cut off
-    assert len(world.answers) == len(set(world.answers)) == 1 + 2 + 4 + 8
+    assert len(world.responses) == len(set(world.responses)) == 1 + 2 + 4 + 8
     assert world.num_states == 1 + 2 + 4
     assert float(world.log_probs(world.table(1)).sum(-1).exp().sum()) == pytest.approx(1.0, abs=1e-12)
-    assert World(vocabulary=2, length=3).answers == [(0,), (1, 0), (1, 1, 0), (1, 1, 1)]
+    assert World(vocabulary=2, length=3).responses == [(0,), (1, 0), (1, 1, 0), (1, 1, 1)]
 
 
 def test_groups_are_counted_once_in_every_order() -> None:

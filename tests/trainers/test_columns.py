@@ -16,14 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from scripted import Scripted
 
 from whet.columns import COLUMNS, Reader
-from whet.config import TrainConfig
+from whet.config import TrainConfig, load_config
+from whet.config.compose import shipped_recipes
 from whet.errors import ConfigError, DataError, RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
-from whet.trainers.columns import ColumnPlan, Sources, plan_columns, register_provider
+from whet.trainers.columns import ColumnPlan, Sources, plan_columns, register_provider, unread
 from whet.trainers.rl import estimate_advantages, fit, sample
 from whet.trainers.run import Run
 from whet.types import Failure, RewardResult
@@ -317,3 +318,39 @@ def test_what_the_loop_gives_is_given_to_those_that_come_after_it() -> None:
     assert plan_columns([("a", "correction", ["old_log_probs"])], []).passes == ("actor",)
     with pytest.raises(ConfigError, match="a reads the column 'advantages', which nobody provides"):
         plan_columns([("a", "estimator", ["advantages"])], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            {"teacher.hint": "peer", "teacher.max_hint_tokens": 8},
+            "teacher.hint=peer, teacher.max_hint_tokens=8: no function in use reads teacher_log_probs, which the keys "
+            "would shape; choose one that does (algorithm.adv_estimator=cpo, grpo_distillation, "
+            "on_policy_distillation), or take the keys out",
+        ),
+        (
+            {"ref.max_tokens_per_micro_batch": 64},
+            "ref.max_tokens_per_micro_batch=64: no function in use reads ref_log_probs or ref_vocab_log_probs, which "
+            "the key would shape; choose one that does (algorithm.kl.where=reward, loss), or take the key out",
+        ),
+        ({"critic.optim.lr": 3e-5}, "critic.optim.lr=3e-05: no function in use reads process_rewards or values, which"),
+        ({"teacher.hint": "peer", "algorithm.adv_estimator": "cpo"}, ""),
+        ({"ref.max_tokens_per_micro_batch": 64, "algorithm.kl.where": "loss"}, ""),
+        ({"ref.max_tokens_per_micro_batch": 64, "algorithm.adv_estimator": "prime"}, ""),
+        ({"teacher.hint": "peer", "trainer.loop": "mine:fit"}, ""),  # what it reads is not known
+    ],
+)
+def test_keys_that_nothing_reads_are_named(train_config: MakeConfig, overrides: dict[str, Any], said: str) -> None:
+    if overrides.get("algorithm.adv_estimator") == "prime":
+        overrides = {**overrides, "critic.value_loss": "implicit_reward"}
+    config = train_config(overrides)
+    found = unread(config, plan(config))
+    assert [line.startswith(said) for line in found] == [True] * bool(said), found
+
+
+@pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(("_eval", "_sft"))])
+def test_no_shipped_recipe_has_keys_that_nothing_reads(name: str, model_folder: Path) -> None:
+    files = {"model.path": str(model_folder), "trainer.val_freq": 0}
+    config = load_config(TrainConfig, name, files, given={"data", "reward"}).config
+    assert unread(config, plan(config)) == []

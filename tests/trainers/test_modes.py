@@ -35,18 +35,15 @@ class Switched:
         self.calls += "T"
 
 
-def test_contexts_switch_where_they_differ_and_back() -> None:
+def test_the_outer_block_switches_and_back() -> None:
     group = Switched()
     modes = Modes(group)  # type: ignore[arg-type]
-    with modes.trainer_mode():
-        pass
-    assert group.calls == ""
-    with modes.rollout_mode():
+    for calls in ("", "RT"):
+        assert group.calls == calls
         with modes.rollout_mode():
-            assert group.calls == "R"
-        with modes.trainer_mode():
-            assert group.calls == "RT"
-        assert group.calls == "RTR"
+            with modes.rollout_mode():
+                assert group.calls == calls + "R"
+            assert group.calls == calls + "R"
     assert group.calls == "RTRT"
 
 
@@ -60,11 +57,6 @@ def test_what_ends_the_run_is_what_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt), modes.rollout_mode():
         raise KeyboardInterrupt  # a checkpoint may follow
     assert group.calls == "RT"
-
-
-def test_without_a_rollout_nothing_switches() -> None:
-    with Modes().rollout_mode():
-        pass
 
 
 def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:

@@ -91,9 +91,20 @@ def test_never_does_not_write_into_an_earlier_run(run_dir: Path, train_config: M
     assert fresh.found is None
 
 
-def test_a_run_that_is_taken_back_leaves_the_rest_behind(run_dir: Path) -> None:
+def test_a_run_that_is_taken_back_leaves_the_rest_behind_and_says_what_it_deletes(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     taken_back = run_dir / "checkpoints" / "global_step_2"
     assert opened(run_dir, str(taken_back), actor__optim__lr=1e-7) == taken_back
+    said = "after step 2: 2 lines of metrics.jsonl, 2 lines of timings.jsonl, 2 files of rollouts"
+    assert f"deleted what {run_dir} holds {said}" in caplog.text
+    caplog.clear()
+    assert opened(run_dir, str(taken_back), actor__optim__lr=1e-7) == taken_back
+    assert "deleted" not in caplog.text
+    assert opened(run_dir, "auto", actor__optim__lr=1e-7, trainer__save_limit=1) == taken_back
+    assert f"deleted {run_dir}/checkpoints/global_step_1: trainer.save_limit=1" in caplog.text
+    shutil.copytree(taken_back, run_dir / "checkpoints" / "global_step_1")
     assert checkpoint.newest(run_dir) == taken_back
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"global_step_1", "global_step_2", "global_step_3.left_behind", "global_step_4.left_behind"}
@@ -312,6 +323,29 @@ def test_other_rows_and_other_code_are_told_from_those_of_the_run(
     train(train_config(given), reward=sevens, data=additions)
     train(train_config(given), reward=lambda solution_str: 1.0, data=additions)
     assert "the run goes on with reward.given, code=sha256" in caplog.text
+
+
+def test_other_code_in_a_file_that_the_reward_imports_is_told_from_that_of_the_run(
+    train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.trainers.build import train
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "__init__.py").touch()
+    (tmp_path / "far" / "counted.py").write_text("DIGIT = '7'\n")
+    (tmp_path / "helper_of_it.py").write_text("import torch\nfrom far import counted\n\nimport helper_of_it\n")
+    code = tmp_path / "rewards.py"
+    code.write_text(
+        "def score(solution_str):\n    import helper_of_it\n"
+        "    return float(solution_str.count(helper_of_it.counted.DIGIT))\n"
+    )
+    config = train_config({"reward.function": f"{code}:score"})
+    train(config, data=additions)
+    train(config, data=additions)
+    (tmp_path / "far" / "counted.py").write_text("DIGIT = '8'\n")
+    with pytest.raises(ConfigError, match=r"another config:\n  reward\.function, code in far/counted\.py: 'sha256 "):
+        train(config, data=additions)
 
 
 def test_user_code_may_change_the_working_folder(

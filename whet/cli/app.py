@@ -28,7 +28,7 @@ from whet.cli.lm_eval import lm_eval
 from whet.cli.plan import plan
 from whet.cli.quickstart import quickstart
 from whet.cli.train import sft, train
-from whet.errors import WhetError
+from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
 
 START, TRAIN, AFTER, LOOK = "Start", "Train", "After training", "Look things up"
@@ -113,26 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show(error)
         sys.exit(2)
     except SystemExit as error:
-        place = None if words[:1] == ["lm-eval"] else _exit_below(error)
-        if place is None or debug:
+        if words[:1] == ["lm-eval"] or debug or not _is_below(error):
             raise
-        _show(
-            WhetError(
-                f"{place} ends the process (SystemExit: {error.code}) in the middle of the command; expected code that "
-                "returns or raises another error: take the exit out"
-            )
-        )
+        _show(exit_error(error))
         sys.exit(2)
 
 
-def _exit_below(error: SystemExit) -> str | None:
-    """The file and line from which code that the library called ended the process; None for an exit of a command."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-    if not any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules):
-        return None
-    frame, line = frames[-1]
-    return f"{frame.f_code.co_filename}:{line}"
+def _is_below(error: SystemExit) -> bool:
+    """Tells whether code that the library called ended the process: all other exits are a command's own."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules)
 
 
 def _show(error: WhetError) -> None:

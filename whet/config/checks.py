@@ -230,6 +230,12 @@ def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
         yield f"output={config.output} names no file for the answers; expected one that ends in .jsonl"
     elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
         yield f"output={config.output} is a file of prompts too; name another"
+    elif Path(config.output).is_symlink():
+        target = Path(config.output).resolve()
+        yield (
+            f"output={config.output} is a link to {target}, and answers are written through no link; expected a file "
+            f"or a new name: name {target} itself, or remove the link"
+        )
 
 
 Rule = Callable[[Any, Place], Iterable[str]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of verl, EasyR1 and ROLL, and what they are here: foreign_keys.md, which docs/migrating.md shows."""
+"""Keys of verl, EasyR1, ROLL and TRL, and what they are here: foreign_keys.md, which docs/migrating.md shows."""
 
 from __future__ import annotations
 

@@ -325,8 +325,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
 
 
 def _rows(columns: Columns, rows: list[int]) -> Columns:
-    """Returns these rows of all columns, without a copy where they are all rows in order; without rows, a pass that
-    counts for nothing."""
+    """Rows of all columns, the columns themselves where these are all rows in order; `_idle` where there are none."""
     if not rows:
         return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):

@@ -17,14 +17,20 @@ def micro_batches(
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
-    padding inside the model's attention (and outside, where rows are padded) stays small. `block` consecutive rows stay
-    together. Rows of length 0 cost nothing and are left out. `prompts` are for each row the number of its prompt and
-    that prompt's length, where packed rows share it: those rows come one after another, and it costs once.
+    padding stays small. `block` consecutive rows stay together, rows of length 0 are left out. `prompts` are for each
+    row the number and length of its prompt, where packed rows share it: they come one after another, and it costs once.
     """
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
         return [counted]
+    return _by_length(lengths, max_tokens, shared, packing, block)
+
+
+def _by_length(
+    lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]], packing: bool, block: int
+) -> list[list[int]]:
+    """Blocks of rows, the longest first, each put into the last micro-batch where it fits."""
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))
@@ -56,5 +62,5 @@ def micro_batches(
 def _tokens(rows: list[int], lengths: Sequence[int], shared: Sequence[tuple[int, int]], read: set[int]) -> int:
     """Returns the tokens that `rows` add to a micro-batch that has the prompts `read`."""
     prompts = dict(shared[row] for row in rows if lengths[row])
-    answers = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
-    return answers + sum(length for prompt, length in prompts.items() if prompt not in read)
+    responses = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
+    return responses + sum(length for prompt, length in prompts.items() if prompt not in read)

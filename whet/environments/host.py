@@ -129,7 +129,8 @@ class InlineHost(EnvironmentHost):
         """Implements `EnvironmentHost.close`."""
         if (running := self._open.pop(uid, None)) is not None:
             self._forget(uid)
-            _note_close(uid, self._run(running.call("close")))
+            if running.needs_close:
+                _note_close(uid, self._run(running.call("close")))
 
     def shutdown(self) -> None:
         """Implements `EnvironmentHost.shutdown`."""

@@ -78,43 +78,61 @@ def read_observation(raw: object) -> Observation:
     if not isinstance(raw, Observation):
         raise TypeError(f"the environment returned {_show(raw)}; expected an Observation")
     if not isinstance(raw.messages, tuple | list):
-        raise TypeError(f"Observation.messages is {_show(raw.messages)}; expected a tuple of Message")
+        raise _wrong("messages", raw.messages, "a tuple of Message")
     for index, message in enumerate(raw.messages):
         if not isinstance(message, Message) or not isinstance(message.role, str):
-            raise TypeError(f"Observation.messages[{index}] is {_show(message)}; expected a Message with a role")
-        if not isinstance(message.content, str | list):
-            raise TypeError(
-                f"Observation.messages[{index}].content is {_show(message.content)}; expected text or a list"
-            )
+            raise _wrong(f"messages[{index}]", message, "a Message with a role")
+        at, parts = f"messages[{index}]", message.content
+        is_list = isinstance(parts, list) and all(isinstance(each, dict) for each in parts)
+        if not isinstance(parts, str) and not is_list:
+            raise _wrong(f"{at}.content", parts, "text or a list of parts (dicts)")
+        _check_names(f"{at}.fields", message.fields)
     if not isinstance(raw.media, tuple | list) or not all(isinstance(each, Media) for each in raw.media):
-        raise TypeError(f"Observation.media is {_show(raw.media)}; expected a tuple of Media")
-    if not isinstance(raw.fields, Mapping) or not all(isinstance(name, str) for name in raw.fields):
-        raise TypeError(f"Observation.fields is {_show(raw.fields)}; expected a dict with names as keys")
+        raise _wrong("media", raw.media, "a tuple of Media")
+    _check_names("fields", raw.fields)
     if raw.context not in ("append", "replace"):
-        raise ValueError(f"Observation.context is {_show(raw.context)}; expected append or replace")
-    if raw.max_tokens is not None and (not isinstance(raw.max_tokens, int) or raw.max_tokens < 1):
-        raise ValueError(f"Observation.max_tokens is {_show(raw.max_tokens)}; expected a whole number above 0, or None")
+        raise _wrong("context", raw.context, "append or replace", ValueError)
+    if raw.state_key is not None and not isinstance(raw.state_key, str):
+        raise _wrong("state_key", raw.state_key, "text or None")
+    if raw.max_tokens is not None and not (type(raw.max_tokens) is int and raw.max_tokens > 0):
+        raise _wrong("max_tokens", raw.max_tokens, "a whole number above 0, or None", ValueError)
     is_plain = type(raw.done) is type(raw.truncated) is bool and type(raw.messages) is type(raw.media) is tuple
     if is_plain and type(raw.reward) is float and math.isfinite(raw.reward):
         return raw
     return replace(
         raw,
-        done=bool(_number("done", raw.done)),
-        truncated=bool(_number("truncated", raw.truncated)),
-        reward=_number("reward", raw.reward),
+        done=_flag("done", raw.done),
+        truncated=_flag("truncated", raw.truncated),
+        reward=_number("reward", raw.reward, "a finite number"),
         messages=tuple(raw.messages),
         media=tuple(raw.media),
     )
 
 
-def _number(name: str, value: Any) -> float:
+def _flag(name: str, value: Any) -> bool:
+    number = _number(name, value, "True or False")
+    if number not in (0.0, 1.0):
+        raise _wrong(name, value, "True or False", ValueError)
+    return bool(number)
+
+
+def _number(name: str, value: Any, expected: str) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"Observation.{name} is {_show(value)}; expected a finite number")
+        raise _wrong(name, value, expected, ValueError)
     return number
+
+
+def _check_names(name: str, value: object) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, value, "a dict with names as keys")
+
+
+def _wrong(name: str, value: object, expected: str, kind: type[Exception] = TypeError) -> Exception:
+    return kind(f"Observation.{name} is {_show(value)}; expected {expected}")
 
 
 def _show(value: object) -> str:

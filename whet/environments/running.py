@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +55,20 @@ class Running:
         methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
             result = methods[verb](*arguments)
-            return read_observation(await result if inspect.isawaitable(result) else result)
+            if result is GOES_ON:  # of this file, so there is nothing to check
+                return GOES_ON
+            if not isinstance(result, Observation) and inspect.isawaitable(result):  # the second test is the slow one
+                result = await result
+            return read_observation(result)
         except KeyboardInterrupt:  # a signal that stops the run
             raise
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
             return Failure("environment", describe(error))
+
+    @property
+    def needs_close(self) -> bool:
+        """Tells whether "close" does something: the environment was made, and has a method of that name."""
+        return _form(self._environment)[1]
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
         self._environment = self._make(prompt)
@@ -146,7 +156,8 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
             outcome = Failure("environment", describe(error))
         if verb == "close":
             del episodes[episode]
-        caller.send(number, _pickled(outcome))
+        with suppress(ConnectionError):  # the owner gave this process up while a large message was on its way
+            caller.send(number, _pickled(outcome))
 
     def read() -> None:
         try:

@@ -20,7 +20,7 @@ from whet import devices
 from whet.checkpoints.export import model_folder
 from whet.config.schema import RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
-from whet.errors import ConfigError, pip_install
+from whet.errors import ConfigError, DataError, describe, pip_install
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
@@ -198,8 +198,18 @@ class WhetLM(TemplateLM):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's command line with the model "whet"."""
+    """Runs lm-eval's command line with the model "whet".  Raises: DataError where a task's data cannot be fetched."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["whet lm-eval", "run", "--model", "whet", *arguments]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except (ConnectionError, TimeoutError, LocalEntryNotFoundError) as error:
+        asked = list(arguments)
+        tasks = f"--tasks {asked[asked.index('--tasks') + 1]}" if "--tasks" in asked[:-1] else "the tasks"
+        raise DataError(
+            f"lm-eval cannot fetch the data of {tasks} ({describe(error)}); expected the hub, or data kept below "
+            "HF_HOME: run the command once where there is a network, copy HF_HOME and set HF_HUB_OFFLINE=1; or name a "
+            "task of your own over local files (dataset_path: json) with --include_path FOLDER"
+        ) from error

@@ -108,6 +108,11 @@ def init_model(
     tokenizer.chat_template = CHAT_TEMPLATE
     num_rows = _num_rows(len(tokenizer), vocab_size)
     end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a link to nothing, a path below a file
+        message = f"{out}: {error.strerror}; expected a folder that can be made: choose another path"
+        raise ConfigError(message) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "init-model"))
         model = _random_model(arch, shape, num_rows, {"max_position_embeddings": max_position_embeddings, **end_ids})

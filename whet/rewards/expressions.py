@@ -26,7 +26,7 @@ _SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if
 _LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
 _ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
 _GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
-    r"(?<![\d\s)}][/^])\n\s*(?:[-*+•>]\s)?",
+    r"\n(?<![\d\s)}][/^+×÷·]\n)(?<![=+/×÷·(,]-\n)(?<![=+/×÷·(,]\s-\n)(?!(?<=[,(\[{]\n)[^()\[\]{}]{0,60}[)\]}])\s*(?:[-*+•>]\s)?",
     r"(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
     r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
     r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
@@ -41,17 +41,43 @@ _MATHS = re.compile(
 )
 _AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
 _CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
+# Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
+_LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
+_DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}
+_ONE = r"(?<![\w.,/])\\?\$?-?\d[\d.,]*"
+_IN_WORDS = re.compile(
+    r"(?:(?:(?<!the\s)(?<!\w)(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred)ths?)"
+    r"|\$?(?<![\w.,/])(?:[\d.,]*\d\s?(?:\\?%|percent)|\d+\s?/\s?\d+|\\[dt]?frac\{\w+\}\{\w+\})\$?)\sof"
+    rf"|{_ONE}(?:\s(?!was|has)[a-z]{{2,}}s)?\s(?:(?:more|less|fewer|greater|larger|smaller|higher|lower)\sthan"
+    r"|times\sas\s[a-z]+\sas|per|(?:in|to|for|of|out\sof)\severy)"
+    rf"|(?<!\w)(?:twice|half)\sas\s[a-z]+\sas|(?<!\w)from\s{_ONE}(?:\s?\\?%)?(?:\s[a-z]+)?\sto"
+    r"|(?<!\w)(?:ratio|odds|proportion|scale|range|chances?|probability)(?:(?=\s\d)|:|[^.?!\n\d]{0,60}\s(?:is|are|was|of))"
+    rf"\s\d[\d.,]*\s(?:to|in)|(?i:(?<!\w)(?:add|subtract|multipl|divid)[a-z]*)\s{_ONE}\s(?:to|from|by|with))"
+    rf"(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$"
+)
+_OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
+    r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
+)
 _EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punctuation, not as a factorial
 
 
 def find_expressions(text: str) -> Iterator[tuple[int, str]]:
     """Yields (position, expression) for each expression of a text."""
+    held: tuple[int, str] | None = None  # perhaps the first number of arithmetic in words
     for token in _TOKEN.finditer(text):
-        found = _trim(token["run"].strip()) if token["run"] and _MATHS.search(token["run"]) else ""
+        run = token["run"]
+        found = _trim(run.strip()) if run and _MATHS.search(run) else ""
+        if not found:
+            continue
         if _EXCLAIMED.fullmatch(found) and not text.startswith(".", token.end()):
             found = found.rstrip("!")
-        if found:
-            yield token.start(), found
+        start = token.end() - len(run.lstrip())
+        first = None if "=" in run else _first_word(text, start)
+        if held and (first is None or held[0] < first - 1):
+            yield held
+        held = (token.start(), found) if first is None else (first, f"{text[first:start]}{found}")
+    if held:
+        yield held
 
 
 def last_expression(text: str) -> str | None:
@@ -65,6 +91,18 @@ def last_expression(text: str) -> str | None:
 def open_brackets(text: str) -> list[int]:
     """Returns how many brackets are open after each character."""
     return list(accumulate((each in "([{") - (each in ")]}") for each in text))
+
+
+def _first_word(text: str, last: int) -> int | None:
+    """Start of the arithmetic in words whose last number is at `last`; None where there is none."""
+    words = text[max(0, last - 24) : last].split()
+    while words and words[-1] in _DETERMINERS:
+        words.pop()
+    if not words or words[-1] not in _LINKS:
+        return None
+    phrase = _IN_WORDS.search(text, max(0, last - 120), last)
+    first = phrase.start() if phrase else 0
+    return first if phrase and not _OF_KNOWN.search(text, max(0, first - 80), first) else None
 
 
 def _trim(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
@@ -31,13 +32,12 @@ class Row:
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""
         count = len(token_ids)
-        self._append(token_ids, [0] * count, [0.0] * count, [NOT_SAMPLED] * count, [0] * count)
+        self._append(token_ids, [0.0] * count, [0] * count, NOT_SAMPLED)
 
     def write(self, turn: Turn, turn_id: int) -> None:
         """Appends what the policy sampled; the environment's reward is paid on its last token."""
-        count = len(turn.token_ids)
         versions = [version for version, tokens in turn.versions for _ in range(tokens)]
-        self._append(turn.token_ids, [1] * count, turn.log_probs, [turn_id] * count, versions)
+        self._append(turn.token_ids, turn.log_probs, versions, turn_id)
         self.scores[-1] += turn.reward
 
     def pay(self, rewards: Sequence[float]) -> None:
@@ -48,19 +48,15 @@ class Row:
             self.scores[sampled_last] += reward
 
     def _append(
-        self,
-        token_ids: Sequence[int],
-        mask: Sequence[int],
-        log_probs: Sequence[float],
-        turn_ids: Sequence[int],
-        versions: Sequence[int],
+        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], turn_id: int
     ) -> None:
+        count = len(token_ids)
         self.response_ids += token_ids
-        self.mask += mask
+        self.mask += [int(turn_id != NOT_SAMPLED)] * count
         self.log_probs += log_probs
-        self.turn_ids += turn_ids
+        self.turn_ids += [turn_id] * count
         self.versions += versions
-        self.scores += [0.0] * len(token_ids)
+        self.scores += [0.0] * count
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
@@ -95,13 +91,30 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
     Raises: DataError for a name in `columns` that no trajectory reports.
     """
     rows, owners = _rows_and_owners(groups, pad_token_id)
+    real_prompts = _real([row.prompt_ids for row in rows]).flip(1)  # padded on the left
+    real = _real([row.response_ids for row in rows])
+    prompts = _filled(real_prompts, [row.prompt_ids for row in rows], pad_token_id)
+    responses = _filled(real, [row.response_ids for row in rows], pad_token_id)
+    attention_mask = torch.cat([real_prompts, real], 1).long()
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids(attention_mask),
+        "turn_ids": _filled(real, [row.turn_ids for row in rows], NOT_SAMPLED),
+        "policy_version": _filled(real, [row.versions for row in rows], 0, torch.int32),
+        "rollout_log_probs": _filled(real, [row.log_probs for row in rows], 0.0, torch.float32),
+        "uid": _numbered([t.prompt.uid for t in owners]),
+        "trajectory_uid": _numbered([t.uid for t in owners]),
+        "truncated": torch.tensor([bool(t.turns) and t.turns[-1].finish_reason == "length" for t in owners]),
+    }
     objects = {
         "uid_name": [t.prompt.uid for t in owners],
         "trajectory_uid_name": [t.uid for t in owners],
         "data_source": [t.prompt.data_source for t in owners],
     }
-    batch = DataProto.from_dict(_token_columns(rows, pad_token_id) | _owner_columns(owners), objects)
-    return _with_scores(batch, rows, owners, columns)
+    return _with_scores(DataProto.from_dict(tensors, objects), rows, owners, columns)
 
 
 def with_scores(
@@ -109,8 +122,7 @@ def with_scores(
 ) -> DataProto:
     """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups; with
     `is_dropped` none of it is trained on."""
-    rows, owners = _rows_and_owners(groups, pad_token_id=0)
-    scored = _with_scores(batch, rows, owners, columns)
+    scored = _with_scores(batch, *_rows_and_owners(groups, pad_token_id=0), columns)
     return scored.with_columns(response_mask=torch.zeros_like(scored["response_mask"])) if is_dropped else scored
 
 
@@ -133,70 +145,44 @@ def _with_scores(
 ) -> DataProto:
     """Adds the columns that follow from rewards and failures."""
     part_names = sorted({name for trajectory in owners for name in trajectory.parts})
-    paid = {
-        "response_mask": _pad([row.mask for row in rows], 0, torch.int64),
-        "token_level_scores": _pad([row.scores for row in rows], 0.0, torch.float32),
+    real = _real([row.mask for row in rows])
+    scores = {
+        "response_mask": _filled(real, [row.mask for row in rows], 0),
+        "token_level_scores": _filled(real, [row.scores for row in rows], 0.0, torch.float32),
         "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
         **{name: _reported(name, owners) for name in columns},
     }
     if part_names:
-        paid["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
-    scored = batch.with_columns(**paid, error=[t.failure for t in owners])
+        scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
+    scored = batch.with_columns(**scores, error=[t.failure for t in owners])
     return replace(scored, meta_info={**batch.meta_info, "reward_part_names": part_names})
 
 
-def _token_columns(rows: Sequence[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Returns the columns of tokens: [B, P], [B, R] and [B, L]."""
-    prompts, prompt_mask = _pad_left([row.prompt_ids for row in rows], pad_token_id)
-    responses = _pad([row.response_ids for row in rows], pad_token_id, torch.int64)
-    real = _pad([[1] * len(row.response_ids) for row in rows], 0, torch.int64)
-    attention_mask = torch.cat([prompt_mask, real], 1)
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": attention_mask,
-        "position_ids": position_ids(attention_mask),
-        "turn_ids": _pad([row.turn_ids for row in rows], NOT_SAMPLED, torch.int64),
-        "policy_version": _pad([row.versions for row in rows], 0, torch.int32),
-        "rollout_log_probs": _pad([row.log_probs for row in rows], 0.0, torch.float32),
-    }
+def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """[B, longest] bool: the first tokens of a row, as many as it has."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
-def _owner_columns(owners: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Returns the columns of trajectories   [B]."""
-    return {
-        "uid": _numbered([t.prompt.uid for t in owners]),
-        "trajectory_uid": _numbered([t.uid for t in owners]),
-        "truncated": torch.tensor([bool(t.turns) and t.turns[-1].finish_reason == "length" for t in owners]),
-    }
+def _filled(
+    real: torch.Tensor, rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """The numbers of each row where `real` is True, `padding` elsewhere.   [B, W]"""
+    column = torch.full(real.shape, padding, dtype=dtype)
+    return column.masked_scatter_(real, torch.tensor(list(chain.from_iterable(rows)), dtype=dtype))
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
     """[B] int64: each name's number in the order of first appearance."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([numbers[name] for name in names])
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 
 
 def _reported(name: str, owners: Sequence[Trajectory]) -> torch.Tensor:
     """[B]: the number that the reward or the environment reports under `name`."""
     reported = [{**t.fields, **t.parts} for t in owners]
-    judged = [numbers for numbers, t in zip(reported, owners, strict=True) if t.failure is None]
-    if judged and not any(name in numbers for numbers in judged):
-        there = ", ".join(sorted({each for numbers in judged for each in numbers})) or "nothing"
+    scored = [numbers for numbers, t in zip(reported, owners, strict=True) if t.failure is None]
+    if scored and not any(name in numbers for numbers in scored):
+        there = ", ".join(sorted({each for numbers in scored for each in numbers})) or "nothing"
         raise DataError(f"reward.columns names {name!r}, which no answer of this step reports; they report {there}")
     return torch.tensor([float(numbers.get(name, 0.0)) for numbers in reported])
-
-
-def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:
-    """[B, longest], filled up on the right."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
-
-
-def _pad_left(rows: Sequence[Sequence[int]], value: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, longest], filled up on the left, and its mask."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[*[value] * (width - len(row)), *row] for row in rows])
-    mask = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows])
-    return ids, mask

@@ -10,10 +10,8 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, check_message, encode_continuation, encode_rendered, encode_texts, render_chat
+from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, render_chat
 from whet.environments.host import Deadlines, open_host
-from whet.environments.protocol import Observation
-from whet.errors import DataError
 from whet.keyed import key
 from whet.metrics import counted
 from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
@@ -53,8 +51,8 @@ class TemplateCodec:
             return encode_continuation(
                 self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
             )
-        said = as_text(self.tokenizer, "".join(str(message.content) for message in new), self.chat_template_kwargs)
-        return encode_rendered(self.tokenizer, [said])[0]
+        text = as_text(self.tokenizer, "".join(str(message.content) for message in new), self.chat_template_kwargs)
+        return encode_rendered(self.tokenizer, [text])[0]
 
 
 class Collector:
@@ -85,9 +83,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """Samples n trajectories for each prompt, not scored yet, and returns them in order.
-
-        Raises: DeadlineError; what the engine raises."""
+        """n trajectories of each prompt in order, not scored yet.  Raises: DeadlineError; what the engine raises."""
         rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
         episodes = []
         for prompt in prompts:
@@ -161,11 +157,11 @@ class _Running:
             return
         for uid, result in self.environments.poll(timeout_seconds):
             self._stepping -= 1
-            episode, outcome = self.episodes[uid], _checked(result)
-            if isinstance(outcome, Failure):
-                self._carry_out(episode.on_failure(outcome))
+            episode = self.episodes[uid]
+            if isinstance(result, Failure):
+                self._carry_out(episode.on_failure(result))
             else:
-                self._carry_out(episode.on_observation(outcome))
+                self._carry_out(episode.on_observation(result))
 
     def _take_completions(self, timeout_seconds: float) -> None:
         if not self._sampling:
@@ -184,14 +180,3 @@ class _Running:
         self._stepping = 0
         for episode in self.episodes.values():
             self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
-
-
-def _checked(result: Observation | Failure) -> Observation | Failure:
-    """The result, or a failure where its messages have text that no tokenizer takes."""
-    if isinstance(result, Observation):
-        try:
-            for message in result.messages:
-                check_message(message)
-        except DataError as error:
-            return Failure("environment", str(error))
-    return result

@@ -26,17 +26,15 @@ class Constraints:
     frequency: torch.Tensor  # [S]
     prompt: torch.Tensor  # [S] which prompt
     rule: torch.Tensor  # [S] which rules
-    prompts: torch.Tensor  # [U, P], the shorter ones filled up with their last token: said twice is said once
+    prompts: torch.Tensor  # [U, P], the shorter ones filled up with their last token, as a token counts once
     forbidden: torch.Tensor  # [D, V] bool: outside the allowed tokens
     words: torch.Tensor  # [W, K] on the right, NEVER before
     words_rule: torch.Tensor  # [W] whose rules
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Constraints | None:
-        """The columns; None where no request is constrained.  Raises: EngineError for rules that cannot be kept."""
+    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Constraints:
+        """The columns of `requests`.  Raises: EngineError for rules that cannot be kept."""
         params = [request.params for request in requests]
-        if not any(map(_is_constrained, params)):
-            return None
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
         prompts: dict[tuple[int, ...], int] = {}
@@ -91,11 +89,11 @@ class Constraints:
         is_sampled = torch.arange(generated.shape[1], device=logits.device) < counts[:, None]
         tokens = generated.where(is_sampled, 0)
         times = torch.zeros_like(logits).scatter_add_(1, tokens, is_sampled.to(logits.dtype))
-        said = times > 0
-        seen = said.scatter(1, self.prompts[self.prompt], True)
+        is_used = times > 0
+        seen = is_used.scatter(1, self.prompts[self.prompt], True)
         repetition = self.repetition[:, None].where(seen, 1.0)
         logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-        return logits - self.frequency[:, None] * times - self.presence[:, None] * said
+        return logits - self.frequency[:, None] * times - self.presence[:, None] * is_used
 
     def _ends_of_bad_words(self, generated: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and tokens that would complete a bad word."""
@@ -150,6 +148,7 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
             )
 
 
-def _is_constrained(p: SamplingParams) -> bool:
+def is_constrained(p: SamplingParams) -> bool:
+    """Tells whether something but temperature and cuts changes the choice of tokens."""
     penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
     return penalised or bool(p.bad_words) or p.allowed_token_ids is not None

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from whet.data.chat import check_message
 from whet.environments.protocol import Answer, Observation
+from whet.errors import DataError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
@@ -123,6 +125,11 @@ class Episode:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
         if self.over:
             return []
+        try:
+            for message in observation.messages:
+                check_message(message)
+        except DataError as error:
+            return self._end(Failure("environment", str(error)))
         self.fields.update(observation.fields)
         is_done = observation.done or observation.truncated
         if self.turns:
@@ -148,20 +155,10 @@ class Episode:
             return [Sample(self.uid, self._request())]
         self._partial, self._attempt = None, 0
         text = self.rules.codec.decode(whole.token_ids)
-        self.turns.append(
-            Turn(
-                context_ids=self.context_ids,
-                token_ids=whole.token_ids,
-                log_probs=whole.log_probs,
-                finish_reason=whole.finish_reason,
-                versions=whole.versions,
-                stop=whole.stop,
-                preemptions=whole.preemptions,
-            )
-        )
-        said = Message("assistant", text)
-        self.messages.append(said)
-        self._conversation.append(said)
+        self.turns.append(Turn(self.context_ids, **vars(whole)))  # a turn has all fields of a completion
+        message = Message("assistant", text)
+        self.messages.append(message)
+        self._conversation.append(message)
         return [Step(self.uid, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
 
     def on_failure(self, failure: Failure) -> list[Command]:

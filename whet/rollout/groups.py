@@ -43,7 +43,6 @@ class HandOut:
     wanted: int
     kept: list[Group]
     dropped: list[Group]
-    is_filtered: bool
 
 
 @dataclass
@@ -87,13 +86,13 @@ class Stream:
 
     def _after_round(self, groups: Sequence[Group]) -> Start | HandOut:
         if self.group_filter is None:
-            return HandOut(self._wanted, list(groups), [], is_filtered=False)
+            return HandOut(self._wanted, list(groups), [])
         for group in groups:
             (self._kept if self.group_filter.keep(group) else self._dropped).append(group)
         short = self._wanted - len(self._kept)
         all_failed = all(each.failure is not None for group in groups for each in group.trajectories)
         if short == 0 or all_failed or self._refills == self.group_filter.max_refills:
-            return HandOut(self._wanted, self._kept, self._dropped, is_filtered=True)
+            return HandOut(self._wanted, self._kept, self._dropped)
         self._refills += 1
         return Start(short)
 

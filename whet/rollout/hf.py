@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
 from whet.models.attention import NAME
 from whet.models.positions import position_ids
 from whet.registry import register_rollout
-from whet.rollout.in_process import Done, InProcessEngine, LiveRequest
+from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.rollout.sampling import SamplingState, is_stop, sample
@@ -89,11 +89,11 @@ class HFEngine(InProcessEngine[LiveRequest]):
         self,
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
+        load_tokenizer: LoadTokenizer | None = None,
         *,
         keep_cache: bool = False,
     ) -> None:
-        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache=keep_cache)
+        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache)
         self._batch: Batch | None = None
 
     @classmethod
@@ -131,7 +131,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         )
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
         for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():
-            stops = self.stops.of(batch.rows[row].request)
+            stops = self.stops_of(batch.rows[row].request)
             tokens = batch.tokens[row, : batch.counts[row]]
             if stops is not None and (string := stops.found(int(tokens[-1]), tokens)) is not None:
                 batch.found[row], stopped[row] = string, True

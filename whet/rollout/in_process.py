@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from whet.errors import EngineError
+from whet.errors import EngineError, WeightSyncError
 from whet.models.lora import plain_copy
 from whet.rollout.constraints import check_rules
-from whet.rollout.policy import Policy
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
-from whet.rollout.stop_strings import StopStringsByRequest
+from whet.rollout.stop_strings import StopStrings
 from whet.types import Failure, FinishReason, Versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -58,7 +58,58 @@ class LiveRequest:
 
 
 L = TypeVar("L", bound=LiveRequest)
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at which stop string
+
+
+class Policy:
+    """The module that is sampled from: none yet, another's, or the engine's own, which it fills and may offload."""
+
+    def __init__(self) -> None:
+        self.module: PreTrainedModel | None = None
+        self.version = -1
+        self._is_own = False
+        self._coming: int | None = None  # the version that is being filled in, or was when it broke off
+        self._device: torch.device | None = None  # where it belongs, while it is away
+
+    def set(self, module: PreTrainedModel, version: int, *, is_own: bool) -> None:
+        """Samples from `module` from now on."""
+        self.module, self.version, self._is_own = module, version, is_own
+        self._coming = self._device = None
+
+    def fill(self, weights: Weights, version: int) -> None:
+        """Copies all weights into the module.  Raises: WeightSyncError; whatever `weights` raises."""
+        module = self.require()
+        self._coming = version
+        _fill(module, weights)
+        self.version, self._coming = version, None
+
+    def require(self) -> PreTrainedModel:
+        """The module.  Raises: EngineError where there is none."""
+        if self.module is None:
+            raise EngineError("the rollout engine has no weights yet: attach a module, or adopt one and load weights")
+        return self.module
+
+    def require_whole(self) -> PreTrainedModel:
+        """The module, to sample from.  Raises: also WeightSyncError where its weights are of two versions."""
+        if self._coming is not None:
+            raise WeightSyncError(
+                f"version {self._coming} of the weights did not arrive whole, and what is left of version "
+                f"{self.version} is mixed with it; nothing is sampled until all weights of a version came"
+            )
+        return self.require()
+
+    def leave_device(self) -> None:
+        """Moves an own module to the host's memory."""
+        if self._is_own and self._device is None:
+            self._device = self.require().device
+            nn.Module.to(self.require(), "cpu")
+
+    def return_to_device(self) -> None:
+        """Undoes `leave_device`."""
+        if self._device is not None:
+            nn.Module.to(self.require(), self._device)
+            self._device = None
 
 
 class InProcessEngine(ABC, Generic[L]):
@@ -66,19 +117,15 @@ class InProcessEngine(ABC, Generic[L]):
     otherwise these are computed again, so that each log-prob is exactly one version's."""
 
     def __init__(
-        self,
-        dtype: torch.dtype = torch.float32,
-        max_batch_size: int = 256,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
-        *,
-        keep_cache: bool = False,
+        self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
     ) -> None:
         self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
+        self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
-        self.stops = StopStringsByRequest(load_tokenizer)  # calls it only for requests with stop strings
         self.unfinished: dict[str, L] = {}  # by uid, the oldest first
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
         self._events: list[Event] = []
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._paused = False
         self._first_late_at = float("inf")
 
@@ -101,7 +148,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.require()
         if request.params.allowed_token_ids is not None or request.params.bad_words:
             check_rules((request.params.allowed_token_ids, request.params.bad_words), self.vocab_size)
-        self.stops.of(request)
+        self.stops_of(request)
         self.unfinished[request.uid] = live = self._take(request)
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
@@ -110,7 +157,8 @@ class InProcessEngine(ABC, Generic[L]):
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Decodes until there is an event, at most for `timeout_seconds`.  Raises: EngineError, WeightSyncError."""
         until = time.monotonic() + timeout_seconds
-        self._fail_late_requests()
+        if time.monotonic() >= self._first_late_at:
+            self._fail_late_requests()
         while self.unfinished and not self._paused and not self._events:
             module = self.policy.require_whole()
             if module.training:
@@ -162,7 +210,7 @@ class InProcessEngine(ABC, Generic[L]):
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
         own = plain_copy(module).requires_grad_(False)
-        torch.nn.Module.to(own, self.dtype)  # in place
+        nn.Module.to(own, self.dtype)  # in place
         self.attach(own, self.policy.version, is_own=True)
 
     def load(self, weights: Weights, version: int) -> None:
@@ -196,6 +244,15 @@ class InProcessEngine(ABC, Generic[L]):
         """Drops all requests and frees what sleeping frees."""
         self._end(list(self.unfinished.values()))
         self.sleep()
+
+    def stops_of(self, request: Request) -> StopStrings | None:
+        """The stop strings of a request.  Raises: EngineError where there are some and no tokenizer."""
+        strings = request.params.stop
+        if strings and strings not in self._stops:
+            if self.load_tokenizer is None:
+                raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
+            self._stops[strings] = StopStrings(strings, self.load_tokenizer())
+        return self._stops.get(strings)
 
     @property
     @abstractmethod
@@ -248,12 +305,30 @@ class InProcessEngine(ABC, Generic[L]):
 
     def _fail_late_requests(self) -> None:
         now = time.monotonic()
-        if now < self._first_late_at:
-            return
         late = [each for each in self.unfinished.values() if now >= each.late_at]
         self._end(late)
         self._first_late_at = min((each.late_at for each in self.unfinished.values()), default=float("inf"))
         for each in late:
             request = each.request
-            said = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
-            self._events.append(Failed(request.uid, request.attempt, Failure("engine", said, timed_out=True)))
+            why = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
+            self._events.append(Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True)))
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, weights: Weights) -> None:
+    own = dict(module.named_parameters())
+    left = dict.fromkeys(own)
+    for name, weight in weights:
+        if name not in own or own[name].shape != weight.shape:
+            has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
+            raise WeightSyncError(
+                f"{name} of {list(weight.shape)} came for a rollout whose model has {has}: trainer and rollout were "
+                "built from different models; let both load model.path"
+            )
+        own[name].copy_(weight)
+        left.pop(name, None)
+    if left:
+        raise WeightSyncError(
+            f"{len(left)} of {len(own)} weights did not come, such as {next(iter(left))}: the training engine did not "
+            "name all weights of the model"
+        )

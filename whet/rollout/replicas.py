@@ -42,9 +42,7 @@ class Replicas:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Gives waiting requests out, and returns the events of the ranks that answer first.
-
-        Raises: what an engine or a lost worker raises."""
+        """Gives waiting requests out, and returns the first events.  Raises: what an engine or a lost worker raises."""
         self._call(timeout_seconds)
         if self._calls and not self._events:
             replies = [reply for call in self._calls.values() for reply in call.replies.values()]

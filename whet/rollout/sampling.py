@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from whet.devices import HOST
-from whet.rollout.constraints import NEVER, Constraints
+from whet.rollout.constraints import NEVER, Constraints, is_constrained
 from whet.rollout.protocol import Request
 
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
@@ -36,65 +36,39 @@ class SamplingState:
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingState:
         """The columns of `requests`.  Raises: EngineError for constraints that cannot be kept."""
-        params = [request.params for request in requests]
+        params = list({id(request.params): request.params for request in requests}.values())  # many share theirs
+        number = {id(each): number for number, each in enumerate(params)}
+        row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
         most = max((len(p.stop_token_ids) for p in params), default=0)
         stops = [[*p.stop_token_ids, *[NEVER] * (most - len(p.stop_token_ids))] for p in params]
-        constraints = Constraints.of(requests, vocab_size, device)
+        is_free = not any(map(is_constrained, params))
         uncut = all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 and p.min_p == 0 for p in params)
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return torch.tensor(values, dtype=dtype, device=device)[row]
 
         return cls(
-            keys=column([request.key for request in requests], torch.int64),
+            keys=torch.tensor([request.key for request in requests], dtype=torch.int64, device=device),
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
             greedy=column([p.temperature == 0 for p in params], torch.bool),
             top_p=column([p.top_p if p.top_p < 1 else OFF for p in params], torch.float32),
             top_k=column([p.top_k or 2**62 for p in params], torch.int64),
             min_p=column([p.min_p for p in params], torch.float32),
-            stop_ids=torch.tensor(stops, dtype=torch.int64, device=device).view(len(params), most),
+            stop_ids=torch.tensor(stops, dtype=torch.int64, device=device).view(len(params), most)[row],
             limits=column([p.max_new_tokens for p in params], torch.int64),
-            plain=uncut and constraints is None,
+            plain=uncut and is_free,
             has_min_p=any(p.min_p > 0 for p in params),
             has_top=any(p.top_p < 1 or 0 < p.top_k < vocab_size for p in params),
-            constraints=constraints,
+            constraints=None if is_free else Constraints.of(requests, vocab_size, device),
         )
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """The columns of some of the requests."""
-        return replace(
-            self,
-            keys=self.keys[index],
-            temperature=self.temperature[index],
-            greedy=self.greedy[index],
-            top_p=self.top_p[index],
-            top_k=self.top_k[index],
-            min_p=self.min_p[index],
-            stop_ids=self.stop_ids[index],
-            limits=self.limits[index],
-            constraints=None if self.constraints is None else self.constraints.rows(index),
-        )
-
-    def joined(self, other: SamplingState, of_all: Callable[[], SamplingState]) -> SamplingState:
-        """Returns these rows, then the others. With constraints, whose tables must be made anew, it is `of_all()`."""
-        if self.constraints is not None or other.constraints is not None:
-            return of_all()
-        most = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
-        stops = [F.pad(each.stop_ids, (0, most - each.stop_ids.shape[1]), value=NEVER) for each in (self, other)]
-        return SamplingState(
-            keys=torch.cat([self.keys, other.keys]),
-            temperature=torch.cat([self.temperature, other.temperature]),
-            greedy=torch.cat([self.greedy, other.greedy]),
-            top_p=torch.cat([self.top_p, other.top_p]),
-            top_k=torch.cat([self.top_k, other.top_k]),
-            min_p=torch.cat([self.min_p, other.min_p]),
-            stop_ids=torch.cat(stops),
-            limits=torch.cat([self.limits, other.limits]),
-            plain=self.plain and other.plain,
-            has_min_p=self.has_min_p or other.has_min_p,
-            has_top=self.has_top or other.has_top,
-            constraints=None,
-        )
+        columns: dict[str, Any] = {
+            name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)
+        }
+        constraints = None if self.constraints is None else self.constraints.rows(index)
+        return replace(self, **columns, constraints=constraints)
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -162,5 +136,5 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def is_stop(tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """[S] bool: the token ends its answer."""
+    """[S] bool: the token ends its response."""
     return (tokens[:, None] == state.stop_ids).any(1)

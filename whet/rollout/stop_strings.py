@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings: an answer ends with the token after which its text contains one of them.
+"""Stop strings: a response ends with the token after which its text contains one of them.
 
 The text is what environments and rewards read: all tokens decoded, special ones left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
-
-from whet.errors import EngineError
-from whet.rollout.protocol import Request
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
 
@@ -20,7 +17,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
 class StopStrings:
     """Some stop strings and the tokenizer that tells where they end.
 
-    Only the last tokens are decoded, and only where the newest one can end a string. Every token that is heard stands
+    Only the last tokens are decoded, and only where the newest one can end a string. Every token that has text stands
     for a byte or more, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers
     leave out the space before the first. Bytes that begin in the middle of a character are broken there alone.
     """
@@ -33,8 +30,8 @@ class StopStrings:
         self._silent, self._size = special, len(tokenizer)
         self._can_end: dict[int, bool] = {}
 
-    def found(self, newest: int, answer: torch.Tensor) -> str | None:
-        """The string that the token `newest`, the last of `answer` [T], completes: of several the first in the text."""
+    def found(self, newest: int, response: torch.Tensor) -> str | None:
+        """The string that `newest`, the last token of `response` [T], completes: of several the first in the text."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
             text = self._decode([newest, newest])
@@ -42,10 +39,10 @@ class StopStrings:
         if not self._can_end[newest]:
             return None
         width = self._window
-        ids = answer[-width:].tolist()
-        while len(ids) == width and sum(map(self._is_heard, ids)) < self._window:
+        ids = response[-width:].tolist()
+        while len(ids) == width and sum(map(self._has_text, ids)) < self._window:
             width *= 2
-            ids = answer[-width:].tolist()
+            ids = response[-width:].tolist()
         text = self._decode(ids)
         places = [(text.find(string), string) for string in self.strings if string in text]
         return min(places, key=lambda place: place[0])[1] if places else None
@@ -53,24 +50,5 @@ class StopStrings:
     def _decode(self, ids: Sequence[int]) -> str:
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _is_heard(self, token: int) -> bool:
+    def _has_text(self, token: int) -> bool:
         return token < self._size and token not in self._silent
-
-
-class StopStringsByRequest:
-    """The stop strings of requests; only where there are some is the tokenizer loaded."""
-
-    def __init__(self, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._made: dict[tuple[str, ...], StopStrings] = {}
-
-    def of(self, request: Request) -> StopStrings | None:
-        """The stop strings of one request.  Raises: EngineError where there are some and no tokenizer."""
-        strings = request.params.stop
-        if not strings:
-            return None
-        if strings not in self._made:
-            if self._load_tokenizer is None:
-                raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
-            self._made[strings] = StopStrings(strings, self._load_tokenizer())
-        return self._made[strings]

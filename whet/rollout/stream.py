@@ -9,20 +9,21 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.errors import DataError
+from whet.errors import DataError, EngineError, RewardError, SandboxError, WhetError
 from whet.metrics import Metrics
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
-from whet.rollout.failures import FailureWatch
 from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
-from whet.types import Failure, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
+from whet.types import Failure, FailureSource, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 log = logging.getLogger(__name__)
+PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError}
 T = TypeVar("T")
 
 
@@ -80,7 +81,7 @@ class Sampled(Generic[T]):
     """Sampled trajectories whose scores may still come."""
 
     groups: list[Group]  # without rewards, unless they are known
-    result: Callable[[], T]  # the same answers judged; waits for that; to be called once
+    result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
 
 
 class Rollouts:
@@ -89,7 +90,7 @@ class Rollouts:
     Produces: `take(n)`, n groups, or fewer where the filter leaves no more within its bound of refills; where it leaves
     none at all, groups that it dropped, which are not trained on but keep the run going.
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
-    Without a scorer an answer is worth what its environment paid, and right from `correct_threshold` on.
+    Without a scorer the score is what the environment paid, and correct from `correct_threshold` on.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Rollouts:
         self._kept_some = True
 
     def take(self, n: int, *, step: int) -> Taken:
-        """n groups for training; `step` names their random draws."""
+        """n groups to train on; `step` names their random draws."""
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
@@ -168,8 +169,8 @@ class Rollouts:
         metrics: Metrics,
         purpose: str = "rollout",
     ) -> list[Group]:
-        """n scored answers to each prompt; what failed carries its failure and is counted in `failures/<source>`, also
-        in `failures/timed_out` where a deadline decided it: there alone a run may differ from its repeat."""
+        """n scored trajectories of each prompt; failures are counted in `failures/<source>`, also in
+        `failures/timed_out` where a deadline decided: there alone a run may differ from its repeat."""
         return self.start_sample(prompts, n, params, step=step, metrics=metrics, purpose=purpose).result()
 
     def start_sample(
@@ -184,11 +185,10 @@ class Rollouts:
     ) -> Sampled[list[Group]]:
         """`sample` without the wait for the scores."""
         with metrics.time("time/rollout"), self.sampling():
-            answers = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
-        turns = [turn for group in answers for trajectory in group for turn in trajectory.turns]
-        if preemptions := sum(turn.preemptions for turn in turns):
+            sampled = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+        trajectories = [trajectory for group in sampled for trajectory in group]
+        if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
             metrics.sum("rollout/preemptions", preemptions)
-        trajectories = [trajectory for group in answers for trajectory in group]
         with metrics.time("time/reward"):
             outcomes = self._submit(trajectories)
 
@@ -197,7 +197,8 @@ class Rollouts:
 
         def result() -> list[Group]:
             with metrics.time("time/reward"):
-                scored = _judged_all(trajectories, outcomes.result())
+                left = iter(outcomes.result())
+                scored = [_with(next(left), each) if each.failure is None else each for each in trajectories]
             for trajectory in scored:
                 if trajectory.failure is not None:
                     metrics.sum(f"failures/{trajectory.failure.source}", 1)
@@ -219,9 +220,14 @@ class Rollouts:
     def _taken(self, handed_out: Start | HandOut, step: int, metrics: Metrics) -> Taken:
         """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
         assert isinstance(handed_out, HandOut)
+        if self.group_filter is not None:
+            self._report_filter(handed_out, step, metrics)
+        kept = handed_out.kept
+        return Taken(kept or handed_out.dropped[: handed_out.wanted], metrics, is_dropped=not kept)
+
+    def _report_filter(self, handed_out: HandOut, step: int, metrics: Metrics) -> None:
+        """Measures what was sampled and what was dropped of it, and warns of a step that trains on nothing."""
         kept, dropped, n = handed_out.kept, handed_out.dropped, handed_out.wanted
-        if not handed_out.is_filtered:
-            return Taken(kept, metrics)
         metrics.sum("filter/dropped_groups", len(dropped))
         metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
         sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
@@ -238,7 +244,6 @@ class Rollouts:
                 *(step, len(dropped)),
             )
         self._kept_some = bool(kept)
-        return Taken(kept or dropped[:n], metrics, is_dropped=not kept)
 
     def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
@@ -254,7 +259,7 @@ class Rollouts:
             response_ids, text = trajectory.turns[0].token_ids, trajectory.messages[0].content
         else:
             response_ids = tuple(rows_of(trajectory)[-1].response_ids)
-            text = self._decode(response_ids)
+            text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
@@ -266,24 +271,48 @@ class Rollouts:
             response_ids=response_ids,
         )
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
+    """The trajectory scored: a trajectory has all fields of a RewardResult."""
+    return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))
 
 
-def _judged_all(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
-    """Returns the trajectories, with outcomes where they have not failed."""
-    left = iter(outcomes)
-    return [each if each.failure is not None else _judged(each, next(left)) for each in trajectories]
+class FailureWatch:
+    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
+    As long as no trajectory of this process was ever scored, one batch in which all fail ends the run; afterwards
+    `PATIENCE` of them in a row do."""
 
-def _judged(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
-    if isinstance(outcome, Failure):
-        return replace(trajectory, failure=outcome)
-    return replace(
-        trajectory,
-        reward=outcome.reward,
-        accuracy=outcome.accuracy,
-        parts=outcome.parts,
-        token_rewards=outcome.token_rewards,
-        extracted=outcome.extracted,
-    )
+    def __init__(self) -> None:
+        self._left = 1
+        self._warned: set[FailureSource] = set()
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Raises: RewardError, SandboxError or EngineError, by where the first failure arose."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
+        if len(failures) < len(trajectories):
+            self._left = PATIENCE
+        if failures:
+            self._report(failures, len(trajectories))
+
+    def _report(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        if len(failures) < total:
+            for _, failure in failures:
+                if failure.source not in self._warned:
+                    self._warned.add(failure.source)
+                    log.warning(
+                        "%d of %d answers failed and are not trained on, the first in the %s: %s (said once; "
+                        "failures/%s counts them, rollouts/ has each)",
+                        *(len(failures), total, failure.source, failure.message, failure.source),
+                    )
+            return
+        uid, first = failures[0]
+        self._left -= 1
+        found = (
+            f"all {total} answers failed, so there is nothing to learn from: answer {uid} in the "
+            f"{first.source}: {first.message}"
+        )
+        if self._left == 0:
+            raise ERRORS.get(first.source, EngineError)(f"{found}. Mend the {first.source}, then start again")
+        log.warning("%s. The run ends after %d more such batches", found, self._left)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from whet.rollout.build import build_collector, sampling_params
 from whet.rollout.groups import Filter
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
-from whet.trainers.columns import ColumnPlan, plan, updates_per_step
+from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
@@ -121,6 +121,8 @@ def build(
     loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
 
     columns = plan(config)
+    for line in unread(config, columns):
+        log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     specs = worker_specs(config, columns, total_steps)
@@ -130,7 +132,6 @@ def build(
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
-        modes = Modes(roles["rollout"] if config.rollout.free_cache_engine else None)
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         dtype = config.rollout.dtype or config.model.dtype
         run = Run(
@@ -140,7 +141,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, modes),
+            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -152,7 +153,6 @@ def build(
             val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
             total_steps=total_steps,
             callbacks=callbacks,
-            modes=modes,
         )
         run.start()
         undo.pop_all()
@@ -213,7 +213,6 @@ def _rollouts(
     workers: WorkerGroup,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
-    modes: Modes,
 ) -> Rollouts:
     engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
     return Rollouts(
@@ -226,7 +225,7 @@ def _rollouts(
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
-        sampling=modes.rollout_mode,
+        sampling=Modes(workers).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
 
 

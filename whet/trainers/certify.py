@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates: what an algorithm's expected gradient is, exactly, against that of the objective it is said to follow.
+"""Certificates: what an algorithm's expected gradient is, exactly, against that of the objective that it should follow.
 
-A policy so small that all its answers can be counted: V tokens, the first of which ends an answer, and at most L of
-them. Its expected gradient is a finite sum, over every group of n answers with its probability, of the gradient of the
-loss that the registered functions give; the objective's, E[R] - beta KL(pi || ref) over whole answers, is autograd
-through the same enumeration. All in float64, so that what is unbiased is so to eight digits.
+A policy so small that all its responses can be counted: V tokens, the first of which ends a response, and at most L of
+them. Its expected gradient is a finite sum, over every group of n responses with its probability, of the gradient of
+the loss that the registered functions give; the objective's, E[R] - beta KL(pi || ref) over whole responses, is
+autograd through the same enumeration. All in float64, so that what is unbiased is so to eight digits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """The answers of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
+    """The responses of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
 
-    A state is what was said before; there are S of them. Rows are answers, K of them; all [K, L] but where said.
+    A state is the tokens so far; there are S of them. Rows are responses, K of them; all are [K, L] unless noted.
     """
 
     vocabulary: int = 3
@@ -48,8 +48,8 @@ class World:
     seed: int = 0
 
     @cached_property
-    def answers(self) -> list[tuple[int, ...]]:
-        """Returns all possible answers: token 0 ends one, as the length does."""
+    def responses(self) -> list[tuple[int, ...]]:
+        """Returns all possible responses: token 0 ends one, as the length does."""
         inner, size = range(1, self.vocabulary), self.length
         ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
         return ended + list(itertools.product(inner, repeat=size))
@@ -57,20 +57,20 @@ class World:
     @cached_property
     def tokens(self) -> Tensor:
         """Token ids, 0 in the padding."""
-        return torch.tensor([[*a, *[0] * (self.length - len(a))] for a in self.answers])
+        return torch.tensor([[*a, *[0] * (self.length - len(a))] for a in self.responses])
 
     @cached_property
     def mask(self) -> Tensor:
-        """1 where an answer has a token."""
-        lengths = torch.tensor([len(answer) for answer in self.answers])
+        """1 where a response has a token."""
+        lengths = torch.tensor([len(response) for response in self.responses])
         return (torch.arange(self.length) < lengths[:, None]).long()
 
     @cached_property
     def states(self) -> Tensor:
         """The number of the state in which each token was chosen, 0 in the padding."""
-        begun = {answer[:t]: None for answer in self.answers for t in range(len(answer))}
+        begun = {response[:t]: None for response in self.responses for t in range(len(response))}
         numbers = {state: number for number, state in enumerate(begun)}
-        rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.answers]
+        rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.responses]
         return torch.tensor(rows)
 
     @property
@@ -85,10 +85,10 @@ class World:
 
     @cached_property
     def scores(self) -> Tensor:
-        """[K]: some answers are right, most are not, and a little is for style."""
+        """[K]: some responses are correct, most are not, and a little is for style."""
         draw = torch.Generator().manual_seed(1000 * self.seed + 99)
-        right = (torch.rand(len(self.answers), generator=draw, dtype=torch.float64) < 0.4).double()
-        return right + 0.1 * torch.rand(len(self.answers), generator=draw, dtype=torch.float64)
+        correct = (torch.rand(len(self.responses), generator=draw, dtype=torch.float64) < 0.4).double()
+        return correct + 0.1 * torch.rand(len(self.responses), generator=draw, dtype=torch.float64)
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """log pi of every token, 0 in the padding."""
@@ -127,7 +127,7 @@ def certify(
     staleness: float = 0.0,
     gap: float = 0.0,
 ) -> Certificate:
-    """The certificate of what a config says of the mathematics, in groups of n answers.
+    """The certificate of the mathematics of a config, in groups of n responses.
 
     `mode` is an aggregation in the place of the config's. Samples are of a policy that is `staleness` away from the one
     that is updated, in the standard deviation of logits; with `gap` the sampler was further away still.
@@ -160,7 +160,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
 
 @dataclass(frozen=True)
 class Step:
-    """The loop's own parts for a config, and what they make of a batch of one group of answers."""
+    """The loop's own parts for a config, and what they make of a batch of one group of responses."""
 
     world: World
     config: TrainConfig
@@ -186,7 +186,7 @@ class Step:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of the answers, less the penalty for long ones, which is part of the objective.   [K]"""
+        """Scores of the responses, less the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -197,11 +197,11 @@ class Step:
         )
 
     def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
-        """The expected step [S V] over all groups of n answers, and its variance."""
+        """The expected step [S V] over all groups of n responses, and its variance."""
         now = self.world.table(1)
         old = now + staleness * self.world.table(2)
         sampler = old + gap * self.world.table(3)
-        groups = list(itertools.combinations_with_replacement(range(len(self.world.answers)), n))  # in any order
+        groups = list(itertools.combinations_with_replacement(range(len(self.world.responses)), n))  # in any order
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
         if self.config.algorithm.filter.name is not None:  # what is left out is sampled again
@@ -214,13 +214,13 @@ class Step:
         return mean, weights @ (gradients - mean).square().sum(-1)
 
     def slope(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
-        """The gradient of a group's loss with respect to all that the model says of all answers, end to end."""
+        """The gradient of a group's loss with respect to all model outputs for all responses, end to end."""
         leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
         found = torch.autograd.grad(self.loss(group, columns, leaves), list(leaves.values()), materialize_grads=True)
         return torch.cat([each.flatten() for each in found])
 
     def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
-        """The loss of a step whose batch is one group of answers, among columns and model outputs of all answers."""
+        """The loss of a step whose batch is one group, chosen from the columns and model outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
         shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
@@ -234,15 +234,15 @@ class Step:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Tells whether the config's filter trains on a group, by which of its answers are right."""
+        """Tells whether the config's filter trains on a group, by which of its responses are correct."""
         settings = self.config.algorithm.filter
-        right = [float(self.world.scores[answer] >= 1) for answer in group]
-        kept: bool = FILTERS[settings.name or ""].load()(right, **settings.options)
+        correct = [float(self.world.scores[response] >= 1) for response in group]
+        kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)
         return kept
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
-    """Gradient of E[R] - kl_coef KL(pi || ref), over all answers; R is `scores` [K]."""
+    """Gradient of E[R] - kl_coef KL(pi || ref), over all responses; R is `scores` [K]."""
     log_pi = world.log_probs(logits).sum(-1)
     log_ref = world.log_probs(world.table(4)).sum(-1)
     value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
@@ -250,7 +250,7 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Jacobian of the model's outputs for all answers, end to end, with respect to the logits.   [., S V]"""
+    """Jacobian of the model's outputs for all responses, end to end, with respect to the logits.   [., S V]"""
 
     def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
@@ -260,7 +260,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
 
 
 def outputs_of(world: World, now: Tensor) -> Batch:
-    """The outputs of the policy that is updated for all answers, differentiable."""
+    """The outputs of the policy that is updated for all responses, differentiable."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),
@@ -269,9 +269,9 @@ def outputs_of(world: World, now: Tensor) -> Batch:
 
 
 def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
-    """Returns the columns that an algorithm may read, of all answers."""
+    """Returns the columns that an algorithm may read, of all responses."""
     scores = world.scores
-    mask, right = world.mask, (world.scores >= 1).double()
+    mask, correct = world.mask, (world.scores >= 1).double()
     greedy = old.argmax(-1)
     follows = ((world.tokens == greedy[world.states]) | (mask == 0)).all(-1)
     anything = torch.Generator().manual_seed(7)
@@ -297,9 +297,9 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
         "token_level_scores": pay_on_last_token(scores, mask),
         "turn_ids": torch.arange(mask.shape[1]).expand(mask.shape).masked_fill(mask == 0, -1),
         "state_hash": world.states,
-        "accuracy": right,
+        "accuracy": correct,
         "reward_baselines": scores[follows][0].expand(len(scores)),
-        "reward_parts": torch.stack([right, scores - right], 1),
+        "reward_parts": torch.stack([correct, scores - correct], 1),
     }
 
 

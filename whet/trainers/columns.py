@@ -17,8 +17,9 @@ import torch
 
 from whet.algorithms.adapters import mini_batch_functions
 from whet.algorithms.kl import kl_columns
-from whet.columns import COLUMNS, Column, Reader, When
+from whet.columns import COLUMNS, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
+from whet.config.compose import flatten
 from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, RegistryError
@@ -187,6 +188,32 @@ def plan(config: TrainConfig) -> ColumnPlan:
     return plan_columns(readers(config), config.reward.columns)
 
 
+def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
+    """Returns a line for each section with keys of its own whose columns no function in use reads, naming the readers.
+
+    Nothing is known of what a loop or a provider of the user's reads."""
+    if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
+        return []
+    found = []
+    for section in dict.fromkeys(column.section for column in TABLE if column.section is not None):
+        columns = {column.name for column in TABLE if column.section == section}
+        default = dict(flatten(TrainConfig.model_fields[section].default.model_dump(), f"{section}."))
+        values = flatten(config[section].model_dump(), f"{section}.")
+        keys = [f"{key}={value}" for key, value in values if key not in default or default[key] != value]
+        if not keys or any(column.section == section for column in plan.providers):
+            continue
+        readers = [entry.name for entry in ADV_ESTIMATORS if columns & set(entry.columns)]
+        chosen = f"algorithm.adv_estimator={', '.join(readers)}"
+        if columns.intersection(kl_columns("k3")):
+            chosen = "algorithm.kl.where=reward, loss"
+        word = "key" if len(keys) == 1 else "keys"
+        found.append(
+            f"{', '.join(keys)}: no function in use reads {' or '.join(sorted(columns))}, which the {word} would "
+            f"shape; choose one that does ({chosen}), or take the {word} out"
+        )
+    return found
+
+
 def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
     """The plan for the columns of `readers`; `fields` are what the reward reports.
 
@@ -258,7 +285,7 @@ def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 @register_provider("state_hash")
 def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
-    """Names the state in which each token's turn was sampled: what the environment said last, the prompt at first.
+    """Names the state in which each token's turn was sampled: the environment's last messages, the prompt at first.
 
     Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
     """
@@ -272,11 +299,11 @@ def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 def _states(trajectory: Trajectory) -> list[int]:
     """A number for what stood before each turn."""
-    states, said = [], [trajectory.prompt.uid]
+    states, since = [], [trajectory.prompt.uid]
     for message in trajectory.messages:
         if message.role == "assistant":
-            states.append(key(0, "state", *said))
-            said = []
+            states.append(key(0, "state", *since))
+            since = []
         else:
-            said.append(str(message.content))
+            since.append(str(message.content))
     return states[: len(trajectory.turns)]

@@ -34,6 +34,7 @@ from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
+OWN_TRACKERS = frozenset({"console", "jsonl"})  # of `trainer.logger`; the others are services
 C = TypeVar("C", TrainConfig, SFTConfig)
 R = TypeVar("R")
 
@@ -244,15 +245,15 @@ def opened_for(
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
         opened = replace(opened, path=run_dir.absolute())  # user code may change the working folder
-        told = TrackedRun(
+        tracked = TrackedRun(
             folder=opened.path,
             project=trainer.project_name,
             name=trainer.experiment_name,
             config=config.model_dump(mode="json"),
             steps_done=-1 if opened.found is None else checkpoint.step_of(opened.found),
         )
-        names = dict.fromkeys(name for name in trainer.logger if name not in ("console", "jsonl"))
-        services = Trackers(open_services(list(names), told))
+        names = dict.fromkeys(name for name in trainer.logger if name not in OWN_TRACKERS)
+        services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
         yield opened, services
         undo.pop_all()

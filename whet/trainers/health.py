@@ -52,7 +52,7 @@ class Health:
                 )
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns where an estimator that compares the answers to a prompt finds them equal, step after step."""
+        """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.entry.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
@@ -83,10 +83,8 @@ class Health:
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
-    """Warns of updates that were skipped.  Returns whether there were none since the last that was not.
-
-    Raises: EngineError after three, naming the checkpoint to go on from.
-    """
+    """Warns of skipped updates.  Returns whether the last update was taken.  Raises: EngineError after three skipped in
+    a row, naming the checkpoint to go on from."""
     skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
     if not skipped:
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`teacher_log_probs`: what a teacher gives the policy's own answers. The teacher is another model, or the policy
-itself with a hint in its prompt; answers keep their token ids.
+"""`teacher_log_probs`: log-probs that a teacher gives the policy's own responses. The teacher is another model, or the
+policy itself with a hint in its prompt; responses keep their token ids.
 
-A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each answer.
+A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each trajectory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from whet.registry import HINTS, load_target, register_hint
 from whet.trainers.columns import Sources, Values, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
-Hints = list[list[str | None]]  # by group and answer
+Hints = list[list[str | None]]  # by group and trajectory
 
 log = logging.getLogger(__name__)
 
 
 @register_provider("teacher_log_probs")
 def teacher_log_probs(batch: DataProto, sources: Sources) -> Values:
-    """log pi of the teacher of each row's data source, or of the policy, for the same answer to the hinted prompt.
+    """log pi of the teacher of each row's data source, or of the policy, for the same response to the hinted prompt.
 
     Raises: ConfigError for a row that has no teacher.
     """
@@ -119,7 +119,7 @@ def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 
 
 def with_prompts(batch: DataProto, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> DataProto:
-    """The same answers after other prompts."""
+    """The same responses after other prompts."""
     width, old = max(len(prompt) for prompt in prompts), batch["prompts"].shape[1]
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -144,12 +144,12 @@ def reference(groups: Sequence[Group], sources: Sources, *, field: str | None = 
 
 @register_hint("peer")
 def peer(groups: Sequence[Group], sources: Sources) -> Hints:
-    """A right answer of the group, another one than the answer itself; None where there is none."""
+    """A correct response of the group other than the trajectory's own; None where there is none."""
 
-    def of(group: Group, answer: Trajectory) -> str | None:
-        return next((text(other) for other in group.trajectories if other is not answer and _is_right(other)), None)
+    def of(group: Group, own: Trajectory) -> str | None:
+        return next((text(other) for other in group.trajectories if other is not own and _is_correct(other)), None)
 
-    return [[of(group, answer) for answer in group.trajectories] for group in groups]
+    return [[of(group, own) for own in group.trajectories] for group in groups]
 
 
 @register_hint("own")
@@ -160,7 +160,7 @@ def own(
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
-    """The answer of the policy itself to a request for a hint."""
+    """The response of the policy itself to a request for a hint."""
     template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:
@@ -170,8 +170,8 @@ def own(
     encoded = _format(sources).encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
-    said = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
-    return [[text(answers[0])] * len(group.trajectories) for group, answers in zip(groups, said, strict=True)]
+    sampled = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
+    return [[text(trajectory)] * len(group.trajectories) for group, [trajectory] in zip(groups, sampled, strict=True)]
 
 
 @register_hint("judge")
@@ -185,7 +185,7 @@ def judge(
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
     """A judge's hint for each prompt: `complete` names a function of messages that returns text, as
-    `path/file.py:function`. One that raises gives no hint, nor do those that have said nothing `timeout_seconds` after
+    `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
     function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
 
@@ -196,11 +196,11 @@ def judge(
     futures = [threads.submit(partial(ask, group)) for group in groups]
     threads.close()
     wait(futures, timeout=timeout_seconds)
-    said = [_said(future) for future in futures]
-    return [[hint] * len(group.trajectories) for group, hint in zip(groups, said, strict=True)]
+    hints = [_result(future) for future in futures]
+    return [[hint] * len(group.trajectories) for group, hint in zip(groups, hints, strict=True)]
 
 
-def _said(future: Future[str]) -> str | None:
+def _result(future: Future[str]) -> str | None:
     """The hint that a judge has given by now; None where it raised, or is late."""
     future.cancel()  # unless a thread has begun it
     try:
@@ -210,10 +210,10 @@ def _said(future: Future[str]) -> str | None:
         return None
 
 
-def text(answer: Trajectory) -> str | None:
+def text(trajectory: Trajectory) -> str | None:
     """The last message of the model."""
-    said = [str(message.content) for message in answer.messages if message.role == "assistant"]
-    return said[-1] if said else None
+    written = [str(message.content) for message in trajectory.messages if message.role == "assistant"]
+    return written[-1] if written else None
 
 
 def _solution(prompt: Prompt, field: str | None) -> str | None:
@@ -226,5 +226,5 @@ def _solution(prompt: Prompt, field: str | None) -> str | None:
     return None if found is None else str(found)
 
 
-def _is_right(answer: Trajectory) -> bool:
-    return answer.failure is None and (answer.accuracy or 0.0) >= 1.0
+def _is_correct(trajectory: Trajectory) -> bool:
+    return trajectory.failure is None and (trajectory.accuracy or 0.0) >= 1.0

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,15 @@ Rows = Sequence[Prompt] | Sequence[SupervisedExample]
 def digests(
     config: TrainConfig | SFTConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
 ) -> dict[str, str]:
-    """Returns the digests of the rows, of the files whose functions the config names, by key, and of a reward function
-    that was given as an object, as far as its source is known."""
+    """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
+    import, by key, and of a reward function that was given as an object, as far as its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
     for key, value in flatten(config.model_dump(mode="json")):
         for target in value if isinstance(value, list) else [value]:
             if isinstance(target, str) and (file := _file_of(target)) is not None:
                 found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
+                for name, each in _imported(file).items():
+                    found[f"{key}, code in {name}"] = _of(each.read_bytes())
     with suppress(OSError, TypeError):  # typed at a prompt, or no function
         found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
     return found
@@ -64,3 +68,33 @@ def _file_of(target: str) -> Path | None:
             spec = importlib.util.find_spec(location)
             path = Path(spec.origin) if spec is not None and spec.origin is not None else None
     return path if path is not None and path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
+
+
+def _imported(file: Path) -> dict[str, Path]:
+    """The files that a file imports, and those that these import, by their paths below the folder that its package lies
+    in; import statements are read, nothing is run."""
+    file = file.absolute()
+    root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+    found, waiting = {file}, [file]
+    while waiting:
+        code = waiting.pop()
+        with suppress(SyntaxError, ValueError, OSError, IndexError):  # it will say so where it is run
+            for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
+                for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
+                    for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:
+                        if path.is_file() and not path.resolve().is_relative_to(PACKAGE):
+                            found.add(path)
+                            waiting.append(path)
+    return {os.path.relpath(path, root): path for path in found - {file}}
+
+
+def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders and the paths below them that import statements may mean: what a module gives may be one too."""
+    for node in ast.walk(tree):
+        bases, names = [code.parent, root], list[str]()
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            bases = [code.parents[node.level - 1]] if node.level else bases
+            names = [f"{node.module or ''}.{each.name}" for each in node.names]
+        yield from ((base, name.strip(".").replace(".", "/")) for base in bases for name in names)

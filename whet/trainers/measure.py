@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -14,19 +15,20 @@ from whet.types import Group
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
-    """Scores, accuracy and the reward's parts of the answers that did not fail, and how many groups cannot teach."""
-    answers = [answer for group in groups for answer in group.trajectories if answer.failure is None]
-    _spread(metrics, "critic/score", [answer.score for answer in answers])
-    _average(metrics, "reward/accuracy", [answer.accuracy or 0.0 for answer in answers])
-    _average(metrics, "episode/turns", [len(answer.turns) for answer in answers])
+    """Scores, accuracy and reward parts of the trajectories that did not fail, and how many groups cannot teach."""
+    valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
+    scores = [[each.score for each in group] for group in valid]
+    trajectories = list(chain.from_iterable(valid))
+    _spread(metrics, "critic/score", list(chain.from_iterable(scores)))
+    _average(metrics, "reward/accuracy", [each.accuracy or 0.0 for each in trajectories])
+    _average(metrics, "episode/turns", [len(each.turns) for each in trajectories])
     parts: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in answer.parts.items():
+    for trajectory in trajectories:
+        for name, value in trajectory.parts.items():
             parts.setdefault(name, []).append(value)
     for name, values in parts.items():
         _average(metrics, f"reward/{name}", values)
-    scores = [{answer.score for answer in group.trajectories if answer.failure is None} for group in groups]
-    _average(metrics, "reward/groups_all_equal", [float(len(each) <= 1) for each in scores])
+    _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
 
 
 def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:

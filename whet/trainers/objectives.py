@@ -42,8 +42,8 @@ class Objective:
         return self.kind[self.loss_name]
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
-        """The loss of whole sequences: what was sampled counts in their ratios, and of it only what is trained on has a
-        gradient. A function that sums up itself is shown what is trained on alone."""
+        """The loss of whole sequences: their ratios are of all sampled tokens, and only trained tokens have a gradient.
+        A function that aggregates its loss itself reads the trained tokens alone."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.entry, columns, self.options, supplied)
@@ -63,8 +63,8 @@ class Objective:
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """A loss per token, times the tokens' weights where there are any, aggregated; one that a function aggregated
-        itself, weighed by its micro-batch's size.  Raises: RegistryError where that would leave weights out."""
+        """Aggregates a loss per token times `token_weights`; one that is aggregated already counts by its micro-batch's
+        size.  Raises: RegistryError for such a loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         assert loss.aggregated is not None
@@ -80,8 +80,8 @@ class Objective:
 
 
 def narrowed(batch: DataProto, objective: object) -> DataProto:
-    """A mini-batch without the tokens of which a loss reads nothing: rows in which none is trained on; and where it
-    takes no mask, and so looks at each token alone, every one that was rejected."""
+    """Masks the tokens that a loss does not need: rows without a trained token and, for a loss that takes no mask and
+    so reads each token alone, every rejected token."""
     if "loss_mask" not in batch or not isinstance(objective, Objective):
         return batch
     trained = batch["loss_mask"]
@@ -173,7 +173,7 @@ class PolicyObjective(Objective):
 
 @dataclass(frozen=True)
 class ValueObjective(Objective):
-    """The critic's: a value model learns the returns, a process reward model which responses were right."""
+    """The critic's: a value model learns the returns, a process reward model which responses were correct."""
 
     loss_name: str = "clipped"
     name = "critic"

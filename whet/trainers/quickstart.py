@@ -40,7 +40,7 @@ from whet.trainers.sft import SFTRun, to_batch, train_sft
 NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 4  # steps
-WARM_ENOUGH = 0.26  # mean probability of the right answer
+WARM_ENOUGH = 0.26  # mean probability of the correct response
 MARK = ".quickstart"  # in a folder that a quickstart may empty
 CURVE = "learning_curve.png"
 WRITTEN = {"train.jsonl", "held_out.jsonl", "model", "sft", "sft_model", "rl", "rl_model", "summary.json", CURVE}
@@ -133,7 +133,7 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
 
 
 def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
-    """SFT until the right answer's mean probability on some training problems is `WARM_ENOUGH`."""
+    """SFT until the correct response's mean probability on some training problems is `WARM_ENOUGH`."""
     imitated = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
     tokenizer = load_tokenizer(run_dir / "model")
     data = SupervisedDataConfig(apply_chat_template=False)
@@ -169,7 +169,7 @@ def reinforce(run_dir: Path, seed: int, model: Path) -> Run:
 
 
 def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, str, str, str]]:
-    """Three problems that were wrong before (prompt, right, before, after), the last by plain transformers."""
+    """Three problems that were wrong before (prompt, correct, before, after), the last by plain transformers."""
     first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
     before = [json.loads(line) for line in first.read_text().splitlines()]
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
@@ -186,8 +186,8 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
 
 
 def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
-    """Draws the learning curve: reward of every step, of all answers and of those that are trained on, and accuracy on
-    the held-out problems now and then."""
+    """Draws the learning curve: reward of every step, of all responses and of those that are trained on, and now and
+    then accuracy on the held-out problems."""
     curves = {
         "filter/sampled_score": "reward, all answers sampled",
         "critic/score/mean": "reward, groups that the filter kept",

@@ -47,13 +47,12 @@ class RolloutWorker(Worker):
         self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
     ) -> list[Event]:
         """Takes requests, ends others, samples, and returns with the first events; where it `gathers` with all events
-        of the time, unless nothing is left before.
-
-        Raises: EngineError, WeightSyncError."""
+        of `timeout_seconds`, or as soon as nothing is left.  Raises: EngineError, WeightSyncError."""
         until, events = time.monotonic() + timeout_seconds, list[Event]()
         self._queue += requests
-        with self._turn:
-            self.engine.abort(aborted)
+        if aborted:
+            with self._turn:
+                self.engine.abort(aborted)
         while True:
             with self._turn:
                 while self._queue and self.engine.submit(self._queue[0]):

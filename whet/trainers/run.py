@@ -24,12 +24,11 @@ from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.correction import Chosen, Correction
-from whet.trainers.frame import Frame
+from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.health import Health
-from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Shaper
-from whet.types import Group, Prompt, Trajectory
+from whet.types import Group, Prompt
 from whet.weight_sync.between_pools import WeightSync
 
 
@@ -49,7 +48,6 @@ class Run(Frame):
     entropy_controller: Fixed | AdaptiveEntropy
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
-    modes: Modes = field(default_factory=Modes)
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
     _next_prompts: dict[str, Any] | None = None  # state of the rollouts before a step took its prompts
@@ -104,9 +102,8 @@ class Run(Frame):
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Marks a block at the start of a step that changes no weights: a run that is stopped in it ends at once, with
-        the checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing
-        to save yet."""
+        """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
+        of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
         self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
@@ -117,25 +114,24 @@ class Run(Frame):
         self._next_prompts = None
 
     def sync(self, step: int) -> None:
-        """Lets the rollout sample from the weights after `step`.
-
-        Raises: WeightSyncError, DeadlineError, WorkerError."""
+        """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         self.digests[step] = self.weight_sync(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """Writes a JSON object a trajectory, in rollouts/, with its text and its reward, and some of them as a table of
-        the trackers."""
+        """Writes each trajectory as a JSON object to rollouts/, and some to a table of the trackers that show one."""
         every = self.config.trainer.log_rollouts
         if every == 0 or (purpose == "rollout" and step % every):
             return
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        lines = [readable(each, self.tokenizer) for group in groups for each in group.trajectories]
-        lines = [{**line, "policy_digest": self.digests.get(line["policy_version"])} for line in lines]
-        files.write(path, "".join(map(json_line, lines)))
-        rows = table_rows(groups, self.tokenizer, self.config.trainer.table_rows)
-        self.trackers.add_table(f"generations/{purpose}", rows)
+        lines = [[readable(each, self.tokenizer) for each in group.trajectories] for group in groups]
+        for line in chain.from_iterable(lines):
+            line["policy_digest"] = self.digests.get(line["policy_version"])
+        files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
+        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
+            rows = table_rows(lines, self.config.trainer.table_rows)
+            self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
         """Writes a JSON object a row, in tokens/: each token as text, and its number in every column."""
@@ -153,20 +149,20 @@ class Run(Frame):
             stack.callback(self.rollouts.close)
 
 
-def table_rows(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[Row]:
-    """The first trajectory of each group, then the second of each, up to `limit`."""
-    in_turn = filter(None, chain.from_iterable(zip_longest(*(group.trajectories for group in groups))))
+def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Row]:
+    """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
 
-    def row(trajectory: Trajectory) -> Row:
-        read, failure = readable(trajectory, tokenizer), trajectory.failure
+    def row(read: dict[str, Any]) -> Row:
+        failure = read["failure"]
         return {
             **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},
             **{name: read[name] for name in ("reward", "accuracy", "tokens", "turns")},
             "finish_reason": read["finish_reason"] or "",
-            "failure": "" if failure is None else printable(f"{failure.source}: {failure.message}"),
+            "failure": "" if failure is None else printable(f"{failure['source']}: {failure['message']}"),
         }
 
-    return [row(trajectory) for trajectory in islice(in_turn, limit)]
+    in_turn = filter(None, chain.from_iterable(zip_longest(*lines)))
+    return [row(read) for read in islice(in_turn, limit)]
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

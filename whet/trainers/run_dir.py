@@ -103,31 +103,40 @@ def open_run_dir(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[st
             log.info("resuming from %s, which this run came to from %s", found, resume)
         else:
             log.info("resuming from %s", found)
-        history = cut_back_files(path, found)
-        checkpoint.delete_oldest(path / "checkpoints", config.trainer.save_limit)
+        history = cut_back_files(path, found, is_said=resume != "auto")
+        limit = config.trainer.save_limit
+        for folder in checkpoint.over_limit(path / "checkpoints", limit):
+            log.info("deleted %s: trainer.save_limit=%s", folder, limit)
+        checkpoint.delete_oldest(path / "checkpoints", limit)
         files.write(path / CONFIG, to_yaml(config))
         files.write(path / INPUTS, json.dumps(inputs or {}, indent=1))
         undo.pop_all()
     return RunDir(path, found, lock, history)
 
 
-def cut_back_files(run_dir: Path, found: Path | None) -> list[dict[str, float]]:
+def cut_back_files(run_dir: Path, found: Path | None, *, is_said: bool = False) -> list[dict[str, float]]:
     """Drops what a killed run wrote after the checkpoint `found`: lines of metric files and whole files of rollouts.
-    Returns the metrics that are left.
+    Returns the metrics that are left. `is_said`: what is dropped is logged, for a run that is taken back on purpose.
 
     Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
     neither are resumed from nor count for `save_limit`.
     """
     step = -1 if found is None else checkpoint.step_of(found)
+    lines = {name: _num_lines(run_dir / name) for name in METRIC_FILES}
     kept = {name: cut_back(run_dir / name, step) for name in METRIC_FILES}
+    dropped = [f"{num - len(kept[name])} lines of {name}" for name, num in lines.items() if num > len(kept[name])]
     for name, records in kept.items():
         last = records[-1]["step"] if records else 0
         if found is not None and found.parent == run_dir / "checkpoints" and last < step and (run_dir / name).exists():
             log.warning("%s ends with step %d: its lines up to step %d are lost", run_dir / name, last, step)
     for name in STEP_FOLDERS:
-        for path in (run_dir / name).glob("*.jsonl"):
-            if (of_step := re.search(r"_([0-9]+)$", path.stem)) and int(of_step[1]) > step and not path.is_dir():
-                path.unlink()
+        numbered = {path: re.search(r"_([0-9]+)$", path.stem) for path in (run_dir / name).glob("*.jsonl")}
+        later = [path for path, at in numbered.items() if at and int(at[1]) > step and not path.is_dir()]
+        dropped += [f"{len(later)} files of {name}"] * bool(later)
+        for path in later:
+            path.unlink()
+    if dropped and is_said:
+        log.warning("deleted what %s holds after step %d: %s", run_dir, step, ", ".join(dropped))
     for folder in checkpoint.folders(run_dir / "checkpoints"):
         if checkpoint.number(folder) > step:
             names = (f"{folder.name}.left_behind{number or ''}" for number in count())
@@ -137,6 +146,10 @@ def cut_back_files(run_dir: Path, found: Path | None) -> list[dict[str, float]]:
     return [
         {name: math.nan if value is None else value for name, value in each.items()} for each in kept[METRIC_FILES[0]]
     ]
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:

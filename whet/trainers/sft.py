@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on the same engine: imitate the answers of a data set, and nothing but the answers."""
+"""Supervised fine-tuning on the same engine: imitates the responses of a data set, and nothing but the responses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
+from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.positions import position_ids
 from whet.planning.introduction import Counts, introduce
@@ -99,6 +100,7 @@ class SFTRun(Frame):
         self.loader.load_state(state["loader"])
 
 
+@no_exit()
 def train_sft(
     config: SFTConfig,
     *,

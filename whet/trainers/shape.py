@@ -27,7 +27,7 @@ class Shaper:
         )
 
     def rewards(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """`token_level_rewards` from `token_level_scores`; rows of answers that were cut off masked, if so asked."""
+        """Adds `token_level_rewards`, of `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
         algorithm, rewards = self.config.algorithm, batch["token_level_scores"]
         if algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
@@ -52,7 +52,7 @@ class Shaper:
         return batch.with_columns(token_level_rewards=rewards)
 
     def advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """`advantages` whitened and clipped, and rows of answers that were cut off masked, if so asked."""
+        """Whitens and clips `advantages`; algorithm.truncated=zero masks truncated responses."""
         shaping, advantages = self.config.algorithm.shaping, batch["advantages"]
         if shaping.whiten_advantages:
             advantages = whiten(advantages, batch["response_mask"])
@@ -85,7 +85,7 @@ class Shaper:
 
 
 def without_truncated(batch: DataProto, metrics: Metrics) -> DataProto:
-    """The mask of answers that the length limit cut off is 0: they belong to no group and are not trained on."""
+    """Masks the responses that the length limit cut off: they belong to no group and are not trained on."""
     cut, mask = batch["truncated"], batch["response_mask"]
     metrics.mean("reward/truncated", cut.float().mean(), len(cut))
     return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))

@@ -118,18 +118,7 @@ class PagedBatch:
         cap: float,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        new, stored = (query, key, value), (self.keys[layer], self.values[layer])
         if self._index is not None:
-            return self._index.attend(query, key, value, self.keys[layer], self.values[layer], scale, window, cap)
-        return paged_attention(
-            query,
-            key,
-            value,
-            self.keys[layer],
-            self.values[layer],
-            self.tables,
-            self.rows,
-            self.positions,
-            scale,
-            window,
-            cap,
-        )
+            return self._index.attend(*new, *stored, scale, window, cap)
+        return paged_attention(*new, *stored, self.tables, self.rows, self.positions, scale, window, cap)

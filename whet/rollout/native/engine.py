@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from whet.errors import EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
 from whet.options import Count
 from whet.registry import register_rollout
-from whet.rollout.in_process import Done, InProcessEngine
+from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
 from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
@@ -54,13 +54,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self,
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
+        load_tokenizer: LoadTokenizer | None = None,
         *,
         kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
         keep_cache: bool = False,
     ) -> None:
-        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache=keep_cache)
+        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache)
         self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
         self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
@@ -128,7 +128,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             if preempted:
                 running.read()
                 running.remove(preempted)
-            self._decode_step(scheduler.cache, running)
+            columns = running.columns  # each request is fed its last token
+            rows = columns.slots.int()
+            inputs = self._padded(scheduler.cache, columns.tokens, rows, columns.positions, running.tables)
+            assert self._decode is not None
+            running.sample(self._decode(*inputs, None)[: len(running)])
         done = running.finish()
         for live, _, _ in done:
             scheduler.remove(live)
@@ -166,7 +170,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._compute([stretch for stretch in stretches if stretch.token_ids])
         first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
         scheduler.copy_partial_blocks(started)
-        running.add([*resumed, *started], [self.stops.of(each.request) for each in [*resumed, *started]])
+        running.add([*resumed, *started], [self.stops_of(each.request) for each in [*resumed, *started]])
         if started:
             running.sample(torch.stack(first_logits), first=len(running) - len(started))
 
@@ -189,25 +193,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         inputs = self._padded(self._require_cache(), ids, rows, positions, tables.to(device))
         return self._forward(*inputs, last)[: len(stretches)]
 
-    def _decode_step(self, cache: BlockCache, running: Running) -> None:
-        """Feeds the last token of every running request and samples the next."""
-        columns = running.columns
-        inputs = self._padded(cache, columns.tokens, columns.slots.int(), columns.positions, running.tables)
-        assert self._decode is not None
-        running.sample(self._decode(*inputs, None)[: len(running)])
-
     def _padded(
         self, cache: BlockCache, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
         """Inputs of `_forward`, padded to one of few sizes: an eighth more rows at the most, of many."""
         step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
         extra = -len(ids) % step
-        positions = F.pad(positions, (0, extra))
-        return (
-            F.pad(ids, (0, extra)),
-            positions,
-            PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions),
-        )
+        ids, positions, rows = F.pad(ids, (0, extra)), F.pad(positions, (0, extra)), F.pad(rows, (0, extra), value=-1)
+        return ids, positions, PagedBatch(cache, tables, rows, positions)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedBatch, keep: torch.Tensor | None
@@ -220,13 +213,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _require_cache(self) -> BlockCache:
         if self._cache is None:
-            module = self.policy.require()
-            self._cache = BlockCache(
-                module.config.get_text_config(),
-                dtype=module.dtype,
-                budget_bytes=self.kv_cache_bytes,
-                device=module.device,
-            )
+            module, budget = self.policy.require(), self.kv_cache_bytes
+            config = module.config.get_text_config()
+            self._cache = BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device)
         return self._cache
 
 

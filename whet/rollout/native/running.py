@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
 
-@dataclass
-class Columns:
+class Columns(NamedTuple):
     """Numbers of running requests   [n]"""
 
     tokens: torch.Tensor  # sampled last, to be fed next
@@ -37,14 +36,11 @@ class Columns:
 
     def joined(self, other: Columns) -> Columns:
         """Returns these rows, then the others."""
-        return Columns(*(torch.cat(pair) for pair in zip(self._each(), other._each(), strict=True)))
+        return Columns(*map(torch.cat, zip(self, other, strict=True)))
 
     def only(self, kept: torch.Tensor) -> Columns:
         """The rows that `kept` chooses."""
-        return Columns(*(column[kept] for column in self._each()))
-
-    def _each(self) -> tuple[torch.Tensor, ...]:
-        return self.tokens, self.positions, self.counts, self.slots
+        return Columns(*(column[kept] for column in self))
 
 
 class Running:
@@ -83,10 +79,7 @@ class Running:
         self.columns = self.columns.joined(Columns.of(live, slots, device))
         self.live += live
         self.stops += stops
-        self.sampling = self.sampling.joined(
-            SamplingState.of([each.request for each in live], self._vocab_size, device),
-            lambda: SamplingState.of([each.request for each in self.live], self._vocab_size, device),
-        )
+        self.sampling = SamplingState.of([each.request for each in self.live], self._vocab_size, device)
 
     def sample(self, logits: torch.Tensor, first: int = 0) -> None:
         """The next token of the rows from `first` on, from their logits."""

@@ -38,15 +38,10 @@ class SharedPrompt:
     uncomputed: tuple[int, ...] = ()  # the tokens that the blocks are still to be filled with
     logits: torch.Tensor | None = None  # [V]
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Its tokens."""
-        return self.identity[0]
-
-    @property
-    def num_full(self) -> int:
-        """Number of blocks that its requests share; each copies a last, partly filled one and goes on to fill it."""
-        return len(self.token_ids) // BLOCK_SIZE
+    def __post_init__(self) -> None:
+        self.token_ids, _ = self.identity
+        # Blocks that its requests share; each copies a last, partly filled one and goes on to fill it.
+        self.num_full = len(self.token_ids) // BLOCK_SIZE
 
     @property
     def full_blocks(self) -> list[int]:
@@ -57,11 +52,6 @@ class SharedPrompt:
     def partial_block(self) -> list[int]:
         """The last, partly filled block, while there are requests to start from it."""
         return self.blocks[self.num_full :]
-
-    @property
-    def tokens_to_compute(self) -> tuple[int, ...]:
-        """The whole prompt while some request has not started; afterwards only its full, shared blocks."""
-        return self.token_ids if self.waiting else self.token_ids[: self.num_full * BLOCK_SIZE]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,11 +67,6 @@ class ScheduledRequest(LiveRequest):
         """The tokens whose keys and values it needs before it goes on: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
 
-    @property
-    def headroom(self) -> int:
-        """Blocks to leave for it."""
-        return min(HEADROOM_BLOCKS, self.most_blocks - len(self.blocks))
-
 
 class Scheduler:
     """Hands out requests in order as rows and blocks allow, and takes blocks back where they are short."""
@@ -95,9 +80,8 @@ class Scheduler:
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
-        """Puts a request at the end of the queue, beside requests of an equal prompt that wait there.
-
-        Raises: EngineError for a request that the cache cannot hold."""
+        """Puts a request at the end of the queue, beside those of an equal prompt.  Raises: EngineError for one that
+        the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
             raise EngineError(
@@ -119,28 +103,35 @@ class Scheduler:
     def admit(self) -> list[ScheduledRequest]:
         """Starts requests, and lets others go on, those first.  Returns them."""
         admitted: list[ScheduledRequest] = []
-        while len(self.running) < self.max_batch_size and (live := self._next()) is not None:
+        headroom = sum(min(HEADROOM_BLOCKS, each.most_blocks - len(each.blocks)) for each in self.running.values())
+        while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
+            live = self._begun[0] if self._begun else self._unstarted[0].waiting[0]
             prompt = live.prompt
-            first = 0 if prompt.blocks else blocks_for(len(prompt.tokens_to_compute))
+            # All of a prompt is computed while some request has not started, later only its full, shared blocks.
+            computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
+            first = 0 if prompt.blocks else blocks_for(len(computed))
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
-            headroom = sum(each.headroom for each in self.running.values())
             headroom += min(HEADROOM_BLOCKS, live.most_blocks - blocks_for(length))
             if not self.running:
                 self._free_idle_prompts(first + own, but=prompt)
             elif first + own + headroom > self.cache.num_free:
                 break
             if not prompt.blocks:
-                prompt.blocks, prompt.uncomputed = self.cache.take(first), prompt.tokens_to_compute
+                prompt.blocks, prompt.uncomputed = self.cache.take(first), computed
             self.cache.share(prompt.full_blocks)
             live.blocks = prompt.full_blocks + self.cache.take(own)
-            self._start(live)
+            self.running[live.request.uid] = live
+            prompt.running += 1
+            if live.tokens:
+                self._begun.popleft()
+            else:
+                self._leave_queue(live)
             admitted.append(live)
         return admitted
 
     def grow(self, wanting: Iterable[ScheduledRequest]) -> tuple[dict[ScheduledRequest, int], list[ScheduledRequest]]:
         """Gives each of these running requests a block more, or takes all its blocks and puts it into the queue.
-
         Returns the new blocks, and the requests that were preempted."""
         growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
         for live in [each for each in self.running.values() if each in growing]:  # the oldest first
@@ -194,21 +185,6 @@ class Scheduler:
             prompt = self._newest[request.identity] = SharedPrompt(request.identity)
             self._prompts[prompt] = None
         return prompt
-
-    def _next(self) -> ScheduledRequest | None:
-        """The first of the queue."""
-        if self._begun:
-            return self._begun[0]
-        return self._unstarted[0].waiting[0] if self._unstarted else None
-
-    def _start(self, live: ScheduledRequest) -> None:
-        """Moves a request from the queue to those that run."""
-        self.running[live.request.uid] = live
-        live.prompt.running += 1
-        if live.tokens:
-            self._begun.popleft()
-        else:
-            self._leave_queue(live)
 
     def _leave_queue(self, live: ScheduledRequest) -> None:
         """Takes a request that has not started from the queue."""
