@@ -28,7 +28,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     """A run of a few steps: its metrics, responses and weights, and where things lay."""
     config = load_config(TrainConfig, None, values, given={"reward", "data"}).config
     run = build.build(config, build.scorer_of(config, reward), ROWS)
-    actor = run.roles["actor"]._transport.hosted.by_role["actor"].engine  # type: ignore[attr-defined]
+    actor = run.roles["actor"]._transport.workers.by_role["actor"].engine  # type: ignore[attr-defined]
     lies: list[tuple[list[str], list[str], int]] = []  # where weights and optimizer state are, how many gradients
 
     def note() -> None:

@@ -42,10 +42,10 @@ def test_the_table_names_only_parts_that_there_are() -> None:
         (LAST, None, "commit 63aba1a of its last run is not in this clone"),
         (LAST, [], None),
         (LAST, ["whet/cli/app.py", "docs/whet/controller/a.md"], None),
-        (LAST, ["whet/controller/local.py"], "whet/controller/local.py changed since 63aba1a"),
+        (LAST, ["whet/controller/launch.py"], "whet/controller/launch.py changed since 63aba1a"),
         (
             LAST,
-            ["README.md", "tests/controller/test_ray_nodes.py", "whet/controller/local.py"],
+            ["README.md", "tests/controller/test_ray_nodes.py", "whet/controller/launch.py"],
             "tests/controller/test_ray_nodes.py and 1 more changed since 63aba1a",
         ),
     ],

@@ -77,7 +77,7 @@ class Actor(Worker):
         """Whether `release` was called in time."""
         return self.released.wait(seconds)
 
-    @register(beside=True)
+    @register(concurrent=True)
     def release(self) -> int:
         self.released.set()
         return self.rank

@@ -10,7 +10,7 @@ import torch
 from controller_workers import Actor, Rollout, wait_until_gone
 
 from whet.config.cluster import ClusterConfig
-from whet.controller.resource_pool import ResourcePool, hosts_of, pools_of
+from whet.controller.resource_pool import ResourcePool, pools_of, with_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, DataError, WorkerError
@@ -176,12 +176,12 @@ def test_every_role_is_in_one_pool_once() -> None:
     with pytest.raises(
         ConfigError, match=r"launch of roles \['actor', 'actor'\]: expected at least one, and each once"
     ):
-        hosts_of([actor, actor], [ResourcePool(1)])
+        with_roles([actor, actor], [ResourcePool(1)])
     with pytest.raises(ConfigError, match=r"pools for \['actor'\] and workers for \['actor', 'critic'\]"):
-        hosts_of([actor, critic], [ResourcePool(1, ("actor",))])
+        with_roles([actor, critic], [ResourcePool(1, ("actor",))])
     with pytest.raises(ConfigError, match=r"a pool of 0 processes: expected at least 1; set cluster.processes"):
         ResourcePool(0)
-    assert hosts_of([actor, critic], [ResourcePool(2)]) == [ResourcePool(2, ("actor", "critic"))]
+    assert with_roles([actor, critic], [ResourcePool(2)]) == [ResourcePool(2, ("actor", "critic"))]
 
 
 def test_the_first_pool_has_what_no_other_names() -> None:

@@ -8,8 +8,8 @@ from controller_workers import Actor
 
 from whet.controller.dispatch import (
     Arguments,
+    CallPlan,
     Dispatch,
-    Plan,
     check_layouts,
     plan_call,
     register,
@@ -26,7 +26,7 @@ TWO = [Layout(0, 2, True), Layout(1, 2, True)]
 TENSOR_PARALLEL = [Layout(0, 2, False), Layout(0, 2, True), Layout(1, 2, False), Layout(1, 2, True)]
 
 
-def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, **kwargs: Any) -> Plan:
+def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, **kwargs: Any) -> CallPlan:
     return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block)
 
 
@@ -126,8 +126,8 @@ def test_the_other_modes() -> None:
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((3, "x"), {}, r"actor.update splits rows, and was given none"),
-        (([1, 2], [1, 2, 3]), {}, r"list of 2 rows, list of 3 rows: all must have the same rows"),
+        ((3, "x"), {}, r"actor.update splits rows, but no argument has rows"),
+        (([1, 2], [1, 2, 3]), {}, r"list of 2 rows, list of 3 rows: all must have the same number of rows"),
         (([1, 2, 3],), {"block": 2}, r"3 rows do not split over 2 data-parallel ranks in blocks of 2"),
     ],
 )
@@ -137,9 +137,9 @@ def test_refuses_arguments_that_cannot_be_split(args: tuple[Any, ...], options: 
 
 
 def test_refuses_wrong_arguments_in_other_modes() -> None:
-    with pytest.raises(DataError, match="one item for each of 2 ranks; it was given a list of 3"):
+    with pytest.raises(DataError, match="one item for each of 2 ranks; it got a list of 3"):
         plan_call(Dispatch.ALL_TO_ALL, TWO, Arguments(([1, 2, 3],), {}), "actor.f")
-    with pytest.raises(DataError, match="block, which says how rows are split; it is one to all"):
+    with pytest.raises(DataError, match="got block=2, but it is one to all and splits no rows"):
         plan_call(Dispatch.ONE_TO_ALL, TWO, Arguments((), {}), "actor.f", block=2)
 
 

@@ -41,7 +41,7 @@ def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
     backend: str, started: tuple[WorkerGroup, list[int]]
 ) -> None:
     actor, pids = started
-    with pytest.raises(WorkerError, match=r"^actor.add: what it is given cannot travel to another process"):
+    with pytest.raises(WorkerError, match=r"^actor.add: its arguments cannot be sent to another process"):
         actor.add(lambda: 1.0)
     assert running(pids) == pids  # nothing was sent, so nothing is lost
     waiting = [actor.start("weak_link", 1, "raise"), actor.start("say", name="never reached")]
@@ -112,6 +112,6 @@ def test_a_result_that_cannot_travel_is_an_error_of_the_call(
     backend: str, started: tuple[WorkerGroup, list[int]]
 ) -> None:
     actor, pids = started
-    with pytest.raises(WorkerError, match=r"^its result, a function, cannot travel to another process"):
+    with pytest.raises(WorkerError, match=r"^its result, a function, cannot be sent to another process"):
         actor.unloadable()
     wait_until_gone(pids, GONE_SECONDS[backend])

@@ -60,7 +60,7 @@ def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; what it wrote to stderr says why"),
+        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; the cause is in its output on stderr"),
         ("exit", "WorkerError: actor rank 0: weak_link raised SystemExit: 3"),
     ],
 )
@@ -83,4 +83,4 @@ def test_an_unguarded_script_is_told_so(tmp_path: Path) -> None:
 def test_a_class_that_cannot_be_imported_is_told_so() -> None:
     _, stderr = run_main(["-c", MAIN.format(guard="if True:", cls="Own", deed="sleep")]).communicate(timeout=60)
     assert "Can't get attribute 'Own'" in stderr
-    assert "must stand in a module that other processes can import" in stderr
+    assert "must be defined in a module that other processes can import" in stderr

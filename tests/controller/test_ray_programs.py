@@ -93,8 +93,8 @@ def test_however_the_program_ends_nothing_is_left(folder: Path, number: signal.S
 def test_an_unguarded_script_is_told_so(folder: Path) -> None:
     with start(folder, "if True:", "group.close()") as program:
         _, stderr = program.communicate(timeout=120)
-    assert "workers are launched inside of a worker" in stderr
-    assert 'it needs `if __name__ == "__main__":` around what it runs' in stderr
+    assert "a worker imported the script that was started" in stderr
+    assert 'put `if __name__ == "__main__":` around the statements of the script' in stderr
 
 
 def ray_processes_of(program: subprocess.Popen[str]) -> list[int]:
@@ -131,4 +131,4 @@ def test_nodes_without_whet_are_told_so(folder: Path) -> None:
             _, stderr = program.communicate(timeout=120)
         cluster.terminate()
     shutil.rmtree(session, ignore_errors=True)
-    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet, and what it needs" in stderr
+    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet and its dependencies" in stderr

@@ -85,7 +85,7 @@ def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
         launch([WorkerSpec("actor", Actor)], [ResourcePool(2)], 1, cluster)
     said = str(caught.value)
     assert said.startswith("1 node with 2 CPUs and 2 GPUs were not free within 1 s: the Ray cluster has ")
-    assert "(8 CPUs, 0 GPUs), and {'CPU': 8.0} of all that is free" in said
+    assert "(8 CPUs, 0 GPUs), of which {'CPU': 8.0} is free" in said
     assert said.endswith("add nodes (`ray start --address=...`), or lower cluster.nnodes and cluster.n_gpus_per_node")
 
 
@@ -110,16 +110,16 @@ def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -
     import socket
 
     monkeypatch.setattr("whet.controller.ray.watch.PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("whet.controller.ray.watch.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("whet.controller.ray.watch.CONNECT_SECONDS", 0.2)
     told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         here = listening.getsockname()
         watch = Watch({"here": here}, lambda *said: told.put(said))
         with pytest.raises(queue.Empty):
             told.get(timeout=0.5)  # it answers
-    assert told.get(timeout=5) == ("here", f"nobody listens at 127.0.0.1:{here[1]} any more")
+    assert told.get(timeout=5) == ("here", f"no process listens at 127.0.0.1:{here[1]} any more")
     watch.stop()
     Watch({"far": ("192.0.2.77", 9)}, lambda *said: told.put(said))  # an address for documentation: nobody has it
     name, why = told.get(timeout=10)
     assert name == "far"
-    assert why.endswith("the machine is gone, or the network to it is cut")
+    assert why.endswith("the machine or the network to it is down")

@@ -19,7 +19,7 @@ from whet.controller.ray.user_code import UserCode
 ROOT = Path(__file__).parents[2]
 LOOK = """
 import json, os, pickle, sys
-pickle.load(open(sys.argv[1], "rb")).settle()
+pickle.load(open(sys.argv[1], "rb")).install()
 import beside, below.module
 print(json.dumps([beside.__file__, below.module.__file__, os.getcwd(), os.environ.get("HF_HOME")]))
 """
@@ -94,6 +94,6 @@ def test_what_a_node_has_not_is_unpacked(project: Path, tmp_path: Path, change: 
 def test_a_folder_of_everything_is_not_sent(
     project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("whet.controller.ray.user_code.MOST_FILES", 2)
+    monkeypatch.setattr("whet.controller.ray.user_code.MAX_FILES", 2)
     assert not files_of(UserCode.of_this_process())
-    assert "has too many files to send its Python code to the nodes; start in a smaller one" in caplog.text
+    assert "has too many files to send its Python code to the nodes; start in a smaller folder" in caplog.text

@@ -190,7 +190,7 @@ def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, addi
             {**engine, "trainer.run_dir": str(Path(mine).parent / f"run_{len(options)}")}
         )
         run = build.build(config, build.scorer_of(config, lambda solution_str, **_: len(solution_str)), additions)
-        actor = run.roles["actor"]._transport.hosted.by_role["actor"].engine  # type: ignore[attr-defined]
+        actor = run.roles["actor"]._transport.workers.by_role["actor"].engine  # type: ignore[attr-defined]
         build.fit(run)
         run.close()
         return actor, run.history

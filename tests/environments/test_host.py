@@ -270,7 +270,7 @@ WRONG = {
     "die": "the environment's process died: exit code 3",
     "segv": "the environment's process died: SIGSEGV",
     "killed": "the environment's process died: SIGKILL (out of memory, or killed by hand)",
-    "descriptors": "the environment's process wrote what is no answer into its connection",
+    "descriptors": "the environment's process wrote bytes that are no reply into its connection",
 }
 
 
@@ -329,7 +329,7 @@ def test_a_hanging_reset_or_close_fails_in_time(
     start = time.monotonic()
     host.shutdown()
     assert time.monotonic() - start < 5.0
-    assert "the environment of b was not closed in order: close took longer than 0.3 s" in caplog.text
+    assert "the environment of b was not closed cleanly: close took longer than 0.3 s" in caplog.text
 
 
 def test_what_an_episode_leaves_behind_ends_with_it(opened: Callable[..., EnvironmentHost], tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
         results = wait_for(host, 2)
     assert results["c"] == Failure("environment", "step took longer than 1 s; its process was killed", timed_out=True)
     assert isinstance(results["b"], Observation) and results["b"].messages[0].content == "5"
-    assert "2 other episodes begin again, with their seeds and responses" in caplog.text
+    assert "2 other episodes begin again, with their seeds and turns" in caplog.text
     assert told(host, "a", "add 4") == "7"
     assert told(host, "a", "pid") != pid
     host.step("b", Answer("die"))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from whet.errors import DataError, StorageError
-from whet.evaluation.answers import Journal, Row, by_prompt, read_answers
+from whet.evaluation.answers import Journal, Record, by_prompt, read_answers
 
 PROMPTS = {0: "1+1=", 1: "1+2=", 2: "1+3="}
 
 
-def answers(index: int, **changes: Any) -> list[Row]:
+def answers(index: int, **changes: Any) -> list[Record]:
     """Two to a prompt."""
     return [
         {
@@ -38,7 +38,7 @@ def test_a_journal_becomes_answers(tmp_path: Path) -> None:
     assert journal.rows == []
     for index in PROMPTS:
         journal.add(answers(index))
-    with pytest.raises(DataError, match=r"has no answers\.jsonl; its evaluation was cut off: run it again"):
+    with pytest.raises(DataError, match=r"has no answers\.jsonl; its evaluation was interrupted: run it again"):
         read_answers(tmp_path)
     journal.finish({"accuracy": 1.0})
     assert read_answers(tmp_path) == read_answers(tmp_path / "answers.jsonl") == [*answers(0), *answers(1), *answers(2)]
@@ -91,7 +91,7 @@ def test_a_damaged_journal_is_begun_again(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["file", "file/below", "n" * 300])
 def test_a_place_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"^output=.*expected a place that can be written to"):
+    with pytest.raises(StorageError, match=r"^output=.*expected a path that can be written to"):
         Journal(tmp_path / place, "n: 2\n", PROMPTS, 2, resume=True)
 
 

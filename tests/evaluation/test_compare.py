@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from whet.errors import DataError
-from whet.evaluation.answers import Row
+from whet.evaluation.answers import Record
 from whet.evaluation.compare import compare
 
 
-def answer(index: int, accuracy: float | None, **changes: Any) -> Row:
+def answer(index: int, accuracy: float | None, **changes: Any) -> Record:
     return {
         "uid": f"0:{index}:0",
         "index": index,
@@ -28,7 +28,7 @@ def answer(index: int, accuracy: float | None, **changes: Any) -> Row:
     }
 
 
-def model(*right: float, answers: int = 1) -> list[Row]:
+def model(*right: float, answers: int = 1) -> list[Record]:
     return [answer(index, value) for index, value in enumerate(right) for _ in range(answers)]
 
 
@@ -112,9 +112,7 @@ def test_sources_and_other_metrics() -> None:
     rewards = compare(a, b, metric="reward")["a"]
     assert rewards.difference.value == pytest.approx(0.6) and rewards.verdict().startswith("B is 0.6 reward better")
     assert compare(a, b, metric="format")["all"].difference.value == 0.25
-    with pytest.raises(
-        DataError, match="no 'style' is known of answer 0:0:0; its numbers are accuracy, format, reward"
-    ):
+    with pytest.raises(DataError, match="answer 0:0:0 has no number 'style'; its numbers are accuracy, format, reward"):
         compare(a, b, metric="style")
 
 
@@ -126,9 +124,13 @@ def test_other_prompts_are_refused_by_name() -> None:
     with pytest.raises(DataError, match="row 1 of the data has ground_truth '2' in A and '3' in B"):
         compare(model(1, 1), [answer(0, 1), answer(1, 1, ground_truth="3")])
     asked = [answer(0, 1), answer(1, 1, prompt="What is 1 + 1? Think.")]
-    with pytest.raises(DataError, match=r"row 1 .* as 'What is 1 \+ 1\?' in A and as 'What is 1 \+ 1\? Think\.' in B"):
+    with pytest.raises(
+        DataError, match=r"row 1 .* has the prompt 'What is 1 \+ 1\?' in A and 'What is 1 \+ 1\? Think\.' in B"
+    ):
         compare(model(1, 1), asked)
     assert compare(model(1, 1), asked, other_prompts=True)["all"].num_prompts == 2
     long = [answer(0, 1, prompt="x" * 500 + "A" + "y" * 500)], [answer(0, 1, prompt="x" * 500 + "B" + "y" * 500)]
-    with pytest.raises(DataError, match=r"as '\.\.\.x{20}Ay{39}\.\.\.' in A and as '\.\.\.x{20}By{39}\.\.\.' in B"):
+    with pytest.raises(
+        DataError, match=r"has the prompt '\.\.\.x{20}Ay{39}\.\.\.' in A and '\.\.\.x{20}By{39}\.\.\.' in B"
+    ):
         compare(*long)

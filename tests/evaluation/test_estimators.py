@@ -92,7 +92,7 @@ def test_a_majority_of_some_is_near_the_mean_over_all_subsets() -> None:
 @pytest.mark.parametrize("k", [0, 4])
 def test_more_than_there_is_cannot_be_drawn(k: int) -> None:
     for draw in (pass_at_k, best_at_k, lambda scores, k: maj_at_k(scores, [["", "", ""]], k)):
-        with pytest.raises(DataError, match=f"k={k} of n=3 answers"):
+        with pytest.raises(DataError, match=f"k={k} of n=3 responses"):
             draw(rows([1, 0, 0]), k)
 
 

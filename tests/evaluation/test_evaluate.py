@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whet.checkpoints.export import export
 from whet.config import EvalConfig, load_config
 from whet.errors import CheckpointError, ConfigError, RewardError
-from whet.evaluation.answers import Row, by_prompt
+from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
 from whet.trainers.build import train
@@ -39,7 +39,7 @@ def eval_config(model_folder: Path) -> MakeConfig:
     return make
 
 
-def answer(index: int, source: str, accuracy: float | None, *, extracted: str | None = None, **changes: Any) -> Row:
+def answer(index: int, source: str, accuracy: float | None, *, extracted: str | None = None, **changes: Any) -> Record:
     return {
         "index": index,
         "data_source": source,

@@ -108,10 +108,10 @@ def test_what_was_written_otherwise_is_refused(
     done = generate(config())
     before = done.output.read_bytes()
     with pytest.raises(
-        ConfigError, match=r"rollout\.top_p was 1\.0 and is 0\.9; seed was 0 and is 1\. Go back to that"
+        ConfigError, match=r"rollout\.top_p was 1\.0 and is 0\.9; seed was 0 and is 1\. Use those settings"
     ):
         generate(config(**{"rollout.top_p": 0.9, "seed": 1}))
-    with pytest.raises(ConfigError, match=r"was written otherwise: by another model \(or tokenizer\)"):
+    with pytest.raises(ConfigError, match=r"was written with other settings: by another model \(or tokenizer\)"):
         generate(config(**{"model.path": str(qwen25_folder)}))
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(prompts.read_bytes())
@@ -130,12 +130,12 @@ def test_a_file_that_it_did_not_write_is_left_alone(config: MakeConfig, tmp_path
     (tmp_path / "out").mkdir()
     output = tmp_path / "out" / "answers.jsonl"
     output.write_text("mine\n")
-    with pytest.raises(ConfigError, match="move it away"):
+    with pytest.raises(ConfigError, match="move the file away"):
         generate(config())
     output.unlink()
     generate(config(chunk_size=20))
     output.write_text("mine\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl:1 is no answer that `whet generate` wrote"):
+    with pytest.raises(DataError, match=r"answers\.jsonl:1 is no line that `whet generate` wrote"):
         generate(config(chunk_size=20))
     assert output.read_text() == "mine\n"
 
@@ -177,7 +177,7 @@ def test_the_note_is_not_written_through_a_link(config: MakeConfig, prompts: Pat
 
 
 def test_a_place_that_cannot_be_written_to(config: MakeConfig, prompts: Path) -> None:
-    with pytest.raises(StorageError, match=r"^output=.*expected a place that can be written to"):
+    with pytest.raises(StorageError, match=r"^output=.*expected a path that can be written to"):
         generate(config(output=str(prompts / "below.jsonl")))
 
 

@@ -149,7 +149,7 @@ def test_the_sample_text_fills_the_vocabularies_of_the_small_sizes(tmp_path: Pat
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
         ({"vocab_size": 200}, "256 bytes and 3 special tokens need 259"),
         ({"alphabet": "ab", "arch": "qwen2.5"}, "an alphabet needs another architecture than qwen2.5"),
-        ({"alphabet": "ab", "texts": ["ab"]}, "give only one"),
+        ({"alphabet": "ab", "texts": ["ab"]}, "is the whole vocabulary; remove one"),
         ({"alphabet": "ab", "vocab_size": 12}, "vocab_size=12 cannot hold the 13 tokens"),
     ],
 )

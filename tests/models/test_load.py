@@ -73,7 +73,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
     assert load_tokenizer(folder).pad_token_id == tokenizer.eos_token_id
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ModelError, match="no end token: no answer would end"):
+    with pytest.raises(ModelError, match="no end token: no response would end"):
         load_tokenizer(folder)
 
 

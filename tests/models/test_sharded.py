@@ -84,10 +84,8 @@ def test_heads_that_cannot_be_shared_out(model_folder: Path) -> None:
     config = load_policy(model_folder).config  # 4 heads, 2 of keys and values
     for size in (1, 2, 4):
         check_heads(config, size)
-    with pytest.raises(
-        ConfigError, match=r"=3 does not share out 4 heads with 2 of keys and values evenly; try 1, 2, 4"
-    ):
+    with pytest.raises(ConfigError, match=r"=3 does not divide 4 heads and 2 key-value heads evenly; try 1, 2, 4"):
         check_heads(config, 3)
     config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match=r"and this model has linear_attention; set it to 1"):
+    with pytest.raises(ConfigError, match=r"but this model has linear_attention; set it to 1"):
         check_heads(config, 2)

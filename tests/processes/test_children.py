@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.processes.children import BROKEN, Answer, Children, Event, Gone, Talker
+from whet.processes.children import BROKEN, Callee, Children, Ended, Event, Reply
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def targets_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[False, True], ids=["side by side", "in turn"])
 def children(request: pytest.FixtureRequest) -> Iterator[Children]:
-    made = Children("kit_targets:prepare", b"given", answers=(str,), in_turn=request.param)
+    made = Children("kit_targets:prepare", b"given", replies=(str,), in_turn=request.param)
     yield made
     made.close()
 
@@ -35,15 +35,15 @@ def wait_for(children: Children, count: int, seconds: float = 20.0) -> list[Even
     return events
 
 
-def call(children: Children, child: Talker, what: str, seconds: float = 100.0) -> None:
+def call(children: Children, child: Callee, what: str, seconds: float = 100.0) -> None:
     """The call is about its own first word."""
     children.call(child, what.partition(" ")[0], what.encode(), seconds)
 
 
-def ask(children: Children, child: Talker, what: str) -> str:
+def ask(children: Children, child: Callee, what: str) -> str:
     call(children, child, what)
     (event,) = wait_for(children, 1)
-    assert isinstance(event, Answer) and event.child is child and event.about == what.partition(" ")[0]
+    assert isinstance(event, Reply) and event.child is child and event.task == what.partition(" ")[0]
     return str(event.value)
 
 
@@ -83,7 +83,7 @@ def test_poll_returns_when_it_is_told_to(children: Children) -> None:
     call(children, child, "sleep 0.3")
     call(children, child, "next")
     assert children.poll(0.0) == []
-    assert [event.value for event in wait_for(children, 2) if isinstance(event, Answer)] == ["sleep", "next"]
+    assert [event.value for event in wait_for(children, 2) if isinstance(event, Reply)] == ["sleep", "next"]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_how_a_child_ended_is_told_after_what_it_said(children: Children, deed: 
     for message in ("one", "big", deed, "two", "three"):
         call(children, child, message)
     one, big, gone = wait_for(children, 3)
-    assert isinstance(one, Answer) and isinstance(big, Answer)
+    assert isinstance(one, Reply) and isinstance(big, Reply)
     assert (one.value, len(big.value)) == ("one", 10**6)
-    assert gone == Gone(child, why, deed.partition(" ")[0], ("two", "three"))
+    assert gone == Ended(child, why, deed.partition(" ")[0], ("two", "three"))
     assert ask(children, other, "still here") == "still"
 
 
@@ -111,7 +111,7 @@ def test_a_child_that_sends_no_answer_is_ended(children: Children, deed: str) ->
     child, other = children.start(), children.start()
     pid = int(ask(children, child, "pid"))
     call(children, child, deed)
-    assert wait_for(children, 1) == [Gone(child, BROKEN, deed.partition(" ")[0])]
+    assert wait_for(children, 1) == [Ended(child, BROKEN, deed.partition(" ")[0])]
     assert wait_until_gone([pid])
     assert ask(children, other, "still here") == "still"
 
@@ -124,8 +124,8 @@ def test_calls_in_turn_have_their_time_one_after_the_other() -> None:
         call(children, child, "sleep 0.4", 5.0)
         call(children, child, "sleep 0.4", 0.6)
         first, second = wait_for(children, 2) if in_turn else [*wait_for(children, 1), *wait_for(children, 1)]
-        assert isinstance(first, Answer)
-        assert isinstance(second, Answer) if in_turn else second == Gone(child, "is late", "sleep", is_late=True)
+        assert isinstance(first, Reply)
+        assert isinstance(second, Reply) if in_turn else second == Ended(child, "is late", "sleep", is_late=True)
         children.close()
 
 
@@ -134,7 +134,7 @@ def test_a_child_is_killed_at_its_deadline_and_no_other(children: Children) -> N
     pid = int(ask(children, child, "pid"))
     call(children, child, "sleep 1000", 0.3)
     assert ask(children, other, "meanwhile") == "meanwhile"
-    assert wait_for(children, 1) == [Gone(child, "is late", "sleep", is_late=True)]
+    assert wait_for(children, 1) == [Ended(child, "is late", "sleep", is_late=True)]
     assert wait_until_gone([pid])
     assert ask(children, other, "still here") == "still"
     call(children, child, "to nobody", 0.05)
@@ -147,17 +147,17 @@ def test_an_answer_that_came_in_time_counts_however_late_it_is_read(children: Ch
     call(children, child, "answer", 0.5)
     select.select([child.connection], [], [], 20.0)
     time.sleep(0.6)
-    assert children.poll() == [Answer(child, "answer", "answer")]
+    assert children.poll() == [Reply(child, "answer", "answer")]
 
 
 def test_a_killed_guard_or_template_is_no_end_of_the_others(children: Children) -> None:
     child, other = children.start(), children.start()
     pids = [int(ask(children, child, "pid")), int(ask(children, other, "pid"))]
     os.kill(int(ask(children, child, "parent")), signal.SIGKILL)  # its guard
-    assert wait_for(children, 1) == [Gone(child, "died: SIGKILL (out of memory, or killed by hand)")]
+    assert wait_for(children, 1) == [Ended(child, "died: SIGKILL (out of memory, or killed by hand)")]
     template = int(ask(children, other, "template"))
     os.kill(template, signal.SIGKILL)
-    assert wait_for(children, 1) == [Gone(other, "died: SIGKILL (out of memory, or killed by hand)")]
+    assert wait_for(children, 1) == [Ended(other, "died: SIGKILL (out of memory, or killed by hand)")]
     assert wait_until_gone(pids)
     third = children.start()
     assert ask(children, third, "argument") == "given"
@@ -167,9 +167,9 @@ def test_a_killed_guard_or_template_is_no_end_of_the_others(children: Children) 
 def test_a_target_that_ends_its_process_is_the_end_of_each_child() -> None:
     children = Children("kit_targets:broken")
     first = children.start()
-    assert wait_for(children, 1) == [Gone(first, "died: exit code 9")]
+    assert wait_for(children, 1) == [Ended(first, "died: exit code 9")]
     second = children.start()
-    assert wait_for(children, 1) == [Gone(second, "died: exit code 9")]
+    assert wait_for(children, 1) == [Ended(second, "died: exit code 9")]
     children.close()
 
 

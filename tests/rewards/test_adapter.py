@@ -316,7 +316,7 @@ def test_ctrl_c_is_not_a_failure():
 def test_a_wrong_number_of_results_fails_them_all():
     outcomes = score(lambda reward_inputs: [1.0])
     assert [outcome.source for outcome in outcomes] == ["reward", "reward"]
-    assert "1 entries for 2 answers" in outcomes[0].message
+    assert "1 entries for 2 responses" in outcomes[0].message
 
 
 def test_one_bad_result_in_a_batch_is_one_failure():
@@ -326,7 +326,7 @@ def test_one_bad_result_in_a_batch_is_one_failure():
 
 @pytest.mark.parametrize("function", [lambda x: 1.0, lambda a, b: 1.0, lambda: 1.0, lambda ground_truth: 1.0])
 def test_what_cannot_be_told_apart_is_an_error_that_shows_the_forms(function):
-    with pytest.raises(RewardError, match="cannot tell") as caught:
+    with pytest.raises(RewardError, match="cannot recognise") as caught:
         adapt(function, kwargs={}, correct_threshold=1.0)
     for form in ("data_source, solution_str", "reward_input:", "reward_inputs:", "DataProto", "predict, ground_truth"):
         assert form in str(caught.value)
@@ -337,7 +337,7 @@ def test_what_cannot_be_told_apart_is_an_error_that_shows_the_forms(function):
     [
         (with_options, {"rigth": 2}, "reward.kwargs.rigth"),
         (with_options, {"rigth": 2}, "its options are right, wrong"),
-        (two_fields, {"ground_truth": "5"}, "take it out of reward.kwargs"),
+        (two_fields, {"ground_truth": "5"}, "remove it from reward.kwargs"),
         (lambda solution_str, tokenizer: 1.0, {}, "needs a value for 'tokenizer'"),
         (lambda data, tokenizer: 1.0, {}, "needs a value for 'tokenizer'"),
         (lambda solution_str, ground_truths: 1.0, {}, "needs a value for 'ground_truths'"),

@@ -15,7 +15,7 @@ from whet.rewards.pool import RewardPool
 from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
-ENDED = "the reward process wrote what is no answer into its connection, or read from it, and was ended"
+ENDED = "the reward process wrote bytes that are no reply into its connection, or read from it, and was killed"
 
 BEHAVIOURS = '''
 import ctypes, os, signal, subprocess, sys, threading, time

@@ -440,7 +440,7 @@ def test_a_file_that_kills_its_process_is_an_error_at_the_start(tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_function_of_no_known_form_is_an_error_at_the_start(tmp_path, num_workers):
     (tmp_path / "odd.py").write_text("def f(a, b): return 1.0")
-    with pytest.raises(RewardError, match="cannot tell what f"):
+    with pytest.raises(RewardError, match="cannot recognise the form of f"):
         make_pool(f"{tmp_path}/odd.py:f", num_workers=num_workers)
 
 

@@ -99,7 +99,7 @@ def test_rewards_by_token_are_kept_and_summed_and_padding_is_dropped(row):
 def test_a_reward_paid_in_the_padding_is_a_failure_that_says_where_it_belongs():
     outcome = read([0.0, 0.0, 0.0, 0.0, 1.0])
     assert isinstance(outcome, Failure)
-    assert "pays 1 at token 4" in outcome.message and "belongs to token 2" in outcome.message
+    assert "has 1 at token 4" in outcome.message and "belongs to token 2" in outcome.message
 
 
 def test_a_nan_at_one_token_is_a_failure():
@@ -120,14 +120,14 @@ def test_rows_come_from_sequences_tensors_and_columns():
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ([1.0], "1 entries for 2 answers"),
-        (torch.ones(3), "3 entries for 2 answers"),
+        ([1.0], "1 entries for 2 responses"),
+        (torch.ones(3), "3 entries for 2 responses"),
         ({"reward": [1.0, 2.0], "acc": [1.0]}, "'acc' has 1 entries"),
-        ({"reward": 1.0}, "'reward' is one number for 2 answers"),
+        ({"reward": 1.0}, "'reward' is one number for 2 responses"),
         (1.0, "returned 1.0 (float)"),
         (None, "returned None"),
         ("ab", "returned 'ab'"),
-        (torch.tensor(1.0), "for 2 answers"),
+        (torch.tensor(1.0), "for 2 responses"),
     ],
 )
 def test_another_number_of_results_is_an_error(raw, said):

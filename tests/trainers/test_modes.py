@@ -73,7 +73,7 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
             }
         )
         run = build(config, build_scorer(config.reward, length), additions)
-        workers: dict[str, Worker] = run.roles["rollout"]._transport.hosted.by_role  # type: ignore[attr-defined]
+        workers: dict[str, Worker] = run.roles["rollout"]._transport.workers.by_role  # type: ignore[attr-defined]
         rollout = workers["rollout"]
         assert isinstance(rollout, RolloutWorker)
         for role, worker in workers.items():
@@ -121,7 +121,7 @@ def test_an_actor_whose_module_is_not_sampled_from_leaves_too(train_config: Make
     roles = launch(specs, ResourcePool(1), 10.0)
     roles["rollout"].sync(0)
     deeds: list[str] = []
-    workers = roles["rollout"]._transport.hosted.by_role  # type: ignore[attr-defined]
+    workers = roles["rollout"]._transport.workers.by_role  # type: ignore[attr-defined]
     for deed in ("offload", "onload"):
         watched(workers["actor"].engine, deed, deeds.append)
     modes = Modes(roles["rollout"])

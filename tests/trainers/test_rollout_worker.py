@@ -146,7 +146,7 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
 ) -> None:
     config = train_config()
     actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
-    engine = rollout._transport.hosted.by_role["rollout"].engine  # type: ignore[attr-defined]
+    engine = rollout._transport.workers.by_role["rollout"].engine  # type: ignore[attr-defined]
     sync = BetweenPools(actor, rollout, "float32", SECONDS)
     sync(0)
     actor.break_off()

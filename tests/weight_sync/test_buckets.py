@@ -109,12 +109,12 @@ def garbled(tape: Tape) -> None:
     [
         (flipped, r"^large of version 3 arrived with checksum [0-9a-f]{16}, and was sent with [0-9a-f]{16}: its 5280"),
         (stale, "^large of version 3 arrived"),
-        (garbled, "^a bucket of weights came with a header that cannot be read"),
+        (garbled, "^a bucket of weights has a header that cannot be read"),
         (
             lambda tape: tape.kept.pop(4),
-            r"^version 3: byte \d+ of large came where \('large', \d+\) was due; a bucket was",
+            r"^version 3: byte \d+ of large arrived; expected \('large', \d+\): a bucket was",
         ),
-        (lambda tape: tape.kept.insert(0, tape.kept[0]), "^version 3: byte 0 of layers.0.weight came where"),
+        (lambda tape: tape.kept.insert(0, tape.kept[0]), "^version 3: byte 0 of layers.0.weight arrived; expected"),
     ],
 )
 def test_what_is_damaged_on_the_way_is_named(damage: Callable[[Tape], object], message: str) -> None:
@@ -144,5 +144,5 @@ def test_a_bucket_of_whole_weights_is_missed(damage: Callable[[list[torch.Tensor
 def test_another_version_is_refused() -> None:
     tape = Tape()
     send(weights().items(), 4, [tape], torch.float32)
-    with pytest.raises(WeightSyncError, match="version 3 of the weights was asked for, and version 4 came"):
+    with pytest.raises(WeightSyncError, match="version 4 of the weights arrived; expected version 3"):
         taken(tape)

@@ -87,14 +87,14 @@ def test_a_receiver_that_gives_up_is_heard(way: str) -> None:
     outlet, inlets = link(way, 2)
 
     def damaged(inlet: Inlet) -> None:
-        with pytest.raises(WeightSyncError, match="version 5 of the weights was asked for, and version 4 came"):
+        with pytest.raises(WeightSyncError, match="version 4 of the weights arrived; expected version 5"):
             take(inlet, 5)
         inlet.close()
 
     with ThreadPoolExecutor(2) as threads:
         gives_up, other = threads.submit(damaged, inlets[0]), threads.submit(take, inlets[1], 4)
         began = time.monotonic()
-        with pytest.raises(LinkClosedError, match="the other side is gone"):
+        with pytest.raises(LinkClosedError, match="the other side ended"):
             send(weights(4).items(), 4, [outlet], torch.float32)
         assert time.monotonic() - began < 5
         gives_up.result()
@@ -136,7 +136,7 @@ def test_nobody_waits_for_ever(way: str) -> None:
 def test_a_sender_waits_no_longer_for_one_that_reads_nothing() -> None:
     outlet, (inlet,) = link("memory", 1, seconds=0.3)
     with pytest.raises(
-        DeadlineError, match=r"waiting for a rollout rank to read its weights: nothing came within 0\.3 s"
+        DeadlineError, match=r"waiting for a rollout rank to read its weights: nothing arrived within 0\.3 s"
     ):
         send(weights(0).items(), 0, [outlet], torch.float32)
     outlet.close()
@@ -145,7 +145,9 @@ def test_a_sender_waits_no_longer_for_one_that_reads_nothing() -> None:
 
 def test_a_sender_waits_no_longer_for_one_that_never_connects() -> None:
     outlet = SharedMemoryOutlet(1, 0.2, BUCKET)
-    with pytest.raises(DeadlineError, match=r"waiting for a rollout rank to take weights: nothing came within 0\.2 s"):
+    with pytest.raises(
+        DeadlineError, match=r"waiting for a rollout rank to connect for weights: nothing arrived within 0\.2 s"
+    ):
         send(weights(0).items(), 0, [outlet], torch.float32)
     outlet.close()
     with pytest.raises(LinkClosedError, match="connecting to the weights at"):

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from whet.devices import HOST
-from whet.weight_sync.routes import Route, Site, open_outlets, plan, with_addresses
+from whet.weight_sync.routes import Route, Site, open_outlets, plan_routes, with_addresses
 
 A, B, C = (Site(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
 
 
 def test_on_one_machine_the_first_training_rank_writes_for_all() -> None:
-    routes = plan([A, A], [A, A, A])
+    routes = plan_routes([A, A], [A, A, A])
     assert routes == [Route(0, "memory", 0, 0, False)] * 3
 
 
 def test_every_machine_has_a_writer_and_the_others_one_broadcast() -> None:
-    routes = plan([A, A, B], [B, C, A, C])
+    routes = plan_routes([A, A, B], [B, C, A, C])
     assert [(route.sender, route.way) for route in routes] == [
         *((2, "memory"), (0, "broadcast")),
         *((0, "memory"), (0, "broadcast")),
@@ -27,11 +27,11 @@ def test_every_machine_has_a_writer_and_the_others_one_broadcast() -> None:
 
 def test_different_accelerators_talk_to_each_other() -> None:
     one, two, three = (Site("a", "10.0.0.1", f"GPU-{number}") for number in range(3))
-    routes = plan([one], [two, three])
+    routes = plan_routes([one], [two, three])
     assert routes == [Route(0, "broadcast", rank, 3, True) for rank in (1, 2)]
     # One device for both, or a rank without one: by the host.
-    assert plan([one], [one, two]) == [Route(0, "memory", 0, 0, False)] * 2
-    assert plan([one], [A, two]) == [Route(0, "memory", 0, 0, False)] * 2
+    assert plan_routes([one], [one, two]) == [Route(0, "memory", 0, 0, False)] * 2
+    assert plan_routes([one], [A, two]) == [Route(0, "memory", 0, 0, False)] * 2
 
 
 def test_this_process_is_beside_itself() -> None:
@@ -39,7 +39,7 @@ def test_this_process_is_beside_itself() -> None:
 
 
 def test_a_training_rank_opens_the_ends_of_its_own_routes() -> None:
-    routes = plan([A, A, B], [B, C, A, C])
+    routes = plan_routes([A, A, B], [B, C, A, C])
     opened = [open_outlets(routes, sender, "127.0.0.1", 1.0, HOST) for sender in range(3)]
     assert [set(ends) for ends in opened] == [{"memory", "broadcast"}, set(), {"memory"}]
     for ends in opened:

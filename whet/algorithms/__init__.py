@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics: tensors in, tensors out.
+"""The mathematics of algorithms: functions from tensors to tensors.
 
-A function is found by its registered name (`whet.registry`); to add one is to write it in the file of its kind, under
-the kind's decorator, with literal option defaults.
+A function is chosen by its registered name (`whet.registry`). To add one, write it in the file of its kind, with the
+kind's decorator and literal option defaults.
 """

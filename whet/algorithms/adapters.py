@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of registered estimators and losses: whatever form a function has, one form comes back."""
+"""Calls of registered estimators and losses: the several forms of their results are converted to one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Result of a loss: either per token [B, R], or a scalar that it has aggregated itself (verl's form).
+    """Result of a loss: either per token [B, R], or a scalar that the loss has aggregated itself (verl's form).
 
-    `diagnostics` are per token, numbers or flags, to be averaged over sampled tokens; `metrics` are scalars already."""
+    `diagnostics` are numbers or flags per token, to be averaged over sampled tokens; `metrics` are scalars."""
 
     per_token: Tensor | None
     aggregated: Tensor | None
@@ -50,14 +50,14 @@ def estimate(
     *,
     with_returns: bool = False,
 ) -> Estimate:
-    """Advantages of all rows of a batch.
+    """Estimates the advantages of all rows of a batch.
 
-    Rows that share a `trajectory_uid` are laid end to end first, so that an estimator sees one row per trajectory: its
-    reward counts once in the group, and reaches back over all its rows. `returns`, where an estimator reads it and the
-    batch has none, is the undiscounted reward-to-go; `with_returns` gives these out where the estimator gives none of
-    its own, for a critic to learn.
-    Raises: RegistryError where a column is not there or the result is not finite advantages of the batch's shape;
-    DataError where the rows of a trajectory contradict each other.
+    Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
+    counts once in the group, and is credited to all its rows. Where the estimator reads `returns` and the batch has
+    none, they are the undiscounted reward-to-go; `with_returns` returns these for a critic where the estimator returns
+    none of its own.
+    Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's shape;
+    DataError where the rows of a trajectory disagree.
     """
     mask = columns["response_mask"]
     layout = _trajectory_layout(columns)
@@ -76,7 +76,7 @@ def estimate(
 
     def column(name: str, value: Any) -> Tensor:
         checked = _checked(entry, name, value, seen["response_mask"].shape)
-        return _spread(entry, name, checked if layout is None else layout.cut(checked), mask)
+        return _to_column(entry, name, checked if layout is None else layout.cut(checked), mask)
 
     return Estimate(
         advantages=column("advantages", advantages),
@@ -86,8 +86,8 @@ def estimate(
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
-    """A loss's own columns, and the function of each: its mark `before` names one in the loss's own file. A loss sees
-    the rows of a micro-batch only; these see the whole mini-batch before its update."""
+    """Functions that compute a loss's own columns, by column, named by the loss's mark `before` in its own file. A loss
+    sees only the rows of a micro-batch; these functions see the whole mini-batch before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -98,10 +98,10 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
 def with_mini_batch_columns(
     entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """`columns` of a whole mini-batch with the loss's own; options go to both by name."""
-    given = {**entry.options, **options}
+    """Adds the loss's own columns to the `columns` of a whole mini-batch; both functions get the options by name."""
+    resolved = {**entry.options, **options}
     own = {
-        column: call(function, columns, {name: given[name] for name in function.options})
+        column: call(function, columns, {name: resolved[name] for name in function.options})
         for column, function in mini_batch_functions(entry).items()
     }
     return {**columns, **own}
@@ -110,8 +110,8 @@ def with_mini_batch_columns(
 def policy_loss(
     entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
 ) -> PolicyLoss:
-    """The loss of a policy (or of a value function, which has the same form), with what it reports sorted by shape.
-    Raises: RegistryError where a column is not there, or the result is neither per token nor a scalar."""
+    """Computes the loss of a policy or of a value function; its reports become diagnostics or metrics by their shape.
+    Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
     shape = columns["response_mask"].shape
     result = call(entry, columns, options, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -134,7 +134,7 @@ def policy_loss(
 
 
 def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
-    """Returns the layout of trajectories; None where every row is a trajectory of its own."""
+    """Layout of the trajectories; None where every row is a whole trajectory."""
     if "trajectory_uid" not in columns:
         return None
     trajectory_uid = columns["trajectory_uid"]
@@ -153,7 +153,7 @@ def _refuse_batch(entry: Entry) -> None:
 
 
 def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
-    """(advantages, returns, metrics) of: advantages alone, or a tuple of them with returns, with metrics, or both."""
+    """Splits a result, advantages alone or a tuple with returns or metrics or both.  Returns all three."""
     advantages, *rest = result if isinstance(result, tuple) else (result,)
     returns, metrics = None, None
     for part in rest:
@@ -178,12 +178,12 @@ def _checked(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
     return value.detach() if value.is_floating_point() else value.detach().float()
 
 
-def _spread(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
+def _to_column(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
     """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0."""
     if value.ndim == 1 and bool(value.isfinite().all()):
         return spread(value, mask)
     column: Tensor = zero_outside(value[:, None].expand(mask.shape) if value.ndim == 1 else value, mask)
-    # A sum is finite only where all of it is; where it is not, large numbers may have run over.
+    # A finite sum means that all numbers are finite; an infinite one may also be an overflow.
     if not bool(column.sum().isfinite()) and len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(

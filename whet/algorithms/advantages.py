@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators. Each returns [B, R]; or [B] where it is constant over a row; or (advantages, returns).
 
-s is the sum of a row's `token_level_rewards`, which are 0 on what was not sampled; G the rows with its `uid`, n of
-them; mu_G and sd_G mean and sample (n - 1) standard deviation of s over G. A group of one carries no signal: its
+s is the sum of a row's `token_level_rewards`, which are 0 on tokens that were not sampled; G its group, the n rows with
+its `uid`; mu_G and sd_G the mean and sample (n - 1) standard deviation of s over G. A group of one has no signal: its
 advantage is 0.
 """
 
@@ -28,8 +28,8 @@ def gae(
 
         d_t = r_t + gamma V_next - V_t        L_t = d_t + gamma lam L_next        A = whiten(L)
 
-    `next` is the next sampled token: (V_next, L_next) passes over text that the policy did not sample, and is (0, 0)
-    after the last sampled token, so that no value is taken from padding.
+    `next` is the next sampled token: text that the policy did not sample is skipped, and (V_next, L_next) is (0, 0)
+    after the last sampled token, so that no value comes from padding.
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
     """
     deltas = token_level_rewards + gamma * next_sampled(values, response_mask) - values
@@ -51,7 +51,7 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std
 
 @register_adv_est("dr_grpo", aggregation="seq-mean-token-sum-norm")
 def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - mu_G: `grpo` without the division by sd_G, which weighs easy and hard prompts up.   -> [B]
+    """A = s - mu_G: `grpo` without the division by sd_G, which gives easy and hard prompts more weight.   -> [B]
 
     The other half of Dr.GRPO is an aggregation that does not divide by a row's own length.
     Liu et al. 2025, https://arxiv.org/abs/2503.20783.
@@ -61,7 +61,7 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> 
 
 @register_adv_est("rloo", unbiased=True)
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = n / (n - 1) (s - mu_G), which is s minus the mean score of the others in G.   -> [B]
+    """A = n / (n - 1) (s - mu_G): s minus the mean score of the other rows in G.   -> [B]
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
     """
@@ -96,7 +96,7 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Ten
 
 @register_adv_est("remax", unbiased=True)
 def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A_t = R_t - b with R_t the undiscounted reward-to-go and b the score of the greedy answer.   -> A, R [B, R]
+    """A_t = R_t - b with R_t the undiscounted reward-to-go and b the score of the greedy response.   -> A, R [B, R]
 
     Li et al. 2023, https://arxiv.org/abs/2310.10505.
     """
@@ -106,7 +106,7 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
 
 @register_adv_est("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - sum_G len s / sum_G len: the baseline of least variance where gradients grow with the length.   -> [B]
+    """A = s - sum_G len s / sum_G len: the baseline of least variance if gradients grow with the length.   -> [B]
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     """
@@ -124,9 +124,9 @@ def gpg(
     *,
     count: Literal["informative", "nonzero"] = "informative",
 ) -> Tensor:
-    """A = alpha (s - mu_G), alpha = B / B': groups that teach nothing do not make the step smaller.   -> [B]
+    """A = alpha (s - mu_G), alpha = B / B': groups without a signal do not make the step smaller.   -> [B]
 
-    B' are the rows of groups whose scores differ; with count="nonzero" the rows with a score, as verl has it.
+    B' is the number of rows in groups whose scores differ; with count="nonzero" of rows with a score, as in verl.
     Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
     scores = token_level_rewards.sum(-1)
@@ -137,9 +137,9 @@ def gpg(
 
 @register_adv_est("max_rl")
 def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = (s - mu_G) / mu_G, 0 where mu_G is 0: the gradient of log of the pass rate, for scores >= 0.   -> [B]
+    """A = (s - mu_G) / mu_G, 0 where mu_G is 0: the gradient of the log of the pass rate, for scores >= 0.   -> [B]
 
-    https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, for which mu_G is no pass rate.
+    https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, because mu_G is then no pass rate.
     """
     scores = token_level_rewards.sum(-1)
     if bool((scores < 0).any()):
@@ -156,15 +156,15 @@ def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     Liu et al. 2025, https://arxiv.org/abs/2508.08221.
     """
     scores = token_level_rewards.sum(-1)
-    everybody = Groups(torch.zeros_like(uid), response_mask)
-    return Groups(uid, response_mask).deviation(scores) / (everybody.std(scores) + 1e-6)
+    batch = Groups(torch.zeros_like(uid), response_mask)
+    return Groups(uid, response_mask).deviation(scores) / (batch.std(scores) + 1e-6)
 
 
 @register_adv_est("raft")
 def raft(accuracy: Tensor) -> Tensor:
-    """A = 1 for a right answer, 0 for a wrong one: with `reinforce` RAFT, with `ppo_clip` RAFT++.   -> [B]
+    """A = 1 for a correct response, 0 for a wrong one: with loss `reinforce` RAFT, with `ppo_clip` RAFT++.   -> [B]
 
-    With groups dropped that are all right or all wrong (`algorithm.filter.name=dapo`) it is Reinforce-Rej's other half.
+    Reinforce-Rej also drops groups that are all correct or all wrong (`algorithm.filter.name=dapo`).
     Xiong et al. 2025, https://arxiv.org/abs/2504.11343.
     """
     return (accuracy >= 1.0).to(accuracy.dtype)
@@ -172,9 +172,9 @@ def raft(accuracy: Tensor) -> Tensor:
 
 @register_adv_est("grpo_passk")
 def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True) -> Tensor:
-    """A = (s_max - s_second) / (sd_G + 1e-6) for the best row of a group, 0 for the others and where it ties.   -> [B]
+    """A = (s_max - s_second) / (sd_G + 1e-6) for the best row of a group, 0 for the others and for ties.   -> [B]
 
-    The gradient of E[max of n]: what the best answer adds to pass@n.
+    The gradient of E[max of n]: the contribution of the best response to pass@n.
     https://arxiv.org/abs/2503.19595.
     """
     scores = token_level_rewards.sum(-1)
@@ -196,10 +196,10 @@ def gdpo(
     weights: Sequence[Finite] | None = None,
     over: Literal["rows", "tokens"] = "rows",
 ) -> Tensor:
-    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward on a scale of its own.   -> [B]
+    """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward is normalised by itself.   -> [B]
 
-    p_k is column k of `reward_parts` [B, K], w_k 1 where no weights are given. Mean and deviation of the sum are over
-    rows, whatever their lengths, or over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
+    p_k is column k of `reward_parts` [B, K], w_k its weight (default 1). The sum is whitened over rows, or with
+    over="tokens" over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
     """
     groups = Groups(uid, response_mask)
     parts = reward_parts.unbind(1)
@@ -224,10 +224,10 @@ def optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """A_t = R_t - B_t,  B_t = sum_G R_t W_t / (sum_G W_t + 1e-8),  W_t = sum_{k <= t} (1 - 2 pi_k + sum_v pi_v^2).
 
-    W_t is the expected squared norm of the score function up to t: the weight with which a token's return makes
-    variance. With `cap` each of its terms is times min(exp(o - u), cap)^2, for tokens that are weighed so. Rows are
-    compared at equal numbers of sampled tokens, whatever tools wrote between them. Where one row of a group alone has
-    come so far B is 0. The own sample is in the baseline, so it is biased.   -> A, R [B, R]
+    W_t is the expected squared norm of the score function up to t, the weight of a token's return in the variance. With
+    `cap` each term is multiplied by min(exp(o - u), cap)^2, for losses with such importance weights. Rows are compared
+    at equal numbers of sampled tokens, without the text of tools. Where only one row of a group has that many, B is 0.
+    The baseline includes the row itself, so the estimate is biased.   -> A, R [B, R]
     https://arxiv.org/abs/2602.07078.
     """
     sampled = response_mask != 0
@@ -239,7 +239,7 @@ def optimal_token_baseline(
     groups, place = Groups(uid, response_mask), (sampled.cumsum(-1) - 1).clamp(min=0)
 
     def total(x: Tensor) -> Tensor:
-        """Over the group's k-th sampled tokens, at the k-th sampled token of each row."""
+        """Sum over the group's k-th sampled tokens, at the k-th sampled token of each row."""
         compact = torch.zeros_like(x).scatter_add(1, place, x * sampled)
         return groups.sum(compact).gather(1, place)
 
@@ -250,13 +250,13 @@ def optimal_token_baseline(
 
 @register_adv_est("win_rate")
 def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = p - 1/2, p the share of the others in G that a row beats, a draw counting half: for `sppo`.   -> [B]
+    """A = p - 1/2, p the fraction of the other rows in G that a row beats, a draw counts half: for `sppo`.   -> [B]
 
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
-    ahead = (scores[:, None] > scores).double() + 0.5 * (scores[:, None] == scores).double()
-    rivals = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)
-    share = (ahead * rivals).sum(1) / rivals.sum(1).clamp(min=1)
-    return torch.where(groups.member & (groups.size > 1), share - 0.5, 0.0).to(scores.dtype)
+    wins = (scores[:, None] > scores).double() + 0.5 * (scores[:, None] == scores).double()
+    others = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)
+    rate = (wins * others).sum(1) / others.sum(1).clamp(min=1)
+    return torch.where(groups.member & (groups.size > 1), rate - 0.5, 0.0).to(scores.dtype)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregations: from a loss per token to one number.
 
-N (`num_tokens`) and S (`num_sequences`) are what `counts` gives, summed over the global mini-batch, and never those of
-the rows at hand, so that the results of any split (micro-batches, packing, processes) add up to the same loss and the
-same gradient. F is `fixed_length`. Where a count is 0 the result is 0. A function is given those of the three that its
-signature names after the `*`.
+N (`num_tokens`) and S (`num_sequences`) are the results of `counts`, summed over the global mini-batch, not over the
+rows of one call, so that every split (micro-batches, packing, processes) adds up to the same loss and gradient. F is
+`fixed_length`. Where a count is 0 the result is 0. A function gets those of the three that its signature names after
+the `*`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Count = Tensor | int | float
 
 
 def loss_mask(columns: Mapping[str, Tensor]) -> Tensor:
-    """1 on the tokens that are trained on: those that were sampled, without those that were rejected.   [B, R]"""
+    """1 on the tokens to train on: the sampled ones without the rejected ones.   [B, R]"""
     return columns.get("loss_mask", columns["response_mask"])
 
 
 def counts(response_mask: Tensor) -> dict[str, Tensor]:
-    """`num_tokens` and `num_sequences` of these rows; a row without sampled tokens counts in neither."""
+    """Counts `num_tokens` and `num_sequences` of these rows; a row without sampled tokens counts in neither."""
     lengths = response_mask.sum(-1)
     return {"num_tokens": lengths.sum(), "num_sequences": (lengths > 0).sum()}
 
 
 def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count) -> Tensor:
-    """`values` [B, R] summed up as the registered aggregation `mode` says; nothing that is masked matters. `counts` are
+    """Applies the registered aggregation `mode` to `values` [B, R]; masked values are ignored. `counts` are
     `num_tokens`, `num_sequences` and `fixed_length`.  Raises: RegistryError."""
     total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, counts)
     return total
@@ -40,7 +40,7 @@ def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count)
 
 @register_aggregation("token-mean")
 def token_mean(values: Tensor, response_mask: Tensor, *, num_tokens: Count) -> Tensor:
-    """sum(x m) / N: every token weighs the same, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """sum(x m) / N: every token has the same weight, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
     return _divide(row_sums(values, response_mask).sum(), num_tokens)
 
 
@@ -66,10 +66,10 @@ def seq_mean_token_sum_norm(
 
 @register_aggregation("seq-mean-token-mean")
 def seq_mean_token_mean(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
-    """sum over rows of (sum_t x m / sum_t m) / S: every row weighs the same (GRPO, https://arxiv.org/abs/2402.03300)."""
+    """sum over rows of (sum_t x m / sum_t m) / S: rows have equal weight (GRPO, https://arxiv.org/abs/2402.03300)."""
     return _divide(row_means(values, response_mask).sum(), num_sequences)
 
 
 def _divide(total: Tensor, count: Count) -> Tensor:
-    """total / count, where a count is 0 or at least 1 and a total over nothing is 0."""
+    """total / count; 0 / 0 is 0."""
     return total / torch.as_tensor(count).clamp(min=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of the KL and of the entropy bonus from step to step, with the state that a checkpoint needs."""
+"""Controllers of the weights of the KL and of the entropy bonus, with their state for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 
 
 class Fixed:
-    """The same weight in every step. It has no state: a resumed run follows its config."""
+    """A constant weight. It has no state: a resumed run uses its config."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, *measured: float | None) -> None:
-        """Adapts nothing."""
+        """Does nothing."""
 
     def state(self) -> dict[str, float]:
-        """Empty."""
+        """Returns an empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Loads nothing."""
+        """Does nothing."""
 
 
 class AdaptiveKL:
     """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after a step of n sequences: the weight grows while the
-    KL is above its target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
+    KL is above the target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
@@ -36,16 +36,16 @@ class AdaptiveKL:
         self.coef *= 1.0 + error * num_sequences / self.horizon
 
     def state(self) -> dict[str, float]:
-        """The current weight."""
+        """Returns the current weight."""
         return {"coef": self.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on with a saved weight."""
+        """Restores a saved weight."""
         self.coef = state["coef"]
 
 
 class AdaptiveEntropy:
-    """c += delta after a step with H < target, else c -= delta, within [0, highest]; at work only while H < target.
+    """c += delta after a step with H < target, else c -= delta, within [0, highest]; the weight is 0 while H >= target.
 
     He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.
     """
@@ -56,11 +56,11 @@ class AdaptiveEntropy:
 
     @property
     def coef(self) -> float:
-        """The weight for the next step: 0 where the entropy was high enough."""
+        """The weight for the next step: 0 where the last entropy reached the target."""
         return self._coef if self._is_low else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """Takes note of a step's mean entropy; None where the step trained nothing."""
+        """Adapts the weight to a step's mean entropy; None where the step trained no token."""
         if entropy is None:
             return
         self._is_low = entropy < self.target
@@ -68,9 +68,9 @@ class AdaptiveEntropy:
         self._coef = min(max(moved, 0.0), self.highest)
 
     def state(self) -> dict[str, float]:
-        """The weight, and whether it is at work."""
+        """Returns the weight, and whether the entropy is below the target."""
         return {"coef": self._coef, "is_low": float(self._is_low)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores a saved state."""
         self._coef, self._is_low = state["coef"], bool(state["is_low"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampler and trainer compute other probabilities of the same tokens: what each token counts for, or whether at all.
+"""Corrections for the difference between the probabilities of the rollout engine and of the trainer.
 
-u is `rollout_log_probs` (the sampler's kernels, and the weights that it had), o `old_log_probs` (the trainer's, before
-the update), x = o - u. Weights multiply a token's loss; a rejection takes tokens out of the mask, and so out of every
-count. None of them carries a gradient.
+u is `rollout_log_probs` (with the rollout's kernels and weights), o `old_log_probs` (the trainer's, before the update),
+x = o - u. Weights multiply a token's loss; a rejection removes tokens from the mask, and so from every count. Neither
+has a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums
 from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_rejection, register_weight
 
-LARGEST = 20.0  # of a log-weight: exp of it is far beyond any bound
+LARGEST = 20.0  # log-weight; its exp is far beyond any bound
 
 
 @register_weight("importance")
@@ -33,8 +33,8 @@ def importance(
 ) -> Tensor:
     """min(w, cap), w = exp(x) of each token, or exp(sum_t x) of its sequence.   -> [B, R]
 
-    With `normalise` divided by the mean over the mini-batch, of its sampled tokens or of its sequences, so that a step
-    keeps its size.
+    With `normalise` the weight is divided by its mean over the mini-batch's sampled tokens (or sequences), so that the
+    size of a step stays the same.
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
     """
     weight = _ratio(old_log_probs, rollout_log_probs, level).clamp(max=cap)
@@ -54,7 +54,7 @@ def icepop(
     low: Share = 0.5,
     high: Annotated[float, Ge(1)] = 5.0,
 ) -> Tensor:
-    """w where low <= w <= high, else 0: tokens on which the two disagree teach nothing.   -> [B, R]
+    """w where low <= w <= high, else 0: tokens on which rollout and trainer disagree are not trained on.   -> [B, R]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855.
     """
@@ -64,7 +64,7 @@ def icepop(
 
 @register_weight("top_entropy")
 def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: Annotated[float, Gt(0), Le(1)] = 0.2) -> Tensor:
-    """1 on the `share` of the mini-batch's tokens with the most entropy, 0 on the others.   -> [B, R]
+    """1 on the fraction `share` of the mini-batch's tokens with the highest entropy, 0 on the others.   -> [B, R]
 
     Wang et al. 2025, https://arxiv.org/abs/2506.01939.
     """
@@ -86,7 +86,8 @@ def off_policy_sequence(
 ) -> Tensor:
     """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
 
-    What a policy would not say any more needs no unlearning. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    A text that has become unlikely under the policy needs no unlearning. DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556.
     """
     moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
@@ -100,8 +101,8 @@ def pf_ppo(
     form: Literal["pow", "max_min", "max_random"] = "pow",
     power: NonNegative = 2.0,
 ) -> Tensor:
-    """Rows weighed by their score: "pow" abs(s)^power; "max_min" the best and the worst of all alone; "max_random" the
-    best whole, others a quarter. Their mean over the mini-batch's rows is 1.   -> [B, R]
+    """Weights of rows by score: "pow" abs(s)^power; "max_min" 1 for the highest and lowest score, else 0; "max_random"
+    1 for the highest, else 1/4. They are scaled to a mean of 1 over the mini-batch's rows.   -> [B, R]
 
     The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
     """
@@ -131,7 +132,7 @@ def divergence(
 ) -> Tensor:
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 
-    k estimates KL(u || o). `level` (token, sequence_mean, sequence_sum, sequence_max) says what of a row decides.
+    k estimates KL(u || o). `level` chooses the bounded value: each token's k, or the row's mean, sum or maximum.
     """
     x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
     k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]
@@ -141,8 +142,8 @@ def divergence(
 
 
 def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Distances between sampler and trainer: mean and largest abs(x), KL(u || o) by k3, effective sample size of exp(x)
-    as a share of the tokens, and both perplexities. Scalars."""
+    """Metrics of the difference between rollout and trainer: mean and largest abs(x), KL(u || o) by k3, effective
+    sample size of exp(x) as a fraction of the tokens, and both perplexities. Scalars."""
     sampled = response_mask != 0
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
     weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
@@ -165,7 +166,7 @@ def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tens
 
 
 def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """Returns each token's own number, or its row's mean, sum or maximum.   [B, R] -> [B, R] or [B, 1]"""
+    """A token's own value, or its row's mean, sum or maximum.   [B, R] -> [B, R]"""
     if level == "token":
         return k
     by_row = {

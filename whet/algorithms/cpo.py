@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPO: a hint says which tokens of an answer mattered. GRPO's advantage, and on it what a wrapper adds to each token.
+"""CPO: a hint in the prompt shows which tokens of a response mattered. A wrapper adds a term to GRPO's advantage.
 
-g is `teacher_log_probs`, what the policy gives the same answer once the prompt holds a hint; o `old_log_probs`, without
-it. k = g - o is high where the hint makes a token likelier. Each wrapper is one formula in the terms of `Terms`.
+g is `teacher_log_probs`, the policy's log-probs of the response after a prompt with a hint; o `old_log_probs`, without
+the hint. k = g - o is high where the hint makes a token likelier. Each wrapper is one formula in the terms of `Terms`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whet.algorithms.statistics import Groups, pick, row_means
 from whet.options import Finite, NonNegative
 from whet.registry import WRAPPERS, register_adv_est, register_wrapper
 
-LARGEST = 10.0  # of MI in the clamped forms, and of k by token
+LARGEST = 10.0  # MI in the clamped forms, and k of a token
 
 
 @register_adv_est("cpo")
@@ -42,10 +42,10 @@ def cpo(
     correct_threshold: Finite = 1.0,
     std_norm: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A = GRPO's + what `wrap_method` adds, at the tokens that `loss_position` names.   -> [B, R]
+    """A = A_GRPO + the term of `wrap_method`, at the tokens that `loss_position` selects.   -> [B, R]
 
-    A row is right where its score is at least `correct_threshold`. With `gate` nothing is added to a group whose hint
-    was of no use: where fewer than half of its rows moved the way of the hint, right ones up and wrong ones down.
+    A row is right where its score is at least `correct_threshold`. With `gate` the term is added only in groups where
+    the hint helped: for at least half of the rows it raised the mean log-prob of a right row or lowered a wrong one's.
     """
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
     groups = Groups(uid, response_mask)
@@ -71,7 +71,7 @@ def cpo(
 
 
 def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, R] bool: "all" tokens; those above the row's 80 % quantile of "entropy"; the "first" fifth of the row."""
+    """[B, R] bool: "all" sampled tokens; "entropy" those above the row's 80 % quantile; "first" fifth of the row."""
     sampled = response_mask != 0
     if which == "entropy":
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
@@ -82,7 +82,7 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of the formulas, all [B, R] or [B, 1]; `advantages` are those of GRPO."""
+    """Terms of the formulas, all [B, R] or [B, 1]; `advantages` come from GRPO."""
 
     advantages: Tensor
     o: Tensor
@@ -97,55 +97,55 @@ class Terms:
 
     @cached_property
     def sampled(self) -> Tensor:
-        """The tokens that the policy chose."""
+        """The sampled tokens."""
         return self.response_mask != 0
 
     @cached_property
     def right(self) -> Tensor:
-        """[B, 1]: the answer is right."""
+        """[B, 1]: the row is right."""
         return self.is_right[:, None]
 
     @cached_property
     def difficulty(self) -> Tensor:
-        """[B, 1]: -1 where all of the group are wrong, 1 where all are right, else 0."""
+        """[B, 1]: -1 where all rows of the group are wrong, 1 where all are right, else 0."""
         share = self.groups.mean(self.is_right.to(self.o.dtype))[:, None]
         return (share == 1).int() - (share == 0).int()
 
     @cached_property
     def hard(self) -> Tensor:
-        """[B, 1]: nobody of the group is right."""
+        """[B, 1]: no row of the group is right."""
         return self.difficulty == -1
 
     @cached_property
     def k(self) -> Tensor:
-        """g - o: what the hint says for a token, 0 where nothing was sampled."""
+        """g - o: the effect of the hint on a token's log-prob, 0 where no token was sampled."""
         return (self.g - self.o).masked_fill(~self.sampled, 0.0)
 
     @cached_property
     def mi(self) -> Tensor:
-        """exp(g) k: a token's part in the information between hint and answer."""
+        """MI = exp(g) k: a token's part in the mutual information of hint and response."""
         return self.g.exp() * self.k
 
     @cached_property
     def u(self) -> Tensor:
-        """The entropy from the row's least (0) to its most (1); 0 where it is the same everywhere."""
+        """U: the entropy, scaled from the row's lowest (0) to its highest (1); 0 where it is constant."""
         least = self.entropy.masked_fill(~self.sampled, torch.inf).amin(-1, keepdim=True)
         span = self.most_entropy - least
         return where(span > 0, (self.entropy - least) / span.masked_fill(span <= 0, 1.0), 0.0)
 
     @cached_property
     def most_entropy(self) -> Tensor:
-        """[B, 1]: the most entropy among the row's tokens."""
+        """Hmax [B, 1]: the highest entropy of the row's tokens."""
         return self.entropy.masked_fill(~self.sampled, -torch.inf).amax(-1, keepdim=True)
 
     @cached_property
     def mean_entropy(self) -> Tensor:
-        """[B, 1]."""
+        """Hbar [B, 1]: the mean entropy of the row."""
         return row_means(self.entropy, self.response_mask)[:, None]
 
     @cached_property
     def mean_k(self) -> Tensor:
-        """[B, 1]."""
+        """Kbar [B, 1]: the mean k of the row."""
         return row_means(self.k, self.response_mask)[:, None]
 
     @cached_property
@@ -158,7 +158,7 @@ def _mean(x: Tensor, where_: Tensor) -> Tensor:
     return x.masked_fill(~where_, 0.0).sum() / where_.sum().clamp(min=1)
 
 
-# ---- the wrappers: what is added to A
+# ---- wrappers: the term that is added to A
 
 
 @register_wrapper("naive", keeps_sign=True)
@@ -169,7 +169,7 @@ def naive(t: Terms) -> Tensor:
 
 @register_wrapper("noaccmask", keeps_sign=True)
 def noaccmask(t: Terms) -> Tensor:
-    """naive, without looking at right or wrong."""
+    """naive, for right and wrong rows alike."""
     return _lifted(t) - _lowered(t)
 
 
@@ -218,51 +218,51 @@ def mi3(t: Terms) -> Tensor:
 
 @register_wrapper("negonly_mi3")
 def negonly_mi3(t: Terms) -> Tensor:
-    """mi3, its part for wrong answers only where the whole group is wrong."""
+    """mi3, with its term for wrong rows only where the whole group is wrong."""
     return where(t.right, t.pos * t.u, where(t.hard, _mi3_wrong(t), 0.0))
 
 
 @register_wrapper("reverse_mi3")
 def reverse_mi3(t: Terms) -> Tensor:
-    """mi3, its part for wrong answers taken away and not added."""
+    """mi3, with its term for wrong rows subtracted."""
     return where(t.right, t.pos * t.u, -_mi3_wrong(t))
 
 
 @register_wrapper("addition_mi3")
 def addition_mi3(t: Terms) -> Tensor:
-    """mi3, its part for wrong answers only where MI >= 0."""
+    """mi3, with its term for wrong rows only where MI >= 0."""
     return where(t.right, t.pos * t.u, where(t.mi >= 0, t.neg * t.mi * t.u, 0.0))
 
 
 @register_wrapper("negonly_mi")
 def negonly_mi(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong, and so the whole group: + a- MI."""
+    """right: + a+ U;  wrong, in a group that is all wrong: + a- MI."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.mi, 0.0))
 
 
 @register_wrapper("seq_kl")
 def seq_kl(t: Terms) -> Tensor:
-    """right: + a+ Hbar;  wrong: + a- Kbar where the whole group is, else + min(a- Kbar, abs(A) / 2)."""
+    """right: + a+ Hbar;  wrong: + a- Kbar in a group that is all wrong, else + min(a- Kbar, abs(A) / 2)."""
     pull = t.neg * t.mean_k
     return where(t.right, t.pos * t.mean_entropy, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_seq_kl")
 def negonly_seq_kl(t: Terms) -> Tensor:
-    """right: + a+ Kbar;  wrong, and so the whole group: + a- Kbar."""
+    """right: + a+ Kbar;  wrong, in a group that is all wrong: + a- Kbar."""
     return where(t.right, t.pos * t.mean_k, where(t.hard, t.neg * t.mean_k, 0.0)).expand_as(t.k)
 
 
 @register_wrapper("tok_kl")
 def tok_kl(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong: + a- k where the whole group is, else + min(a- k, abs(A) / 2);  k within 10."""
+    """right: + a+ U;  wrong: + a- k in a group that is all wrong, else + min(a- k, abs(A) / 2);  k within 10."""
     pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
     return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_tok_kl")
 def negonly_tok_kl(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong, and so the whole group: + a- k;  k within 10."""
+    """right: + a+ U;  wrong, in a group that is all wrong: + a- k;  k within 10."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.k.clamp(-LARGEST, LARGEST), 0.0))
 
 

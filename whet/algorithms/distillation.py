@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning from a teacher's log-probs of the policy's own answers: g is `teacher_log_probs`, o `old_log_probs`."""
+"""Distillation from a teacher's log-probs of the policy's responses: g is `teacher_log_probs`, o `old_log_probs`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def grpo_distillation(
     coef: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
-    """A = GRPO's - coef (o - g): a reward and a teacher at once.   -> [B, R]"""
+    """A = A_GRPO - coef (o - g): learning from a reward and a teacher.   -> [B, R]"""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
     return base - coef * (old_log_probs - teacher_log_probs)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: is one group worth training on? Each takes the metric of the group's answers (without the failed ones), and
-is True where the group is kept. What to do about those that are dropped (refill, within a bound) is the caller's."""
+"""Filters: choose the groups to train on. Each gets the metric of a group's trajectories, without failed ones, and
+returns True to keep the group. The caller decides what replaces dropped groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.registry import register_filter
 
 @register_filter("dynamic_sampling", aliases=("dapo",))
 def dynamic_sampling(values: Sequence[float]) -> bool:
-    """Keep a group whose answers differ: where all are right, or all wrong, the advantage is 0 and nothing is learned.
+    """Keeps a group whose values differ: where all are equal, the advantage is 0 and nothing is learned.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
@@ -21,7 +21,7 @@ def dynamic_sampling(values: Sequence[float]) -> bool:
 
 @register_filter("mean_window", ordered=("low", "high"))
 def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0.99) -> bool:
-    """Keep a group with low < mean < high: neither too hard nor too easy.
+    """Keeps a group with low < mean < high: neither too hard nor too easy.
 
     The difficulty window of Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312) and EasyR1.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distance to the reference policy: its estimators per token, and its place in the reward.
+"""KL divergence to the reference policy: estimators per token, and the penalty in the reward.
 
-d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). Where each fits:
-as a loss, on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form follow the
-gradient of the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy
-those are biased too; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL
-where it is neither discounted nor divided by a group's deviation; `k3` is far from it.
+d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). As a loss,
+on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form have the gradient of
+the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy these are
+biased too; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL if it is
+neither discounted nor divided by a group's deviation; `k3` is far from it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Gradient = Literal["own", "k2"]
 
 
 def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
-    """The registered `form` of the KL per token, with its gradient with respect to what the policy says.   -> [B, R]
+    """Computes the registered `form` of the KL per token, differentiable in the policy's log-probs.   -> [B, R]
 
     It reads `log_probs`, `ref_log_probs`, `old_log_probs`, or [B, R, V] `vocab_log_probs` and `ref_vocab_log_probs`.
-    Where `response_mask` is 0, what stands there reaches neither the result nor the gradient.  Raises: RegistryError.
+    Values where `response_mask` is 0 affect neither result nor gradient.  Raises: RegistryError.
     """
     penalty: Tensor = call(KL_FORMS[form], columns, {})
     return penalty
 
 
 def kl_columns(form: str, policy: str = "") -> list[str]:
-    """The columns that a form reads, of the policy under the prefix that says which: "" or "old_".
+    """The columns that a form reads; `policy` is the prefix of the policy's columns, "" or "old_".
     Raises: RegistryError."""
     return [name if name.startswith(("ref_", "old_")) else policy + name for name in KL_FORMS[form].columns]
 
@@ -43,8 +43,8 @@ def apply_kl_to_reward(
 ) -> tuple[Tensor, Tensor]:
     """(token_level_rewards, KL), both [B, R] and 0 where `response_mask` is 0: r_t = rewards_t - coef k(o, b)_t.
 
-    The KL is that of the samples' policy before the update, whose columns are those of `kl_columns(form, "old_")`, and
-    comes back for the controller and the metrics.
+    The KL is of the policy before the update, with the columns `kl_columns(form, "old_")`. It is returned for the
+    controller and the metrics.
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593.
     """
     outside = columns["response_mask"] == 0
@@ -56,7 +56,7 @@ def apply_kl_to_reward(
 
 @register_kl("k1", aliases={"k1+": {"gradient": "k2"}})
 def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
-    """d: unbiased for KL(pi || ref), of either sign. For the reward; as a loss its expected gradient is zero.
+    """d: unbiased for KL(pi || ref), positive or negative. For the reward; as a loss its expected gradient is zero.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -65,7 +65,7 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
 
 @register_kl("k2", aliases=("k2+",))
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d^2 / 2: biased in value, of little variance; on-policy its gradient is that of the per-token KL.
+    """d^2 / 2: biased in value, with low variance; on-policy its gradient is that of the per-token KL.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -79,7 +79,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
-    # expm1: exp(x) - 1 - x would lose a small x altogether
+    # expm1: exp(x) - 1 - x would be 0 for a small x
     return _with_gradient(gradient, (x.expm1() - x).clamp(max=10.0), log_probs, ref_log_probs)
 
 
@@ -93,7 +93,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "
 def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
 
-    As a loss exact where k1 has no gradient, because the ratio has one; of more variance than `k3_ratio`.
+    As a loss unbiased, unlike k1, because the ratio has a gradient; with more variance than `k3_ratio`.
     """
     return log_ratio(log_probs, old_log_probs).exp() * k1(log_probs, ref_log_probs)
 
@@ -102,24 +102,24 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
 
-    With several updates a step the samples are of the policy before the first. The gradient is that of the ratio and of
-    k3 together. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    With several updates per step, the samples are of the policy before the first. The gradient includes that of the
+    ratio. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
     """
     return log_ratio(log_probs, old_log_probs).exp() * k3(log_probs, ref_log_probs)
 
 
 @register_kl("full")
 def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
-    """sum_v pi_v (log pi_v - log ref_v): the KL of the next token itself, no estimate; needs B R V numbers twice.
+    """sum_v pi_v (log pi_v - log ref_v): the exact KL of the next token; needs two tensors [B, R, V].
 
-    As a loss, with the states of the samples held fixed, what `k2` and every `+` form have in expectation, without
-    their variance. For small vocabularies: no chunk of it can be thrown away before the update.
+    As a loss, with the states of the samples held fixed, it is the expectation of `k2` and every `+` form, without
+    their variance. For small vocabularies only: all of it stays in memory until the update.
     """
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
 def _with_gradient(gradient: Gradient, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value with its own gradient, or with that of k2."""
+    """Returns the value with its own gradient, or with the gradient of k2."""
     if gradient == "own":
         return value
     other = k2(log_probs, ref_log_probs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses for samples that the policy would not draw like this any more: what each weight is of such a token.
+"""Policy losses for off-policy samples, with different weights of tokens whose probability has changed.
 
 Each returns the loss of every token [B, R], and per-token diagnostics. l is `log_probs`, o is `old_log_probs`,
 rho = exp(clamp(l - o, -20, 20)), A is `advantages`, sg stops the gradient.
@@ -22,7 +22,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 @register_policy_loss("tis", unbiased=True)
 def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
-    """-sg(clamp(rho, 0, 1)) A l: what has become unlikely counts less, nothing counts more.   -> [B, R]
+    """-sg(clamp(rho, 0, 1)) A l: tokens that have become less likely count less, none counts more.   -> [B, R]
 
     ROLL's truncated importance sampling.
     """
@@ -41,9 +41,9 @@ def decoupled_ppo(
     clip_ratio_high: NonNegative = 0.2,
     cap: Cap = 2.0,
 ) -> Loss:
-    """PPO's clipped loss around o, each token weighed by min(exp(o - u), cap), u what the sampler said.   -> [B, R]
+    """PPO's clipped loss around o times min(exp(o - u), cap), u the rollout's log-probs.   -> [B, R]
 
-    What the step may not leave is the trainer's policy before the update; what the samples are of is another one.
+    The clip keeps the policy near the trainer's before the update (o); the weight corrects for the policy that sampled.
     Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298.
     """
     loss, diagnostics = ppo_clip(
@@ -65,9 +65,9 @@ def topr(
     right_weight: NonNegative = 1.0,
     wrong_weight: NonNegative = 1.0,
 ) -> Loss:
-    """Right rows -A l, wrong ones -sg(clamp(ratio, 0, 1)) A l: imitate without weights, unlearn with tapered ones.
+    """-A l on correct rows, -sg(clamp(ratio, 0, 1)) A l on wrong ones: only unlearning is weighted.   -> [B, R]
 
-    The ratio is that of the whole trajectory (the paper), or with level="token" of each token (ROLL).   -> [B, R]
+    The ratio is of the whole trajectory (the paper), or with level="token" of each token (ROLL).
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -88,11 +88,11 @@ def dppo_tv(
     clip_ratio_high: Share = 0.2,
     cap: Cap = 20.0,
 ) -> Loss:
-    """-A sg(min(rho, c)) l where the move of a token's probability p is within bounds, else 0.   -> [B, R]
+    """-A sg(min(rho, c)) l where the change of a token's probability p is within bounds, else 0.   -> [B, R]
 
-    A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. A ratio says little of a rare token: from 1e-5 to 1e-4
-    is a factor of ten and no distance. Give o as the sampler's log-probs (`algorithm.old_log_probs=rollout`) for the
-    paper's form. https://arxiv.org/abs/2602.04879.
+    A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. For a rare token a ratio is misleading: from 1e-5 to
+    1e-4 is a factor of ten but a small change. In the paper o is the rollout's log-probs
+    (`algorithm.old_log_probs=rollout`). https://arxiv.org/abs/2602.04879.
     """
     moved = (log_probs.exp() - old_log_probs.exp()).detach()
     allowed = torch.where(advantages > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)
@@ -103,7 +103,7 @@ def dppo_tv(
 def dppo_kl(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: NonNegative = 0.05, cap: Cap = 20.0
 ) -> Loss:
-    """The mask of `dppo_tv`, allowing what moves against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.
+    """`dppo_tv` with another mask: p moved against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.
 
     -> [B, R]   https://arxiv.org/abs/2602.04879.
     """
@@ -124,17 +124,17 @@ def dro(
     beta: NonNegative = 1.0,
     level: Literal["token", "sequence"] = "token",
 ) -> Loss:
-    """-(A l - beta/2 (l - o)^2): a quadratic tie to the old policy and no ratio.   -> [B, R]
+    """-(A l - beta/2 (l - o)^2): a quadratic penalty to the old policy, without a ratio.   -> [B, R]
 
-    With level="sequence" the tie is beta/2 (sum_t(l - o))^2, spread evenly over the row's tokens.
+    With level="sequence" the penalty is beta/2 (sum_t(l - o))^2, spread evenly over the row's tokens.
     Richemond et al. 2024, https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599.
     """
     moved = log_probs - old_log_probs
-    tie = moved.square()
+    penalty = moved.square()
     if level == "sequence":
         lengths = response_mask.sum(-1).clamp(min=1)
-        tie = (row_sums(moved, response_mask).square() / lengths)[:, None].expand_as(moved)
-    return 0.5 * beta * tie - advantages * log_probs, {}
+        penalty = (row_sums(moved, response_mask).square() / lengths)[:, None].expand_as(moved)
+    return 0.5 * beta * penalty - advantages * log_probs, {}
 
 
 @register_policy_loss("vespo", aggregation="token-mean")
@@ -154,7 +154,7 @@ def vespo(
     A weight without a clip: 1 on-policy, falling smoothly to 0 on both sides.   -> [B, R]
     https://arxiv.org/abs/2602.10693.
     """
-    lowest, highest = -18.420680743952367, 20.0  # log(1e-8): where the authors' code clamps
+    lowest, highest = -18.420680743952367, 20.0  # log(1e-8) and 20, the clamp of the authors' code
     token = (log_probs - old_log_probs).detach().clamp(-20.0, 20.0)
     log_w = token.sum(-1).clamp(lowest, highest)[:, None]
     k, rate = (pick(advantages >= 0, pos, neg, log_w) for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg)))

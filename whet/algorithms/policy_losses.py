@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses. Each returns the loss of every token [B, R], and per-token diagnostics, whose mean over the sampled
-tokens is what is reported (as `actor/<name>`, under verl's names). How tokens are summed up is not a loss's to say; one
-that is defined by its aggregation has it as a mark. `actor/ppo_kl` is measured by the objective, for all losses alike.
+tokens is reported (as `actor/<name>`, under verl's names). A loss does not aggregate tokens; one that is defined with
+an aggregation names it as a mark. The objective measures `actor/ppo_kl` for all losses.
 
 l is `log_probs`, o is `old_log_probs`, A is `advantages`, sg stops the gradient.
 """
@@ -33,9 +33,9 @@ def ppo_clip(
 ) -> Loss:
     """max(-A rho, -A clamp(rho, 1 - low, 1 + high)) with rho = exp(clamp(l - o, -20, 20)).   -> [B, R]
 
-    With a dual clip c > 1 the loss is at most -A c where A < 0: a token whose ratio has run away cannot rule the step.
+    With a dual clip c > 1 the loss is at most -A c where A < 0: a token with a huge ratio cannot dominate the step.
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2019, https://arxiv.org/abs/1912.09729;
-    low and high apart: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
+    different low and high: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
@@ -57,8 +57,8 @@ def gspo(
 ) -> Loss:
     """PPO's clipped loss on the ratio of the whole sequence, s = exp(mean_t(l - o)), log s at most 10.   -> [B, R]
 
-    ratio_t = sg(s) exp(l - sg(l)): s in value, while each token's gradient is its own, so that advantages may differ by
-    token (GSPO-token); with one advantage a row the mean over tokens has the gradient of -A s.
+    ratio_t = sg(s) exp(l - sg(l)) has the value s and the gradient of its own token, so that advantages may differ by
+    token (GSPO-token); with one advantage per row the mean over tokens has the gradient of -A s.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     moved = (log_probs - old_log_probs).detach()
@@ -78,9 +78,9 @@ def delta(
     clip_ratio_high: NonNegative = 0.2,
     delta: Annotated[float, Gt(1)] = 2.0,
 ) -> Loss:
-    """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): wrong tokens' ratios are bounded too.   -> [B, R]
+    """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): bounds the ratio also where A < 0.   -> [B, R]
 
-    INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), which TRL has under this name.
+    INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), under TRL's name.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
     near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -98,9 +98,9 @@ def luspo(
     clip_ratio_low: Share = 3e-4,
     clip_ratio_high: NonNegative = 4e-4,
 ) -> Loss:
-    """GSPO's clipped sequence ratio on every token, summed and not averaged: long answers weigh by their length.
+    """GSPO's clipped sequence ratio on every token, summed instead of averaged: rows are weighted by their length.
 
-    s = exp(mean_t(l - o)) with its own gradient, as TRL has it; advantages are those of a row.   -> [B, R]
+    s = exp(mean_t(l - o)) with its own gradient, as in TRL; one advantage per row.   -> [B, R]
     https://arxiv.org/abs/2602.05261.
     """
     ratio = row_means(log_probs - old_log_probs, response_mask).clamp(max=10.0).exp()[:, None]
@@ -118,10 +118,10 @@ def cispo(
     clip_ratio_high: Cap = 0.2,
     bounds: Literal["relative", "cap", "absolute"] = "relative",
 ) -> Loss:
-    """-sg(clamp(rho, lower, upper)) A l: no token loses its gradient, its weight is what is clipped.   -> [B, R]
+    """-sg(clamp(rho, lower, upper)) A l: clips the weight, so every token keeps a gradient.   -> [B, R]
 
-    `bounds` says what the two numbers are: "relative" 1 - low and 1 + high (verl, slime, SkyRL, NeMo), "cap" no lower
-    bound and `clip_ratio_high` itself above (TRL), "absolute" low and high themselves (Tinker).
+    `bounds` defines lower and upper: "relative" 1 - low and 1 + high (verl, slime, SkyRL, NeMo), "cap" 0 and
+    `clip_ratio_high` (TRL), "absolute" `clip_ratio_low` and `clip_ratio_high` (Tinker).
     MiniMax 2025, https://arxiv.org/abs/2506.13585.
     """
     lower, upper = {
@@ -138,7 +138,7 @@ def cispo(
 def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> Loss:
-    """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a gate that closes smoothly, no clip.   -> [B, R]
+    """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a smooth gate instead of a clip.   -> [B, R]
 
     At rho = 1 the gradient is that of -A rho. https://arxiv.org/abs/2511.20347.
     """
@@ -160,7 +160,7 @@ def geo_mean(
 ) -> Loss:
     """-mean_t(A) exp(mean_t x_t), x_t = sgn(A) min(sgn(A) k_t, sgn(A) clamp(k_t, -low, high)), k = l - o.   -> [B, R]
 
-    The geometric mean of clipped ratios in the place of the arithmetic one; one number a row, on each of its tokens.
+    The geometric instead of the arithmetic mean of clipped ratios; one number per row, on each of its tokens.
     Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
     """
     moved = log_ratio(log_probs, old_log_probs)
@@ -175,19 +175,19 @@ def geo_mean(
 def sppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: Positive = 1.0
 ) -> Loss:
-    """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, as `win_rate` gives it.   -> [B, R]
+    """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, from `win_rate`.   -> [B, R]
 
-    Regression of the sequence's log-ratio to how often it wins; one number a row, on each of its tokens.
+    Regression of the sequence's log-ratio to its win rate; one number per row, on each of its tokens.
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
     """
     moved = row_sums(log_probs - old_log_probs, response_mask)
-    wanted = eta * row_means(advantages, response_mask)
-    return (moved - wanted).square()[:, None].expand(response_mask.shape), {}
+    target = eta * row_means(advantages, response_mask)
+    return (moved - target).square()[:, None].expand(response_mask.shape), {}
 
 
 @register_policy_loss("reinforce", unbiased=True, aliases=("gpg",))
 def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
-    """-A l: the plain policy gradient, right only for samples of the policy that is being updated.   -> [B, R]
+    """-A l: the plain policy gradient, correct only for samples of the policy that is being updated.   -> [B, R]
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -197,11 +197,11 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, largest: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and where the clip counts.
+    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and a mask of clipped tokens.
 
-    Written as -A times the ratio, which is bounded above where A is positive and below where it is negative.
+    Computed as -A times the ratio, bounded above where A is positive and below where A is negative.
     """
-    is_bad = advantages < 0
-    kept = torch.where(is_bad, ratio.clamp(1.0 - low, largest), ratio.clamp(max=1.0 + high))
-    clipped = torch.where(is_bad, ratio < 1.0 - low, (ratio > 1.0 + high) & (advantages > 0))
-    return -advantages * kept, clipped
+    is_negative = advantages < 0
+    bounded = torch.where(is_negative, ratio.clamp(1.0 - low, largest), ratio.clamp(max=1.0 + high))
+    clipped = torch.where(is_negative, ratio < 1.0 - low, (ratio > 1.0 + high) & (advantages > 0))
+    return -advantages * bounded, clipped

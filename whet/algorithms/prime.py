@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PRIME: rewards of every token from a model that was only told which answers were right."""
+"""PRIME: process rewards for every token from a model trained only on the correctness of responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prime(
     """A_t = whiten(w_o (s - mean of the others' s) + w_p sum_{k >= t} (q_k - mean of the others' mean q)).   -> [B, R]
 
     q = beta (log pi_prm - log pi_ref) of each token, `process_rewards` times beta. The process reward model is the
-    critic: critic.value_loss=implicit_reward trains it online. A group of one has neither baseline: 0.
+    critic: critic.value_loss=implicit_reward trains it online. A group of one has no baseline: its advantage is 0.
     Cui et al. 2025, https://arxiv.org/abs/2502.01456.
     """
     groups = Groups(uid, response_mask)
@@ -44,9 +44,9 @@ def prime(
 def implicit_reward(
     log_probs: Tensor, ref_log_probs: Tensor, accuracy: Tensor, response_mask: Tensor, *, beta: Positive = 0.05
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Trains the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against right or wrong.
+    """Loss of the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against the correctness.
 
-    l is of the reward model, b of its reference. One number a row, on each of its tokens.   -> [B, R]
+    l is of the reward model, b of its reference. One number per row, on each of its tokens.   -> [B, R]
     Yuan et al. 2024, https://arxiv.org/abs/2412.01981.
     """
     logit = beta * row_sums(log_probs - ref_log_probs, response_mask)

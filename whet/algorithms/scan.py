@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences that run backwards over the sampled tokens of a row."""
+"""Backward recurrences over the sampled tokens of a row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Positions that are transposed at a time: a block of [1024, 256] floats stays in a CPU's cache while the loop walks it.
+# Positions that are transposed together: a block of [1024, 256] floats stays in a CPU's cache during the loop.
 BLOCK = 256
 
 
 def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """y_t = terms_t + decay y_s at sampled positions, s the next one that is sampled; 0 elsewhere.   [B, R] -> [B, R]
+    """y_t = terms_t + decay y_s at sampled positions, s the next sampled position; 0 elsewhere.   [B, R] -> [B, R]
 
-    Text that the policy did not sample costs no discount, and what stands in `terms` there never matters. The result
-    carries no gradient.
+    Text that the policy did not sample adds no discount, and its `terms` are ignored. The result has no gradient.
     """
     rows, positions = terms.shape
     result = torch.empty_like(terms, memory_format=torch.contiguous_format)
@@ -23,7 +22,7 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
         for end in range(positions, 0, -BLOCK):
             block = slice(max(0, end - BLOCK), end)
             sampled = mask[:, block] != 0
-            # One position of all rows has to be contiguous: walking columns of [B, R] costs a cache miss per number.
+            # One position of all rows must be contiguous: reading columns of [B, R] costs a cache miss per number.
             sums = terms[:, block].masked_fill(~sampled, 0.0).T.contiguous()  # [block, B]
             factors = torch.ones_like(terms[:, block]).masked_fill(sampled, decay).T.contiguous()  # [block, B]
             for total, factor in zip(reversed(sums.unbind(0)), reversed(factors.unbind(0)), strict=True):
@@ -33,7 +32,7 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 
 def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
-    """x at the next sampled position of its row, 0 after the last, for each sampled position; 0 elsewhere.   [B, R]"""
+    """x at the row's next sampled position, 0 after the last, for each sampled position; 0 elsewhere.   [B, R]"""
     sampled, lengths = mask != 0, mask.sum(-1)
     following = x[sampled].roll(-1)
     following[lengths[lengths > 0].cumsum(0) - 1] = 0.0

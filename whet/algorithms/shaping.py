@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward shaping: what is added to a row's score before the estimator, and where a row's score is paid."""
+"""Reward shaping: changes of rewards before the estimator, and the placement of a row's score on its tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def soft_overlong(
 
 
 def pay_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """A row's score on its last sampled token; a row without sampled tokens is paid nothing.   [B] -> [B, R]"""
+    """Puts a row's score on its last sampled token; a row without sampled tokens gets none.   [B] -> [B, R]"""
     sampled = response_mask != 0
     after = sampled.flip(-1).cumsum(-1).flip(-1)  # sampled tokens at or after t
     return torch.where(sampled & (after == 1), scores[:, None], 0.0)
@@ -40,9 +40,9 @@ def normalise(
     mean: str = "none",
     std: str = "none",
 ) -> Tensor:
-    """Scores with mean 0, or deviation 1, over the "group", the "batch" or, "running", all steps so far.   -> [B, R]
+    """Normalises scores to mean 0, or deviation 1, over the "group", the "batch" or all steps ("running").   -> [B, R]
 
-    The mean is taken from what a row's last sampled token is paid; all its rewards are divided by the deviation.
+    The mean is subtracted from the reward of a row's last sampled token; all its rewards are divided by the deviation.
     """
     scores = row_sums(token_level_rewards, response_mask)
 
@@ -58,21 +58,21 @@ def normalise(
 
 
 class RunningScores:
-    """Mean and sample deviation of all scores so far (Chan et al. 1979). Its state belongs in the checkpoint."""
+    """Running mean and sample deviation of all scores (Chan et al. 1979). Its state belongs in the checkpoint."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._squares = 0.0, 0.0, 0.0
 
     def mean(self, scores: Tensor) -> Tensor:
-        """The mean, once for each of `scores`; 0 before the first.   [B] -> [B]"""
+        """The mean, repeated for each of `scores`; 0 before the first.   [B] -> [B]"""
         return torch.full_like(scores, self._mean)
 
     def std(self, scores: Tensor) -> Tensor:
-        """The deviation, once for each of `scores`; 0 before two.   [B] -> [B]"""
+        """The deviation, repeated for each of `scores`; 0 before two.   [B] -> [B]"""
         return torch.full_like(scores, (self._squares / (self._count - 1)) ** 0.5 if self._count > 1 else 0.0)
 
     def update(self, token_level_rewards: Tensor, response_mask: Tensor) -> None:
-        """Takes note of a step's scores; rows without sampled tokens have none."""
+        """Adds a step's scores; rows without sampled tokens have none."""
         scores = row_sums(token_level_rewards, response_mask)[response_mask.sum(-1) > 0].double()
         if not len(scores):
             return
@@ -83,9 +83,9 @@ class RunningScores:
         self._count = total
 
     def state(self) -> dict[str, float]:
-        """Returns what a resumed run needs."""
+        """Returns the state for a checkpoint."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores a saved state."""
         self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]

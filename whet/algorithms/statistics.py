@@ -2,7 +2,7 @@
 """Sums, means and deviations over sampled tokens and over groups of rows.
 
 Totals are accumulated in float64, so that equal float32 numbers have exactly their own value as mean and exactly 0 as
-deviation: divided by a deviation of 1e-8 instead, they would look like a signal.
+deviation. A rounding error divided by a deviation of 1e-8 would look like a signal.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def row_means(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """l - o, within 20: beyond, exp of it is of no use and may overflow."""
+    """l - o, clamped to [-20, 20], because exp of larger values may overflow."""
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
 def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
-    """`one` where the condition holds, else `other`, in the dtype of `like`: torch.where would make them float32."""
+    """`one` where the condition holds, else `other`, in the dtype of `like` (torch.where would return float32)."""
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
@@ -45,7 +45,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean, of flags the share, over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
+    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
     mean = masked_sum(x, mask) / mask.sum().clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean.float()
 
@@ -63,7 +63,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class _RowSums(torch.autograd.Function):
-    """x.masked_fill(mask == 0, 0).sum(-1) without a second x, neither forward nor backward."""
+    """x.masked_fill(mask == 0, 0).sum(-1) without a copy of x, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _RowSums(torch.autograd.Function):
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
-    """A finite number of each row at its sampled tokens, 0 elsewhere.   [B], [B, R] of 0 and 1 -> [B, R]"""
+    """Copies each row's number, which must be finite, to its sampled tokens.   [B], [B, R] of 0 and 1 -> [B, R]"""
     result: Tensor = torch.empty(mask.shape, dtype=x.dtype, device=x.device)
     for rows in row_blocks(result):
         torch.mul(x[rows, None], mask[rows], out=result[rows])
@@ -92,7 +92,7 @@ def spread(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class Groups:
-    """The rows with the same `uid`: sums, means and deviations over each group, laid out per row.
+    """Groups of rows with the same `uid`: sums, means and deviations over each group, one value per row.
 
     A row without sampled tokens (failed, dropped) is a member of no group: it counts in no sum or size, and its own
     deviation is 0.
@@ -115,13 +115,13 @@ class Groups:
         return (self.sum(x) / self.size.clamp(min=1)).to(x.dtype)
 
     def max(self, x: Tensor) -> Tensor:
-        """The largest x of the members of each row's group; -inf where it has none.   [B] -> [B]"""
+        """The largest x of the members of each row's group; -inf for a group without members.   [B] -> [B]"""
         largest = x.new_full((self._num_groups,), -torch.inf)
         largest.scatter_reduce_(0, self._group[self.member], x[self.member], "amax")
         return largest[self._group]
 
     def differ(self, x: Tensor) -> Tensor:
-        """Tells whether x differs within a row's group; False for a row that is none.   [B] -> [B] bool"""
+        """True where x differs within a row's group; False for a row that is no member.   [B] -> [B] bool"""
         return (self.max(x) > -self.max(-x)) & self.member
 
     def deviation(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories in several rows: a context that was rewritten on the way begins a new row, but the episode is one."""
+"""Trajectories of several rows: where the context was rewritten, a new row of the same trajectory begins."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from whet.errors import DataError
 
 
 class TrajectoryLayout:
-    """Lays the sampled tokens of rows with one `trajectory_uid` end to end, in row order, and cuts results back.
+    """Concatenates the sampled tokens of rows with the same `trajectory_uid`, in row order, and splits results again.
 
-    T trajectories become columns [T, L] without gaps, L the most tokens that one of them sampled. The k-th sampled
-    token of the batch stands at (row[k], position[k]) before and at (trajectory[k], place[k]) after.
+    T trajectories become columns [T, L] without gaps, L the largest number of sampled tokens. The k-th sampled token of
+    the batch moves from (row[k], position[k]) to (trajectory[k], place[k]).
     """
 
     def __init__(self, trajectory_uid: Tensor, response_mask: Tensor) -> None:
@@ -30,7 +30,7 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def join(self, name: str, column: Tensor) -> Tensor:
-        """[B, R] -> [T, L]; a column with one value a row -> one value a trajectory.
+        """[B, R] -> [T, L]; a column with one value per row -> one value per trajectory.
         Raises: DataError where the rows of a trajectory disagree about such a value."""
         if column.shape == self.row_shape and name not in ROW_COLUMNS:
             joined = column.new_zeros(self.shape)
@@ -48,7 +48,7 @@ class TrajectoryLayout:
         return first
 
     def cut(self, result: Tensor) -> Tensor:
-        """[T, L] -> [B, R], 0 where nothing was sampled; [T] -> [B]."""
+        """[T, L] -> [B, R], 0 where no token was sampled; [T] -> [B]."""
         if result.ndim == 1:
             return result[self.trajectory_of_row]
         rows = result.new_zeros(self.row_shape)
@@ -57,9 +57,9 @@ class TrajectoryLayout:
 
 
 def _tokens_before(trajectory_of_row: Tensor, row_lengths: Tensor, num_trajectories: int) -> tuple[Tensor, Tensor]:
-    """Returns each row's tokens of its trajectory in earlier rows [B], and each trajectory's tokens [T]."""
+    """Returns the number of tokens in earlier rows of the same trajectory [B], and of each trajectory [T]."""
     lengths = row_lengths.new_zeros(num_trajectories).index_add(0, trajectory_of_row, row_lengths)
-    starts = lengths.cumsum(0) - lengths  # where each trajectory begins if all are laid one after another
+    starts = lengths.cumsum(0) - lengths  # of each trajectory in the concatenation of all
     order = trajectory_of_row.argsort(stable=True)
     ordered = row_lengths[order]
     before = torch.empty_like(row_lengths)

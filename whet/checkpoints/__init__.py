@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run, and models that are made of them."""
+"""Checkpoints of a run, and models exported from them."""

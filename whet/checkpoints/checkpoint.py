@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: everything that a run needs to go on, complete or not there.
+"""Checkpoints: the full state of a run, written atomically.
 
     checkpoints/global_step_12/
-        actor.state  critic.state     weights (of an adapter its own alone), optimizer, optimizer steps
-        trainer.json                  step, score of its validation, place in the data, controllers
-        model/                        config and tokenizer: what `whet export` adds to the weights
-        manifest.json                 size and SHA-256 of every other file; written last: without it nothing counts
+        actor.state  critic.state     weights (only the adapter's with LoRA), optimizer, optimizer steps
+        trainer.json                  step, validation score, position in the data, controllers
+        model/                        config and tokenizer, for `whet export`
+        manifest.json                 size and SHA-256 of every other file; written last: a checkpoint needs it
 
-A checkpoint is written beside its name and renamed. A kill at any moment leaves the ones before it as they were.
+A checkpoint is written under a temporary name and renamed. A kill at any moment leaves earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def save(
     score: float | None = None,
     is_good: bool = True,
 ) -> Path:
-    """Writes the checkpoint of `step`, then deletes the oldest beyond `save_limit`, but never the one with the highest
-    `score` and never the newest good one.  Returns its folder. `is_good` is false while updates are being skipped.
+    """Writes the checkpoint of `step`, then deletes the oldest ones beyond `save_limit`, except that with the highest
+    `score` and the newest good one.  Returns its folder. `is_good` is false while updates are being skipped.
 
-    Raises: CheckpointError where it cannot be written; what was half written is gone then, and the others are whole.
+    Raises: CheckpointError where it cannot be written; the partial one is removed, the others stay intact.
     """
     target = run_dir / "checkpoints" / f"{PREFIX}{step}"
     partial = target.with_name(f".{target.name}.partial")
@@ -69,32 +69,32 @@ def save(
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
-        noted = {"step": step, "score": score, "is_good": is_good, **state}
-        (partial / "trainer.json").write_text(json.dumps(noted, indent=1))
-        _sync(run_dir.glob("*.jsonl"))  # a checkpoint never knows of more steps than they hold
+        content = {"step": step, "score": score, "is_good": is_good, **state}
+        (partial / "trainer.json").write_text(json.dumps(content, indent=1))
+        _sync(run_dir.glob("*.jsonl"))  # the logs must reach the checkpoint's step after a power cut
         _write_manifest(partial)
         files.remove(target)
         partial.rename(target)
         _sync([target.parent])
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise _unwritten(target, error) from error
+        raise _write_error(target, error) from error
     delete_oldest(target.parent, save_limit)
     return target
 
 
 def step_of(folder: Path) -> int:
-    """The step after which the complete checkpoint in `folder` was written.  Raises: CheckpointError."""
-    if (step := _noted_step(folder)) < 0:
+    """The step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
+    if (step := _saved_step(folder)) < 0:
         raise CheckpointError(f"{folder}: trainer.json is damaged: it names no step; go on from another checkpoint")
     return step
 
 
 def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
-    """The checkpoint that `trainer.resume` means, or None for a fresh start. `is_begun`: the run in `run_dir` started
-    from the path that `resume` is, and goes on from what it saved since.
+    """The checkpoint that `trainer.resume` selects; None for a fresh start. `is_begun`: the run in `run_dir` already
+    started from the path in `resume`, so newer checkpoints of the run come first.
 
-    Raises: CheckpointError for a path without a complete checkpoint, and where there are some but none is whole.
+    Raises: CheckpointError for a path without a complete checkpoint, and where all checkpoints are damaged.
     """
     if resume == "never":
         return None
@@ -107,16 +107,16 @@ def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
                 "trainer.run_dir"
             )
         return whole
-    start = Path(resume).expanduser()
+    named = Path(resume).expanduser()
     whole = _newest_whole(run_dir)[0] if is_begun else None
-    if whole is not None and number(whole) > _noted_step(start):
+    if whole is not None and number(whole) > _saved_step(named):
         return whole
-    verify(start)
-    return start
+    verify(named)
+    return named
 
 
 def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint without damage, and the damaged ones that are newer."""
+    """The newest undamaged checkpoint, and the damaged ones that are newer."""
     damaged = list[Path]()
     for folder in reversed(folders(run_dir / "checkpoints")):
         try:
@@ -129,15 +129,15 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
 
 
 def newest(run_dir: Path, *, good: bool = False) -> Path | None:
-    """The newest checkpoint that was completed, without looking for damage; `good`: while no update was skipped."""
+    """The newest complete checkpoint, not checked for damage; `good`: of those saved while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
     if good:
-        complete = [each for each in complete if _noted_step(each) >= 0 and _noted(each).get("is_good", True) is True]
+        complete = [each for each in complete if _saved_step(each) >= 0 and _saved(each).get("is_good", True) is True]
     return complete[-1] if complete else None
 
 
 def last_good(run_dir: Path) -> str:
-    """Names the checkpoint to go on from where updates went wrong."""
+    """Advice for errors: the newest good checkpoint, and the setting that resumes from it."""
     good = newest(run_dir, good=True)
     if good is None:
         return "there is no checkpoint yet"
@@ -145,27 +145,27 @@ def last_good(run_dir: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the highest score, the newest of equals; None where no score was ever taken."""
+    """The complete checkpoint with the highest score, the newest of equal ones; None where none has a score."""
     scored = [(score, folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None]
     return max(scored, key=lambda each: (each[0], number(each[1])))[1] if scored else None
 
 
 def score_of(folder: Path) -> float | None:
-    """The score of a checkpoint's validation, higher being better; None where there was none."""
-    score = _noted(folder).get("score") if (folder / MANIFEST).exists() else None
+    """The validation score of a checkpoint, higher is better; None without validation."""
+    score = _saved(folder).get("score") if (folder / MANIFEST).exists() else None
     return score if isinstance(score, float | int) and math.isfinite(score) else None
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
     """Deletes the checkpoints that are `over_limit`."""
     for folder in over_limit(checkpoints, limit):
-        # Without its manifest it no longer counts, should this be cut short.
+        # The manifest first: a deletion that is cut short leaves no checkpoint that seems complete.
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """The checkpoints but for the newest `limit` (None: no limit), the best, and the newest good one."""
+    """The checkpoints to delete: all but the newest `limit` (None: no limit), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)
@@ -173,17 +173,17 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
 
 
 def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
-    """The bytes that a run which starts in the folder deletes first."""
+    """Number of bytes that a run in this folder frees when it deletes the checkpoints `over_limit`."""
     deleted = over_limit(run_dir / "checkpoints", limit)
     return sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
 
 
 def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[str]) -> dict[str, Any]:
-    """Puts weights and optimizers back.  Returns the rest of the state that was saved, `step` among it.
+    """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 
-    Raises: CheckpointError where the state lacks an `expected` name; EngineError where weights are of another model.
+    Raises: CheckpointError where the state lacks an `expected` name; EngineError for weights of another model.
     """
-    state = {**_noted(folder), "step": step_of(folder)}
+    state = {**_saved(folder), "step": step_of(folder)}
     if missing := set(expected) - state.keys():
         raise CheckpointError(
             f"{folder} holds {', '.join(sorted(state))}, and this run needs {', '.join(sorted(missing))} too: another "
@@ -196,7 +196,7 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[s
 
 
 def verify(folder: Path) -> None:
-    """Raises: CheckpointError naming what is missing or damaged in a checkpoint."""
+    """Checks that a checkpoint is complete and undamaged.  Raises: CheckpointError, which names the file."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         found = "an unfinished checkpoint" if folder.exists() else "no such folder"
@@ -211,7 +211,7 @@ def verify(folder: Path) -> None:
     if link := next(files.links_out(folder), None):
         raise CheckpointError(
             f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint; a checkpoint holds its own files: "
-            "put the file itself there"
+            "replace the link with the file itself"
         )
     for name, (size, digest) in expected.items():
         path = folder / name
@@ -221,21 +221,21 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
 
 
-def _noted(folder: Path) -> dict[str, Any]:
-    """The content of trainer.json; nothing where it cannot be read."""
+def _saved(folder: Path) -> dict[str, Any]:
+    """The content of trainer.json; empty where it cannot be read."""
     try:
-        noted = json.loads((folder / "trainer.json").read_text())
+        content = json.loads((folder / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _noted_step(folder: Path) -> int:
-    step = _noted(folder).get("step")
+def _saved_step(folder: Path) -> int:
+    step = _saved(folder).get("step")
     return step if type(step) is int else -1
 
 
-def _unwritten(target: Path, error: Exception) -> CheckpointError:
+def _write_error(target: Path, error: Exception) -> CheckpointError:
     free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
     last = newest(target.parent.parent)
     kept = "there is none before it" if last is None else f"{last} is whole"
@@ -261,7 +261,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync(paths: Iterable[Path]) -> None:
-    """Makes files, and renames in folders, outlive a power cut."""
+    """Writes files and folder entries through to the disk, so that they survive a power cut."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -271,7 +271,7 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, whole or damaged, oldest step first."""
+    """Checkpoint folders, also damaged ones, oldest step first."""
     named = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}[0-9]{{1,18}}", path.name)]
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=number)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is full or refuses: the errors of files as errors of ours."""
+"""Conversion of file errors (disk full, no permission) to StorageError."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Raises: StorageError, which says how to go on, where a file of the folder that `key` names cannot be read or
-    written."""
+    """Converts errors on the files of a run to StorageError, which explains how to continue. `key` names the folder
+    in the message."""
     try:
         yield
     except OSError as error:
@@ -30,8 +30,8 @@ def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
             if not error.filename or not (named.is_relative_to(whole) or whole.is_relative_to(named)):
                 raise
             raise StorageError(
-                f"{error.filename}: {error.strerror}; expected a folder that can be written to: mend or remove what "
-                f"stands there, or choose another {key}"
+                f"{error.filename}: {error.strerror}; expected a folder that can be written to: correct its "
+                f"permissions, remove the file in its place, or choose another {key}"
             ) from error
         last = checkpoint.newest(path)
         again = "starts afresh" if last is None else f"goes on from {last}"

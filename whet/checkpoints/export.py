@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's policy as a plain Hugging Face folder, for good or for as long as it is read, or its adapter alone."""
+"""Export of a checkpoint's policy as a plain Hugging Face folder, or of its adapter alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 def export(
     source: Path, out: Path, *, adapter: bool = False, base: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Writes the policy of a checkpoint, or of a run's newest one, so that plain transformers loads it.  Returns `out`.
+    """Writes the policy of a checkpoint, or of a run's newest one, as a folder for plain transformers.  Returns `out`.
 
     Weights are written in the dtype of the model that training started from. A trained adapter is merged into that
-    model, which is looked for where it was, or at `base`; with `adapter` it is written alone, as peft loads it. `out`
-    must not hold anything yet.  Raises: CheckpointError.
+    model, which is read from its original path or from `base`; with `adapter` the adapter is written alone, in peft's
+    format. `out` must be new or empty.  Raises: CheckpointError.
     """
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         if out.exists() and any(out.iterdir()):
@@ -43,18 +43,18 @@ def export(
         try:
             return _export(folder, out, adapter, base, trust_remote_code)
         except BaseException:
-            shutil.rmtree(out, ignore_errors=True)  # it is half of a model
+            shutil.rmtree(out, ignore_errors=True)  # it may hold half a model
             raise
 
 
 def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remote_code: bool) -> Path:
-    weights, start = _state(folder / "actor.state")
-    if start is None and (adapter or base is not None):
+    weights, origin = _state(folder / "actor.state")
+    if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
-    if start is not None:
-        model = _with_adapter(folder, start | {"trust_remote_code": trust_remote_code}, weights, base)
+    if origin is not None:
+        model = _with_adapter(folder, origin | {"trust_remote_code": trust_remote_code}, weights, base)
         if adapter:
-            return _write_adapter(model, start, weights, folder, base, out)
+            return _write_adapter(model, origin, weights, folder, base, out)
         weights = dict(merged_weights(model))
     try:
         config = load_config(folder / "model", trust_remote_code=trust_remote_code)
@@ -63,7 +63,7 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remo
     except (ModelError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
     _check_names(shapes, weights, folder)
-    # In the model's order: a state may have it by name, and then not all of a layer at once.
+    # In the model's order: a state sorted by name would not have the weights of a layer together.
     ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
     write_weights(out, ordered, shapes, config.dtype or torch.float32)
     shutil.copytree(folder / "model", out, dirs_exist_ok=True)
@@ -71,7 +71,7 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remo
 
 
 def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any] | None]:
-    """The weights of a checkpoint's policy, by name, and what its adapter was put into."""
+    """The weights of a checkpoint's policy, by name, and the origin of an adapter: its base model and settings."""
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
     state = serialization.load(path)
@@ -88,20 +88,20 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
 
 
 def _with_adapter(
-    folder: Path, start: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
+    folder: Path, origin: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
 ) -> PreTrainedModel:
-    """The model that training started from, with the trained adapter in it."""
-    path = base or start["model_path"]
+    """Loads the model that training started from, with the trained adapter in it."""
+    path = base or origin["model_path"]
     try:
-        model = load_policy(path, **{name: start[name] for name in LOADED_WITH})
+        model = load_policy(path, **{name: origin[name] for name in LOADED_WITH})
     except ModelError as error:
         raise CheckpointError(
-            f"{folder} is an adapter for the model at {path}, which cannot be loaded; name where it lies "
+            f"{folder} is an adapter for the model at {path}, which cannot be loaded; give the model's folder "
             f"with --base: {error}"
         ) from error
-    if fingerprint(model) != start["fingerprint"]:
+    if fingerprint(model) != origin["fingerprint"]:
         raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
-    add_adapter(model, LoraConfig(**start["lora"]), seed=0)
+    add_adapter(model, LoraConfig(**origin["lora"]), seed=0)
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -111,27 +111,27 @@ def _with_adapter(
 
 def _write_adapter(
     model: PreTrainedModel,
-    start: dict[str, Any],
+    origin: dict[str, Any],
     weights: Mapping[str, torch.Tensor],
     folder: Path,
     base: str | None,
     out: Path,
 ) -> Path:
-    if start["adapter_path"] is not None:
+    if origin["adapter_path"] is not None:
         raise CheckpointError(
-            f"{folder} started from {start['model_path']} with the adapter {start['adapter_path']} merged into it, so "
-            "its own adapter fits no model that lies anywhere; export the merged model, without --adapter"
+            f"{folder} started from {origin['model_path']} with the adapter {origin['adapter_path']} merged into it, "
+            "so its own adapter fits no saved model; export the merged model, without --adapter"
         )
     config = model.peft_config[ADAPTER]
-    config.base_model_name_or_path = base or start["model_path"]
+    config.base_model_name_or_path = base or origin["model_path"]
     save_adapter(dict(weights), config, out)
-    kept = shutil.ignore_patterns("config.json", "generation_config.json")  # what makes a whole model of a folder
-    shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=kept)
+    whole_model = shutil.ignore_patterns("config.json", "generation_config.json")  # not in an adapter's folder
+    shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=whole_model)
     return out
 
 
 def find_checkpoint(source: Path) -> Path:
-    """`source` itself where it is a checkpoint, or the newest one of the run that it is.  Raises: CheckpointError."""
+    """`source` where it is a checkpoint, else the newest checkpoint of the run in it.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         raise CheckpointError(
@@ -141,7 +141,7 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def find_model(path: str) -> str:
-    """The model that `path` names: a Hugging Face folder or hub name as it is, for a run its newest checkpoint.
+    """The model that `path` names: a Hugging Face folder or hub name unchanged, for a run its newest checkpoint.
     Raises: CheckpointError."""
     folder = Path(path).expanduser()
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
@@ -150,7 +150,7 @@ def find_model(path: str) -> str:
 
 @contextmanager
 def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
-    """`path` where transformers can load it; for a checkpoint or a run an export that lives as long as the block."""
+    """Yields a path that transformers can load; for a checkpoint or a run a temporary export."""
     found = find_model(path)
     if not (Path(found) / checkpoint.MANIFEST).exists():
         yield found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight files of a Hugging Face folder, written a few weights at a time."""
+"""Weight files of a Hugging Face folder, written a few weights at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import CheckpointError
 
-FILE_BYTES = 2**29  # of a written file, and its weights are in memory at once
+FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
 
 
 def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Writes `weights`, named as in `model` (which needs no numbers), in `dtype` and under the names of its folder.
+    """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
 
-    What is in memory: one file's weights, and one layer's or one weight outside the layers.
+    Memory: the weights of one file, and of one layer.
     """
     out.mkdir(parents=True, exist_ok=True)
     written: list[list[str]] = []
@@ -36,7 +36,7 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
         if kept:
             part = out / f"part-{len(written)}"
             part.touch()
-            mode = part.stat().st_mode  # as the user's umask has it; safetensors makes files for their owner alone
+            mode = part.stat().st_mode  # of the user's umask; safetensors would let only the owner read the file
             save_file(kept, part, metadata={"format": "pt"})
             part.chmod(mode)
             written.append(list(kept))
@@ -44,7 +44,7 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
 
     total = 0
     for _, group in groupby(weights, key=lambda named: _layer(named[0])):
-        # A folder may have a layer's weights in other pieces, such as experts one by one.
+        # The files may split a layer's weights differently, such as experts one by one.
         part = revert_weight_conversion(model, {name: _finite(name, weight.to(dtype)) for name, weight in group})
         for name, weight in part.items():
             if sum(each.nbytes for each in kept.values()) + weight.nbytes > FILE_BYTES:
@@ -64,7 +64,7 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The whole weights of a sharded state, each put together when it is asked for."""
+    """The weights of a sharded state, each merged from its shards on access."""
 
     def __init__(self, folder: Path) -> None:
         reader = HuggingFaceStorageReader(str(folder))
@@ -76,7 +76,7 @@ class MergedShards(Mapping[str, torch.Tensor]):
         for index, file in self._found.storage_data.items():
             if index.fqn == f"model.{name}":
                 at = tuple(slice(start, start + size) for start, size in zip(index.offset, file.shape, strict=True))
-                with safe_open(file.relative_path, framework="pt") as opened:  # closed, it is not in memory
+                with safe_open(file.relative_path, framework="pt") as opened:  # a closed file uses no memory
                     whole[at] = opened.get_tensor(index.fqn)
         return whole
 
@@ -91,13 +91,13 @@ class MergedShards(Mapping[str, torch.Tensor]):
 def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     if not weight.isfinite().all():
         raise CheckpointError(
-            f"{name} holds NaN or infinite numbers in {weight.dtype}, so no model can be made of these weights; choose "
-            "a checkpoint of an earlier step"
+            f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model; choose a "
+            "checkpoint of an earlier step"
         )
     return weight
 
 
 def _layer(name: str) -> str:
-    """A name that the weights of one layer have in common, and no others."""
+    """The prefix that the weights of one layer share; the whole name for a weight outside the layers."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name

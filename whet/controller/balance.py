@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The division of rows among data-parallel ranks."""
+"""Partition of rows among data-parallel ranks with balanced work."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterable, Sequence
 
 from whet.errors import DataError
 
-# The length at which causal attention costs as much as all other work of a token: six times the hidden size, here that
-# of a 1.5 B model. Only the order of lengths below it matters much, so one number serves all models.
+# The length at which causal attention costs as much as all other work of a token: six times the hidden size, here of a
+# 1.5 B model. One number is good enough for all models, because the partition depends little on it.
 EVEN_LENGTH = 9216
-MOST_DIFFERENCED = 16  # blocks a part; of more the greedy partition is within 0.2 % of even as it is
-MOST_STEPS = 2**16  # of differencing, about: of many parts it is given fewer blocks each
+MAX_DIFFERENCED = 16  # blocks per part; with more of them the greedy partition is within 0.2 % of even
+MAX_STEPS = 2**16  # of differencing, approximately: with many parts it runs on fewer blocks per part
 
 Part = tuple[float, list[int]]  # work, blocks
 
 
 def sequence_workload(num_tokens: int) -> float:
-    """The relative cost of one sequence: linear in its tokens for the matrix products, quadratic for attention."""
+    """Relative cost of one sequence: linear in its tokens for the matrix products, quadratic for attention."""
     return num_tokens + num_tokens**2 / EVEN_LENGTH
 
 
 def balanced_partition(workloads: Sequence[float], parts: int, block: int = 1) -> list[list[int]]:
-    """Row numbers of each part: every row in one part, ascending within it, the largest total workload kept small.
+    """Row numbers of each part, ascending; the largest total workload of a part is kept small.
 
-    Rows come in blocks of `block` consecutive ones that stay together. Blocks are dealt largest first to the part with
-    the least work (Graham 1969): the largest part is at most 4/3 - 1/(3 parts) of the best possible. Of few blocks the
-    largest differencing method (Karmarkar and Karp 1982) is tried too, and the more even partition taken. A part stays
-    empty only where there are fewer blocks than parts; the same workloads give the same parts.
+    Each `block` consecutive rows stay together. Greedy (Graham 1969): the largest remaining block goes to the part with
+    the least work; the largest part is then at most 4/3 - 1/(3 parts) of the optimum. With few blocks the largest
+    differencing method (Karmarkar and Karp 1982) is tried too, and the more even partition is returned. A part is empty
+    only where there are fewer blocks than parts. The same workloads give the same parts.
 
-    Raises: DataError if the rows are no whole number of blocks.
+    Raises: DataError if the rows are not a whole number of blocks.
     """
     if parts < 1 or block < 1 or len(workloads) % block:
         raise DataError(
@@ -39,14 +39,14 @@ def balanced_partition(workloads: Sequence[float], parts: int, block: int = 1) -
         )
     blocks = [sum(workloads[start : start + block]) for start in range(0, len(workloads), block)]
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index])
-    chosen = _dealt(blocks, order, parts)
-    if len(blocks) <= max(2 * parts, min(MOST_DIFFERENCED * parts, MOST_STEPS // parts)):
+    chosen = _greedy(blocks, order, parts)
+    if len(blocks) <= max(2 * parts, min(MAX_DIFFERENCED * parts, MAX_STEPS // parts)):
         chosen = min(chosen, _differenced(blocks, order, parts), key=lambda found: max(work for work, _ in found))
     return [[index * block + row for index in sorted(part) for row in range(block)] for _, part in chosen]
 
 
 def inverse_order(shards: Iterable[Sequence[int]]) -> list[int]:
-    """Returns the place of each row of the caller in the shards put end to end."""
+    """Returns the position of each of the caller's rows in the concatenated shards."""
     order = [row for shard in shards for row in shard]
     positions = [0] * len(order)
     for position, row in enumerate(order):
@@ -54,8 +54,8 @@ def inverse_order(shards: Iterable[Sequence[int]]) -> list[int]:
     return positions
 
 
-def _dealt(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Part]:
-    """The blocks in `order` (largest first), each in the part that had the least work, of equals the fewest blocks."""
+def _greedy(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Part]:
+    """Assigns the blocks in `order` (largest first) to the part with the least work, then with the fewest blocks."""
     found: list[list[int]] = [[] for _ in range(parts)]
     least_loaded = [(0.0, 0, part) for part in range(parts)]
     for index in order:
@@ -67,11 +67,11 @@ def _dealt(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Pa
 
 
 def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Part]:
-    """The blocks in `order` (largest first) in parts, by first block.
+    """Partition of the blocks in `order` (largest first); its parts are sorted by their first block.
 
     Each block starts as a partition of its own. The two least even partitions are joined, the fullest part of one with
-    the emptiest of the other, until one is left. A partition lists its parts with blocks, fullest first."""
-    heap: list[tuple[float, int, list[Part]]] = [  # emptiest minus fullest; age, so that equals keep their order; parts
+    the emptiest of the other, until one is left. A partition lists its non-empty parts, fullest first."""
+    heap: list[tuple[float, int, list[Part]]] = [  # (emptiest minus fullest, age to order equal ones, parts)
         (-blocks[index] if parts > 1 else 0.0, age, [(blocks[index], [index])]) for age, index in enumerate(order)
     ]
     heapq.heapify(heap)
@@ -85,8 +85,8 @@ def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> l
 
 
 def _joined(one: list[Part], other: list[Part], parts: int) -> list[Part]:
-    """Part i of the one with part `parts - 1 - i` of the other, where both have it."""
-    both = len(one) + len(other) - parts  # how many meet: the last of each
+    """Joins part i of `one` with part `parts - 1 - i` of `other`, where both exist."""
+    both = len(one) + len(other) - parts  # number of joined parts: the last ones of each
     if both <= 0:
         return [*one, *other]
     start = len(one) - both

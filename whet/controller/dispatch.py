@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a call of the loop to a call on each rank, and from the results of the ranks to one result."""
+"""Dispatch: splits the arguments of a group's call over its ranks, and gathers their results into one."""
 
 from __future__ import annotations
 
@@ -23,43 +23,42 @@ RESERVED = "block"  # keyword of a call that the dispatcher reads itself
 
 
 class Dispatch(enum.Enum):
-    """The meaning of a method's arguments and results to the ranks of its group."""
+    """The way in which arguments go to the ranks of a group, and results come back."""
 
-    ONE_TO_ALL = "one to all"  # the same arguments to every rank; a list of results by rank
-    ALL_TO_ALL = "all to all"  # every argument a list with one item a rank; a list of results by rank
-    DP_COMPUTE = "data-parallel compute"  # rows split over data-parallel ranks, results in the caller's row order
+    ONE_TO_ALL = "one to all"  # every rank gets the same arguments; returns a list of results by rank
+    ALL_TO_ALL = "all to all"  # every argument is a list with one item per rank; returns a list of results by rank
+    DP_COMPUTE = "data-parallel compute"  # rows are split over data-parallel ranks; returns the caller's row order
     GATHER = DP_COMPUTE
     MEGATRON_COMPUTE = DP_COMPUTE  # noqa: PIE796
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one rank's method."""
+    """The arguments of a call on one rank."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A call: what each rank is given (a rank that is absent is not called), and how the results become one."""
+class CallPlan:
+    """A call on many ranks: the arguments of each called rank, and the function that gathers the results."""
 
-    arguments: Mapping[int, Arguments]
+    arguments: Mapping[int, Arguments]  # by rank
     collect: Callable[[Mapping[int, Any]], Any]
 
 
 _MODES: WeakKeyDictionary[Callable[..., Any], Dispatch] = WeakKeyDictionary()
-_BESIDE = WeakSet[Callable[..., Any]]()
+_CONCURRENT = WeakSet[Callable[..., Any]]()
 
 
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, beside: bool = False) -> Callable[[F], F]:
-    """Decorator that lets the loop call a worker's method through its group. Overriding methods need no mark of their
-    own.
+def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool = False) -> Callable[[F], F]:
+    """Decorator that makes a worker's method callable through its group. Overriding methods inherit it.
 
-    A process serves calls one after the other, in order; methods marked `beside` run beside them, each in a thread of
-    its own. In the caller's own process every call is a plain call.
+    A process serves calls one after the other, in order; a call of a `concurrent` method runs at the same time, in a
+    thread of its own. In the caller's own process every call is a plain call.
 
-    Raises: RegistryError for a parameter called `block`: this is the caller's word to the dispatcher.
+    Raises: RegistryError for a parameter named `block`: the dispatcher itself reads this keyword.
     """
 
     def decorate(method: F) -> F:
@@ -68,20 +67,20 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, beside: bool = Fa
                 f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads; rename it"
             )
         _MODES[method] = dispatch_mode
-        if beside:
-            _BESIDE.add(method)
+        if concurrent:
+            _CONCURRENT.add(method)
         return method
 
     return decorate
 
 
-def runs_beside(cls: type[Worker], method: str) -> bool:
-    """Tells whether calls of a method run beside others."""
-    return any(vars(base).get(method) in _BESIDE for base in cls.__mro__ if method in vars(base))
+def is_concurrent(cls: type[Worker], method: str) -> bool:
+    """True where calls of a method run at the same time as others."""
+    return any(vars(base).get(method) in _CONCURRENT for base in cls.__mro__ if method in vars(base))
 
 
 def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
-    """The methods of a worker class that a group offers, by name, with their modes. The word nearest to `cls` holds."""
+    """Dispatch modes of a worker class's registered methods, by name. A subclass overrides the mode of its base."""
     found: dict[str, Dispatch] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
@@ -90,21 +89,21 @@ def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
     return found
 
 
-def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int = 1) -> Plan:
-    """The plan of one call on ranks with these layouts. `caller` names it in errors ("actor.update").
+def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int = 1) -> CallPlan:
+    """Plans one call on ranks with these layouts. `caller` is its name in errors ("actor.update").
 
-    Raises: DataError for arguments that cannot be given out in this mode.
+    Raises: DataError for arguments that do not fit the mode.
     """
     if mode is Dispatch.DP_COMPUTE:
         return _data_parallel(layouts, arguments, caller, block)
     if block != 1:
-        raise DataError(f"{caller} was given block, which says how rows are split; it is {mode.value}")
+        raise DataError(f"{caller} got block={block}, but it is {mode.value} and splits no rows; remove block")
     ranks = range(len(layouts))
-    given = dict.fromkeys(ranks, arguments)
+    by_rank = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:
-        _check_one_a_rank(arguments, len(layouts), caller)
-        given = {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks}
-    return Plan(given, lambda results: [results[rank] for rank in ranks])
+        _check_one_per_rank(arguments, len(layouts), caller)
+        by_rank = {rank: _map(arguments, operator.itemgetter(rank)) for rank in ranks}
+    return CallPlan(by_rank, lambda results: [results[rank] for rank in ranks])
 
 
 def check_layouts(layouts: Sequence[Layout], role: str) -> None:
@@ -121,29 +120,29 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> Plan:
+def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
     if not split:
         raise DataError(
-            f"{caller} splits rows, and was given none: pass a DataProto or a list, or register it one to all"
+            f"{caller} splits rows, but no argument has rows: pass a DataProto or a list, or register it one to all"
         )
     if len({len(value) for value in split}) > 1:
         raise DataError(
-            f"{caller} was given {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
-            "same rows (a list that is meant for every rank goes as a tuple)"
+            f"{caller} got {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
+            "same number of rows (pass a list that every rank needs whole as a tuple)"
         )
     dp_size = layouts[0].dp_size
     shards = balanced_partition(_workloads(split[0]), dp_size, block)
-    given = [_map(arguments, partial(_take, shard)) for shard in shards]
+    by_dp_rank = [_map(arguments, partial(_take_rows, shard)) for shard in shards]
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
-    return Plan(
-        {rank: given[layout.dp_rank] for rank, layout in enumerate(layouts)},
+    return CallPlan(
+        {rank: by_dp_rank[layout.dp_rank] for rank, layout in enumerate(layouts)},
         lambda results: _gather([results[reporters[dp_rank]] for dp_rank in range(dp_size)], shards, caller),
     )
 
 
 def _workloads(rows: DataProto | list[Any]) -> list[float]:
-    """Returns a number for each row, from its tokens; the same for all where they have none."""
+    """Workload of each row, from its number of tokens; equal for rows without tokens."""
     if isinstance(rows, DataProto):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
@@ -151,7 +150,7 @@ def _workloads(rows: DataProto | list[Any]) -> list[float]:
     return [sequence_workload(length) for length in lengths]
 
 
-def _take(shard: Sequence[int], value: Any) -> Any:
+def _take_rows(shard: Sequence[int], value: Any) -> Any:
     if not isinstance(value, (DataProto, list)) or len(shard) == len(value):
         return value
     return [value[row] for row in shard] if isinstance(value, list) else value[shard]
@@ -164,11 +163,11 @@ def _map(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
     )
 
 
-def _check_one_a_rank(arguments: Arguments, world_size: int, caller: str) -> None:
+def _check_one_per_rank(arguments: Arguments, world_size: int, caller: str) -> None:
     for value in (*arguments.args, *arguments.kwargs.values()):
         if not isinstance(value, list) or len(value) != world_size:
             found = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
-            raise DataError(f"{caller} takes lists with one item for each of {world_size} ranks; it was given {found}")
+            raise DataError(f"{caller} takes lists with one item for each of {world_size} ranks; it got {found}")
 
 
 # -- results back ------------------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def _check_one_a_rank(arguments: Arguments, world_size: int, caller: str) -> Non
 def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str) -> Any:
     """Joins the results of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
 
-    A rank that was given no rows may return anything of no rows, or None.
+    A rank without rows may return an empty result, or None.
     """
     parts = [(result, shard) for result, shard in zip(results, shards, strict=True) if shard or result is not None]
     if all(result is None for result, _ in parts):
@@ -187,8 +186,8 @@ def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str
     if kinds or kind not in _KINDS:
         found = ", ".join(sorted(each.__name__ for each in {kind, *kinds}))
         raise WorkerError(
-            f"{caller} returned {found}, which cannot be gathered; return the same of DataProto, list, dict of "
-            "tensors, Metrics, None or a tuple of these on every rank"
+            f"{caller} returned {found}, which cannot be gathered; return the same type on every rank: DataProto, "
+            "list, dict of tensors, Metrics, None or a tuple of these"
         )
     if kind is tuple:
         columns = zip(*(result for result, _ in parts), strict=True)
@@ -210,7 +209,7 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
         sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
             raise WorkerError(
-                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result a row"
+                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result per row"
             )
     results = [result for result, _ in parts]
     if len(results) == 1:

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers where the config says."""
+"""Launch of workers: in this process, in processes of this machine, or on Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from whet.config.cluster import ClusterConfig
-from whet.controller.local import SameProcess
+from whet.controller.dispatch import Arguments
+from whet.controller.local_workers import BUILD, LocalWorkers
 from whet.controller.processes import ProcessTransport
 from whet.controller.remote import RemoteTransport
-from whet.controller.resource_pool import ResourcePool, hosts_of, pools_of
-from whet.controller.worker import WorkerSpec
-from whet.controller.worker_group import WorkerGroup
-from whet.errors import WorkerError
+from whet.controller.resource_pool import ResourcePool, pools_of, with_roles
+from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker_group import Reply, WorkerGroup, closed_error
+from whet.errors import WhetError, WorkerError
 from whet.metrics import phase
 
 
 def launch_roles(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> dict[str, WorkerGroup]:
-    """A group for each spec, by role, on the pools and the backend of the config.  Raises: as `launch`."""
+    """Launches a group for each spec, by role, on the pools and the backend of the config.  Raises: as `launch`."""
     on_ray = cluster if cluster.backend == "ray" else None
     return launch(specs, pools_of(cluster, specs), cluster.deadline_seconds, on_ray)
 
@@ -30,19 +32,19 @@ def launch(
     deadline_seconds: float,
     on_ray: ClusterConfig | None = None,
 ) -> dict[str, WorkerGroup]:
-    """A group for each spec, by role. Each process of a pool hosts a worker of every role of the pool, built in the
-    order given.
+    """Launches a group for each spec.  Returns them by role. Each process of a pool hosts a worker of every role of the
+    pool, built in the order of `specs`.
 
-    One pool of one process on this machine is this process: calls are direct, arguments are handed over as they are,
-    and no deadline can end them. All others are started anew: each imports the caller's main module, so a script needs
-    `if __name__ == "__main__":`. There `deadline_seconds` bounds the start, every collective and every wait for a call.
-    Nothing listens beyond the loopback address. On Ray a process is an actor, and ranks fill one node after the other,
-    pool by pool; `cluster.nnodes` nodes get as many each. The processes end with `close`, with the first failure, and
-    with this process, however it ends, and so does whatever they started.
+    A single pool of one process without Ray is this process: calls are direct, arguments are passed by reference, and
+    there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
+    needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
+    Sockets listen on the loopback address only. On Ray a process is an actor; ranks fill one node after the other, pool
+    by pool, with the same number on each of the `cluster.nnodes` nodes. The processes, and all that they started, end
+    with `close`, with the first failure, and with this process, even after kill -9.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
     """
-    pools = hosts_of(specs, [pools] if isinstance(pools, ResourcePool) else pools)
+    pools = with_roles(specs, [pools] if isinstance(pools, ResourcePool) else pools)
     transport: SameProcess | RemoteTransport[Any]
     if on_ray is not None:
         from whet.controller.ray.transport import RayTransport
@@ -58,6 +60,47 @@ def launch(
             spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
             for spec in specs
         }
-    except WorkerError:  # layouts that do not fit
+    except WorkerError:  # inconsistent layouts
         transport.close()
         raise
+
+
+class SameProcess:
+    """The transport to workers in this process: a direct call."""
+
+    def __init__(self) -> None:
+        self.workers = LocalWorkers()
+        self._closed_by: WhetError | None = None
+
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        """Implements `RemoteTransport.build`."""
+        try:
+            return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
+        """Implements `Transport.send`."""
+        if self._closed_by is not None:
+            raise closed_error(role, method, self._closed_by)
+        return {rank: self._call(role, method, payload) for rank, payload in arguments.items()}
+
+    def _call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Reply:
+        reply: Reply = Future()
+        try:
+            reply.set_result(self.workers.call(role, method, payload))
+        except Exception as error:
+            described = self.workers.describe(error, role, method)
+            self.abort(described)
+            reply.set_exception(described)
+        return reply
+
+    def abort(self, error: WhetError) -> None:
+        """Implements `Transport.abort`."""
+        self._closed_by = self._closed_by or error
+
+    def close(self) -> None:
+        """Implements `Transport.close`."""
+        self._closed_by = self._closed_by or WorkerError("close() was called")
+        self.workers.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes on this machine, over socket pairs: a thread of the caller takes the answers of each."""
+"""Worker processes on this machine, over socket pairs. A thread of the caller receives the replies of each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from multiprocessing import connection
 
 from whet import devices
 from whet.controller import wire
-from whet.controller.host import SOCKET_BYTES, main_module
-from whet.controller.hosted import BUILD, LOOPBACK, Seat
-from whet.controller.remote import Peer, RemoteTransport, Waiting
+from whet.controller.local_workers import BUILD, LOOPBACK, RankSpec
+from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker_process import SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
 from whet.processes.fork_server import Child, ForkServer, exit_text
 
 log = logging.getLogger(__name__)
-CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
+CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,44 +42,42 @@ class ProcessTransport(RemoteTransport[_Process]):
 
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
-        self._server = ForkServer("whet.controller.host:prepare", pickle.dumps(main_module()), stdout=None)
+        self._server = ForkServer("whet.controller.worker_process:prepare", pickle.dumps(main_module()), stdout=None)
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
-        everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        ranks = [(pool, rank) for pool in pools for rank in range(pool.processes)]
         found = devices.count()
-        if 0 < found < len(everyone):
-            log.warning(
-                "%d processes and %d accelerators: none takes one, all compute on the host", len(everyone), found
-            )
-        for number, (pool, rank) in enumerate(everyone):
+        if 0 < found < len(ranks):
+            log.warning("%d processes for %d accelerators: all processes compute on the host", len(ranks), found)
+        for number, (pool, rank) in enumerate(ranks):
             peer = _Process(pool=pool, rank=rank, child=self._server.spawn(Child))
             peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
             peer.socket.settimeout(deadline_seconds)
-            seat = Seat(
+            spec = RankSpec(
                 pool=pool,
                 rank=rank,
-                device_index=number if found >= len(everyone) else None,
-                processes_here=len(everyone),
+                device_index=number if found >= len(ranks) else None,
+                processes_here=len(ranks),
                 store=(LOOPBACK, self._store.port),
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,
             )
-            frames.send(peer.socket, 0, [pickle.dumps(seat)])
+            frames.send(peer.socket, 0, [pickle.dumps(spec)])
             self.peers.append(peer)
         for peer in self.peers:
             threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()).start()
 
     def prepare(self, frames: list[wire.Frame]) -> list[wire.Frame]:
-        """The frames themselves."""
+        """Returns the frames unchanged."""
         return frames
 
-    def hand_over(self, peer: _Process, waiting: Waiting, header: bytes, payload: list[wire.Frame]) -> None:
+    def start_call(self, peer: _Process, call: OpenCall, header: bytes, payload: list[wire.Frame]) -> None:
         """Writes header and payload to the socket."""
         try:
-            frames.send(peer.socket, waiting.number, [header, *payload])
+            frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
             self.abort(
                 DeadlineError(
-                    f"{peer.name(waiting.role)} did not take the arguments of {waiting.method} within "
+                    f"{peer.name(call.role)} did not take the arguments of {call.method} within "
                     f"{self.deadline_seconds:g} s; its processes were ended"
                 )
             )
@@ -87,7 +85,7 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.abort(self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Says that no more calls come, and waits; then kills what is left."""
+        """Closes the sending side and waits where `is_orderly`; then kills the processes that are left."""
         until = time.monotonic() + CLOSE_SECONDS
         for peer in self.peers if is_orderly else ():
             with contextlib.suppress(OSError):
@@ -104,23 +102,23 @@ class ProcessTransport(RemoteTransport[_Process]):
                         self._server.read()
                         if peer.child.exit_code is None:
                             continue
-                        raise EOFError  # and something that it started holds the connection
-                    number, answer = wire.receive(peer.socket)
-                except (EOFError, OSError, ValueError):  # the last where the launch has ended
+                        raise EOFError  # a process that it started may hold the connection open
+                    number, reply = wire.receive(peer.socket)
+                except (EOFError, OSError, ValueError):  # ValueError: the launch has ended
                     if not self.ended.is_set():
                         self.abort(self._death(peer))
                     return
                 except frames.BrokenMessageError:
-                    self.abort(WorkerError(f"{peer.name()} wrote what is no answer into its connection"))
+                    self.abort(WorkerError(f"{peer.name()} wrote bytes that are no reply into its connection"))
                     return
-                self.settle(peer, answer, number)
+                self.complete(peer, reply, number)
 
     def _death(self, peer: _Process) -> LostWorkerError:
         self._server.wait(peer.child, self.ECHO_SECONDS)
         oldest, code = self.oldest(peer), peer.child.exit_code
         reason = "its connection was closed" if code is None else exit_text(code)
         if oldest is not None and code != -signal.SIGKILL:
-            reason += "; what it wrote to stderr says why"
+            reason += "; the cause is in its output on stderr"
             if oldest.method == BUILD:
-                reason += '. A script that launches workers needs `if __name__ == "__main__":` around what it runs'
+                reason += '. A script that launches workers needs `if __name__ == "__main__":` around its statements'
         return self.death(peer, oldest, reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of processes, in which workers run."""
+"""Pools of processes that host workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from whet.errors import ConfigError
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Processes. Each hosts one rank of every role of the pool."""
+    """A pool of processes. Each hosts one rank of every role of the pool."""
 
     processes: int = 1
-    roles: tuple[str, ...] = ()  # empty where there is one pool, which hosts all
+    roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
     name: str = "main"
 
     def __post_init__(self) -> None:
@@ -26,13 +26,13 @@ class ResourcePool:
 
 
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
-    """The pools that the config's placement makes for these workers; one that would host nothing is left out."""
+    """The pools of the config's placement with the roles of `specs`, without pools that host no role."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
     return [ResourcePool(cluster.pools[name].processes, roles, name) for name, roles in hosted.items() if roles]
 
 
-def hosts_of(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
-    """The pools with their roles named.  Raises: ConfigError unless every role of `specs` is in exactly one."""
+def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
+    """The pools with their roles filled in.  Raises: ConfigError unless each role of `specs` is in exactly one pool."""
     roles = [spec.role for spec in specs]
     if not specs or len(set(roles)) < len(roles):
         raise ConfigError(f"launch of roles {roles}: expected at least one, and each once")
@@ -45,5 +45,5 @@ def hosts_of(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list
 
 
 def cores() -> int:
-    """Returns how many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1

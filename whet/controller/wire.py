@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as frames of a message: a pickle, and beside it the bytes of tensors and arrays, copied by nobody."""
+"""Objects as frames of a message: a pickle, then the bytes of tensors and arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from whet.processes.frames import Frame
 
 
 def encode(value: Any) -> list[Frame]:
-    """The pickle of `value`, then the buffers that it refers to.  Raises: as `serialization.dumps`."""
+    """Returns the pickle of `value`, then the buffers that it refers to.  Raises: as `serialization.dumps`."""
     stream, buffers = serialization.dumps(value)
     return [stream, *(buffer.raw() for buffer in buffers)]
 
 
 def decode(content: Sequence[Frame]) -> Any:
-    """Returns the object that was encoded; its tensors live in the frames and may be written to."""
+    """Returns the encoded object; its tensors use the memory of the frames, and are writable."""
     return pickle.loads(content[0], buffers=content[1:])
 
 
 def receive(connection: socket.socket) -> tuple[int, list[Frame]]:
-    """Reads one message, into memory that is not filled with zeros first.  Raises: as `frames.receive`."""
+    """Reads one message into uninitialised memory.  Raises: as `frames.receive`."""
     return frames.receive(connection, lambda size: np.empty(size, dtype=np.uint8).data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers, one a role and process: the far side of a call."""
+"""Workers: one object for each role and process, which serves the calls of its group."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from whet.devices import HOST
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a worker, made by its backend: the first argument of its class."""
+    """Role, rank and device of a worker: the first argument of its class, made by the backend."""
 
     role: str  # of its group: actor, critic, rollout, ...
     rank: int = 0  # of its process, from 0
-    world_size: int = 1  # ranks of the role
-    process_group: torch.distributed.ProcessGroup | None = None  # the ranks; None where the process is alone
+    world_size: int = 1  # number of ranks of the role
+    process_group: torch.distributed.ProcessGroup | None = None  # of the ranks; None with a single process
     neighbours: Mapping[str, Worker] = field(default_factory=dict)  # see `Worker`
-    address: str = "127.0.0.1"  # under which workers elsewhere reach this machine, for stores and sockets of their own
-    device: torch.device = HOST  # that the roles of this process share
+    address: str = "127.0.0.1"  # under which workers on other machines reach this one
+    device: torch.device = HOST  # shared by the roles of this process
 
 
 class Worker:
-    """A rank of a role. Subclasses call `super().__init__(placement)` first and mark what the loop may call with
-    `@register`. Arguments are to be read, not written: within one process they are the caller's own objects.
+    """A rank of a role. Subclasses call `super().__init__(placement)` first and mark the methods of the group with
+    `@register`. Methods must not modify their arguments: within one process they are the caller's own objects.
 
-    `neighbours` are the workers of other roles in this process, by role; in `__init__` those that were built before.
-    A rollout worker takes the actor's module from there, without a copy.
+    `neighbours` are the workers of other roles in this process, by role; in `__init__` those built earlier. A rollout
+    worker gets the actor's module from there, without a copy.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -40,28 +40,27 @@ class Worker:
 
     @property
     def dp_rank(self) -> int:
-        """The number of the shard of a batch that this worker is given; ranks that share a model (tensor parallel)
-        report the same."""
+        """The number of this worker's shard of a batch; equal for ranks that share a model (tensor parallel)."""
         return self.rank
 
     @property
     def dp_size(self) -> int:
-        """Into how many shards a batch is split; the same on every rank."""
+        """The number of shards of a batch; the same on every rank."""
         return self.world_size
 
     @property
     def is_reporting(self) -> bool:
-        """True on exactly one of the ranks with the same `dp_rank`: results come from it."""
+        """True on exactly one of the ranks with the same `dp_rank`; the group uses the results of this rank."""
         return True
 
     def close(self) -> None:
-        """Lets go of what would outlive the worker: files, processes. Called once, in an orderly end only."""
+        """Releases files and processes that would outlive the worker. Called once, and only in an orderly end."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The recipe for the workers of a role: `cls(placement, *args, **kwargs)` on every rank. Travels by pickle, so the
-    class stands in a module that other processes can import."""
+    """The constructor call for the workers of a role: `cls(placement, *args, **kwargs)` on every rank. Workers
+    get it by pickle, so the class must be in a module that other processes can import."""
 
     role: str
     cls: type[Worker]
@@ -69,13 +68,13 @@ class WorkerSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, placement: Placement) -> Worker:
-        """The worker of one rank."""
+        """Builds the worker of one rank."""
         return self.cls(placement, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A worker's place among the data-parallel ranks, as it reports it."""
+    """The data-parallel position of a worker."""
 
     dp_rank: int
     dp_size: int
@@ -83,5 +82,5 @@ class Layout:
 
     @classmethod
     def of(cls, worker: Worker) -> Layout:
-        """The layout of one worker, read once after it was built."""
+        """Reads the layout of a worker, once after it was built."""
         return cls(worker.dp_rank, worker.dp_size, worker.is_reporting)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a role, called as one object; and what a backend supplies so that it can be."""
+"""Worker groups: the ranks of a role called as one object, over the transport of a backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from whet.controller.dispatch import Arguments, Plan, check_layouts, plan_call, registered_methods
+from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods
 from whet.controller.worker import Layout, Worker
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -17,43 +17,43 @@ Reply = concurrent.futures.Future[Any]
 
 
 class Transport(Protocol):
-    """The way of a backend to the ranks. One transport serves all roles that share its processes."""
+    """A backend's connection to the ranks. One transport serves all roles that share its processes."""
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
         """Starts `method` on the ranks in `arguments` and returns at once, with a reply for each.
 
-        A rank serves its calls in the order of sending. A reply that fails holds a WhetError that names role, rank and
-        method; after one, every reply under way fails and the processes are gone.
+        A rank serves its calls in the order of sending. A failed reply holds a WhetError that names role, rank and
+        method; after it all open calls fail and the processes are ended.
         """
         ...
 
     def abort(self, error: WhetError) -> None:
-        """Ends all processes now and fails what is under way with `error`."""
+        """Ends all processes now and fails the open calls with `error`."""
         ...
 
     def close(self) -> None:
-        """Lets the workers close and ends their processes. May be called twice."""
+        """Closes the workers and ends their processes. May be called twice."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call under way. Calls to one process are served in the order in which they were started, but for methods that
-    run beside others."""
+    """A call that was started on the ranks of a group. A process serves its calls in the order of their start, except
+    for concurrent methods."""
 
     role: str
     method: str
     replies: Mapping[int, Reply]  # by rank
-    plan: Plan
+    plan: CallPlan
     transport: Transport
     deadline_seconds: float
 
     def done(self) -> bool:
-        """Tells whether `result` would return or raise at once."""
+        """True where `result` would return or raise at once."""
         return all(reply.done() for reply in self.replies.values())
 
     def result(self, deadline_seconds: float | None = None) -> Any:
-        """Waits, for as long as the launch said or `deadline_seconds`, and returns the gathered result.
+        """Waits for the ranks, by default as long as the launch allows.  Returns the gathered result.
 
         Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After any of them the group is closed.
         """
@@ -75,8 +75,8 @@ class PendingCall:
 
 
 class WorkerGroup:
-    """The ranks of a role. The methods that its worker class registered are attributes of the group:
-    `group.update(batch)` gives the arguments out as the method's dispatch mode says and returns the gathered result.
+    """The ranks of a role. The registered methods of its worker class are attributes of the group:
+    `group.update(batch)` dispatches the arguments in the method's mode and returns the gathered result.
 
     Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
     """
@@ -91,17 +91,17 @@ class WorkerGroup:
         self._class_name, self._methods = cls.__qualname__, registered_methods(cls)
 
     def call(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> Any:
-        """The gathered result of one call of `method` on every rank that its dispatch mode names.
+        """Calls `method` on the ranks, in its dispatch mode.  Returns the gathered result.
 
         Where rows are split, `block` consecutive rows stay on one rank (2 for preference pairs, n for the samples of a
-        prompt), and each rank has as much work, by the column `attention_mask` or the `token_ids` of list items.
+        prompt), and ranks get equal work, measured by the column `attention_mask` or the `token_ids` of list items.
 
-        Raises: DataError for arguments that cannot be given out; what `PendingCall.result` raises.
+        Raises: DataError for arguments that do not fit the mode; the errors of `PendingCall.result`.
         """
         return self.start(method, *args, block=block, **kwargs).result()
 
     def start(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> PendingCall:
-        """`call` without the wait (within one process the call is finished on return)."""
+        """Starts `call` without waiting (within one process the call is finished on return)."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
@@ -111,13 +111,13 @@ class WorkerGroup:
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
-        return self._send(method, Plan({rank: Arguments(args, {})}, lambda results: results[rank]))
+        return self._send(method, CallPlan({rank: Arguments(args, {})}, lambda results: results[rank]))
 
     def close(self) -> None:
-        """Lets the workers of all roles of the launch close, and ends their processes. May be called twice."""
+        """Closes the workers of all roles of the launch, and ends their processes. May be called twice."""
         self._transport.close()
 
-    def _send(self, method: str, plan: Plan) -> PendingCall:
+    def _send(self, method: str, plan: CallPlan) -> PendingCall:
         replies = self._transport.send(self.role, method, plan.arguments)
         return PendingCall(self.role, method, replies, plan, self._transport, self._deadline_seconds)
 
@@ -134,6 +134,6 @@ class WorkerGroup:
 
 
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
-    """Returns the error of a call after the end; `closed_by` is what ended it."""
+    """The error for a call after the end of the workers; `closed_by` is the error that ended them."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
     return kind(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")

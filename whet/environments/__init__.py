@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments, which answer the model between its turns."""
+"""Environments: they reply to the model between its turns."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool in its smallest form: what the model writes between <calc> and </calc> is computed and read back to it."""
+"""A minimal tool: the environment computes the expression between <calc> and </calc> and replies with its value."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 @register_environment("calculator", pure=True)
 class Calculator:
-    """An answer with <calc>expression</calc> gets the value as the next message; one without ends the episode."""
+    """A calculator: replies to <calc>expression</calc> with the value; a turn without one ends the episode."""
 
     def __init__(self, prompt: Prompt, *, role: str = "tool") -> None:
         self.role = role
 
     def step(self, answer: str) -> Observation:
-        """Computes the last expression of the answer."""
-        asked = re.findall(r"<calc>(.*?)</calc>", answer, re.DOTALL)
-        if not asked:
+        """Computes the last expression of the turn."""
+        expressions = re.findall(r"<calc>(.*?)</calc>", answer, re.DOTALL)
+        if not expressions:
             return Observation(done=True)
-        return Observation(done=False, messages=(Message(self.role, calculate(asked[-1])),))
+        return Observation(done=False, messages=(Message(self.role, calculate(expressions[-1])),))
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / and brackets; an error's text where there is none.
+    """The value of an arithmetic expression of numbers, + - * / and brackets, as text; else an error message.
 
-    Integers are exact; anything else has up to 12 digits.
+    Integers are exact; other values have up to 12 digits.
     """
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)

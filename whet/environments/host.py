@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place where environments run: `start`, `step` and `close` never wait, and `poll` gives what came of them.
+"""Hosts of environments: `start`, `step` and `close` never wait; `poll` returns their results.
 
-An environment registered with `pure=True` (it computes, and cannot hang) runs in the caller. All others run in
-processes forked from one that has loaded their class: a process an episode, or, for async ones registered with
-`shared=True`, one for all. What hangs, dies, raises or answers wrongly fails its own episode.
+An environment registered with `pure=True` (it only computes and cannot hang) runs in the caller. All others run in
+processes forked from one that has loaded their class: one process for each episode, or one for all episodes of an async
+environment registered with `shared=True`. An environment that hangs, dies, raises or returns an invalid observation
+fails only its own episode.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from typing import Any
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
 from whet.errors import describe
-from whet.processes.children import Children, Event, Gone, Talker
+from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Prompt
 
 log = logging.getLogger(__name__)
 
-Result = tuple[str, Outcome]  # of a start or a step: the episode's id, and an Observation or a Failure
+Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds for one call of an environment. Each counts from the call, the start of a process included."""
+    """Seconds for one call of an environment, measured from the call and including the start of a process."""
 
     reset: float = 120.0
     step: float = 60.0
@@ -48,7 +49,7 @@ class Deadlines:
 
 
 class EnvironmentHost(ABC):
-    """Environments of episodes. An id is free again once its episode is closed."""
+    """A host of the environments of many episodes. The id of an episode may be reused after `close`."""
 
     def __init__(self) -> None:
         self._results: list[Result] = []
@@ -59,18 +60,18 @@ class EnvironmentHost(ABC):
 
     @abstractmethod
     def step(self, uid: str, answer: Answer) -> None:
-        """Gives a response to the environment of an episode, whose last result is there."""
+        """Passes a turn to the environment of an episode. The last result of the episode must have arrived."""
 
     @abstractmethod
     def close(self, uid: str) -> None:
-        """Ends an episode, at any time; no result follows. To be called for each that was started."""
+        """Ends an episode, at any time; no result follows. Call it for every episode that was started."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Closes all episodes and ends their processes."""
 
     def poll(self, timeout_seconds: float) -> list[Result]:
-        """The results since the last call, as soon as there are any, at the latest after `timeout_seconds`."""
+        """Waits for results, up to `timeout_seconds`.  Returns those since the last call."""
         results, self._results = self._results, []
         return results
 
@@ -85,9 +86,9 @@ def open_host(
     deadlines: Deadlines | None = None,
     max_processes: int = 256,
 ) -> EnvironmentHost:
-    """The host of one environment, a registered name or a path. Open it before a model is loaded.
+    """Opens the host of one environment, a registered name or a path. Open it before a model is loaded.
 
-    Raises: RegistryError, ConfigError for an option that it does not have, what an import raises."""
+    Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
     resolved = entry.resolve_options(options or {}, "environment.options")
     target = environment if ":" in environment else entry.function or environment
@@ -96,10 +97,10 @@ def open_host(
         return InlineHost(spec, at_once)
     try:
         code = pickle_code(spec, target)
-    except Exception as error:  # whatever an object that the class holds raises when it is pickled
+    except Exception as error:  # pickling an object that the class holds may raise anything
         log.warning(
             "environment %s cannot be sent to a process (%s); it runs in this one, without deadlines. Name it as "
-            "package.module:Class or path/file.py:Class to have it in processes",
+            "package.module:Class or path/file.py:Class to run it in processes",
             environment,
             describe(error),
         )
@@ -108,7 +109,7 @@ def open_host(
 
 
 class InlineHost(EnvironmentHost):
-    """Environments in the caller's thread: each result is there when the call returns."""
+    """A host in the caller's thread: each result is ready when the call returns."""
 
     def __init__(self, spec: EnvironmentSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome]) -> None:
         super().__init__()
@@ -143,9 +144,9 @@ class _Episode:
     number: int
     prompt: Prompt
     seed: int
-    answers: list[Answer] = field(default_factory=list)  # for a replay
-    child: Talker | None = None  # None while it waits for a process, and once that is gone
-    is_awaited: bool = True  # the result of its last call is
+    turns: list[Answer] = field(default_factory=list)  # for a replay
+    child: Callee | None = None  # None while it waits for a process, and after that has ended
+    is_awaited: bool = True  # the result of its last call has not been added yet
     failure: Failure | None = None  # of its process, or of a replay
 
 
@@ -153,19 +154,19 @@ class _Episode:
 class _Call:
     episode: _Episode
     verb: str
-    is_awaited: bool  # otherwise its result was given before
+    is_awaited: bool  # False in a replay, where the result is known already
 
 
 class ProcessHost(EnvironmentHost):
-    """Environments in processes: one each, at most `max_processes` at a time (later episodes wait for a place), or all
-    in one. Where a shared process ends, the episode that was at work fails, and the others are replayed.
+    """A host with a process for each episode, at most `max_processes` at a time (later episodes wait), or with one
+    process for all. When a shared process ends, the episode whose call was running fails; the others are replayed.
 
-    One thread owns it. Waits: in `poll` alone."""
+    One thread owns it. Waits: only in `poll`."""
 
     def __init__(self, code: bytes, deadlines: Deadlines, max_processes: int, *, is_shared: bool) -> None:
         super().__init__()
         argument = pickle.dumps((code, is_shared))
-        self._children = Children("whet.environments.running:prepare", argument, answers=(Observation, Failure))
+        self._children = Children("whet.environments.running:prepare", argument, replies=(Observation, Failure))
         self._end = weakref.finalize(self, self._children.close)  # at the latest when the interpreter ends
         self._deadlines, self._is_shared = deadlines, is_shared
         self._max_processes = 1 if is_shared else max_processes
@@ -177,17 +178,17 @@ class ProcessHost(EnvironmentHost):
         """Implements `EnvironmentHost.start`."""
         self._open[uid] = _Episode(uid, next(self._numbers), prompt, seed)
         self._queue.append(self._open[uid])
-        self._seat()
+        self._assign_processes()
 
     def step(self, uid: str, answer: Answer) -> None:
         """Implements `EnvironmentHost.step`."""
         episode = self._open[uid]
         episode.is_awaited = True
         if episode.failure is not None:
-            self._give(episode, episode.failure)
+            self._add_result(episode, episode.failure)
             return
         if self._is_shared:
-            episode.answers.append(answer)
+            episode.turns.append(answer)
         self._call(episode, "step", answer)
 
     def close(self, uid: str) -> None:
@@ -206,7 +207,7 @@ class ProcessHost(EnvironmentHost):
         until = time.monotonic() + timeout_seconds
         while True:
             for event in self._children.poll(0.0 if self._results else max(0.0, until - time.monotonic())):
-                self._take(event)
+                self._handle(event)
             if self._results or time.monotonic() >= until:
                 return super().poll(0.0)
 
@@ -218,14 +219,14 @@ class ProcessHost(EnvironmentHost):
             self.poll(POLL_SECONDS)
         self._end()
 
-    def _seat(self) -> None:
-        """Gives waiting episodes a process, as far as there is room, and the calls that they have had."""
+    def _assign_processes(self) -> None:
+        """Assigns processes to waiting episodes, up to the maximum, and repeats the calls of an interrupted episode."""
         running = self._children.running
         while self._queue and (self._is_shared or len(running) < self._max_processes):
             episode = self._queue.popleft()
             shared = next(iter(running), None) if self._is_shared else None
             episode.child = shared or self._children.start()
-            steps = [("step", answer) for answer in episode.answers]
+            steps = [("step", turn) for turn in episode.turns]
             *before, last = [("reset", episode.prompt, episode.seed), *steps]
             for call in before:
                 self._call(episode, *call, is_awaited=False)
@@ -235,54 +236,54 @@ class ProcessHost(EnvironmentHost):
         assert episode.child is not None
         try:
             content = pickle.dumps((verb, episode.number, arguments))
-        except Exception as error:  # whatever an object of the user's raises when it is pickled
+        except Exception as error:  # pickling an object of the user may raise anything
             what = f"the prompt cannot be sent to the environment's process: {describe(error)}"
-            self._give(episode, Failure("environment", what))
+            self._add_result(episode, Failure("environment", what))
             return
         self._children.call(episode.child, _Call(episode, verb, is_awaited), content, self._deadlines.of(verb))
 
-    def _give(self, episode: _Episode, outcome: Outcome) -> None:
-        """Adds a result, unless the episode was closed meanwhile."""
+    def _add_result(self, episode: _Episode, outcome: Outcome) -> None:
+        """Adds a result unless the episode has been closed."""
         episode.is_awaited = False
         if self._open.get(episode.uid) is episode:
             self._results.append((episode.uid, outcome))
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Gone):
-            self._lose(event)
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Ended):
+            self._handle_end(event)
             return
-        call, outcome = event.about, event.value
+        call, outcome = event.task, event.value
         if call.verb == "close":
             _note_close(call.episode.uid, outcome)
             if not self._is_shared:
                 self._children.kill(event.child)
-                self._seat()
+                self._assign_processes()
         elif call.is_awaited:
-            self._give(call.episode, call.episode.failure or outcome)
+            self._add_result(call.episode, call.episode.failure or outcome)
         elif isinstance(outcome, Failure):
             call.episode.failure = outcome
 
-    def _lose(self, gone: Gone) -> None:
-        """Fails the episode that was at work in a process that is gone, and has the others begin again in another."""
-        at_work, what = gone.at_work, f"the environment's process {gone.why}"
-        if at_work is not None and gone.is_late:
-            what = f"{at_work.verb} took longer than {self._deadlines.of(at_work.verb):g} s; its process was killed"
-        failure = Failure("environment", what, timed_out=gone.is_late)
-        if at_work is not None and at_work.verb == "close":
-            _note_close(at_work.episode.uid, failure)
-        for episode in [episode for episode in self._open.values() if episode.child is gone.child]:
+    def _handle_end(self, ended: Ended) -> None:
+        """Fails the episode whose call was running in a process that ended; queues the others for a replay."""
+        running, what = ended.running, f"the environment's process {ended.why}"
+        if running is not None and ended.is_late:
+            what = f"{running.verb} took longer than {self._deadlines.of(running.verb):g} s; its process was killed"
+        failure = Failure("environment", what, timed_out=ended.is_late)
+        if running is not None and running.verb == "close":
+            _note_close(running.episode.uid, failure)
+        for episode in [episode for episode in self._open.values() if episode.child is ended.child]:
             episode.child = None
-            if self._is_shared and (at_work is None or episode is not at_work.episode):
+            if self._is_shared and (running is None or episode is not running.episode):
                 self._queue.append(episode)
                 continue
             episode.failure = failure
             if episode.is_awaited:
-                self._give(episode, failure)
+                self._add_result(episode, failure)
         if self._queue and self._is_shared:
-            log.warning("%s; %d other episodes begin again, with their seeds and responses", what, len(self._queue))
-        self._seat()
+            log.warning("%s; %d other episodes begin again, with their seeds and turns", what, len(self._queue))
+        self._assign_processes()
 
 
 def _note_close(uid: str, outcome: Outcome) -> None:
     if isinstance(outcome, Failure):
-        log.warning("the environment of %s was not closed in order: %s", uid, outcome.message)
+        log.warning("the environment of %s was not closed cleanly: %s", uid, outcome.message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments: one object is one episode, which is reset with a prompt, then given a response at each step.
+"""The protocol of environments. An object is one episode: `reset` gets the prompt, each `step` gets the model's turn.
 
     class Guess:                                              class Guess:
         def __init__(self, *, limit=100): ...                     def __init__(self, prompt, *, limit=100): ...
@@ -7,8 +7,8 @@
         async def step(self, answer) -> Observation: ...          def step(self, answer: str) -> Observation: ...
         async def close(self): ...
 
-On the right is the short form: it is made for a prompt, and given the text of the response, special tokens removed.
-Methods of either form may be `async` or not. Options stand after `*`.
+On the right is the short form: the constructor gets the prompt, and `step` gets the text of the turn without special
+tokens. Methods of either form may be `async`. Options are keyword-only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whet.types import FinishReason, Media, Message, Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """A response of the model, as an environment reads it."""
+    """A turn of the model, the argument of `step`."""
 
     text: str  # special tokens removed
     tool_calls: tuple[Mapping[str, Any], ...] = ()
@@ -38,20 +38,20 @@ class Observation:
 
     done: bool
     messages: tuple[Message, ...] = ()
-    reward: float = 0.0  # paid for the response just given; the episode's score by the reward function comes on top
-    fields: Mapping[str, Any] = field(default_factory=dict)  # kept with the trajectory: columns by name
+    reward: float = 0.0  # of the turn just received; the score of the reward function is added to the episode's sum
+    fields: Mapping[str, Any] = field(default_factory=dict)  # stored in the trajectory: columns by name
     truncated: bool = False  # a limit of the environment ended the episode, not the task
     media: tuple[Media, ...] = ()  # in the order of their placeholders in the messages
-    context: Literal["append", "replace"] = "append"  # whether the messages follow all that was said, or replace it
+    context: Literal["append", "replace"] = "append"  # "replace": the messages replace the whole conversation so far
     state_key: str | None = None  # equal for equal states, for estimators that compare steps
-    max_tokens: int | None = None  # of the next response
+    max_tokens: int | None = None  # of the next turn
 
 
 class Environment(Protocol):
-    """An environment of either form. What it raises, or returns wrongly, fails its own episode."""
+    """An environment of either form. An exception or an invalid observation fails only its own episode."""
 
     def step(self, answer: Any) -> Any:
-        """Reads an `Answer`, or in the short form its text.  Returns an Observation (async methods: to be awaited)."""
+        """Gets an `Answer`, in the short form only its text.  Returns an Observation; may be async."""
         ...
 
 
@@ -60,29 +60,29 @@ class Resets(Protocol):
     """The long form of an environment."""
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
-        """Begins the episode.  Returns the first Observation. The seed is equal for the episodes of a prompt."""
+        """Begins the episode.  Returns the first Observation. The episodes of a prompt get the same seed."""
         ...
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """An environment that holds something."""
+    """An environment with resources to release."""
 
     def close(self) -> Any:
-        """Lets go of it. Called exactly once, also after a failure, unless the process itself has died."""
+        """Releases them. Called exactly once, also after a failure, unless the process itself has died."""
         ...
 
 
 def read_observation(raw: object) -> Observation:
-    """`raw` as an Observation with plain values.  Raises: TypeError or ValueError, which say what is wrong with it."""
+    """Checks an observation and converts its values to plain types.  Raises: TypeError, ValueError."""
     if not isinstance(raw, Observation):
         raise TypeError(f"the environment returned {_show(raw)}; expected an Observation")
     if not isinstance(raw.messages, tuple | list):
         raise _wrong("messages", raw.messages, "a tuple of Message")
-    for place, message in enumerate(raw.messages):
+    for index, message in enumerate(raw.messages):
         if not isinstance(message, Message) or not isinstance(message.role, str):
-            raise _wrong(f"messages[{place}]", message, "a Message with a role")
-        at, parts = f"messages[{place}]", message.content
+            raise _wrong(f"messages[{index}]", message, "a Message with a role")
+        at, parts = f"messages[{index}]", message.content
         is_list = isinstance(parts, list) and all(isinstance(each, dict) for each in parts)
         if not isinstance(parts, str) and not is_list:
             raise _wrong(f"{at}.content", parts, "text or a list of parts (dicts)")

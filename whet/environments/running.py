@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of either form behind one method; and the processes that many run in."""
+"""Running environments: one method for both forms, and the main function of environment processes."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _FORMS: dict[type, tuple[bool, bool]] = {}  # by class
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """An environment to be made: a registered name, a path or the class itself, with its options."""
+    """The environment of a run: a registered name, a path or the class itself, with its options."""
 
     target: str | Callable[..., Environment]
     options: Mapping[str, Any]
 
     def load(self) -> Callable[[Prompt], Environment]:
-        """A function that makes the object of one episode.  Raises: RegistryError, what an import raises."""
+        """Returns a function that makes the object of one episode.  Raises: RegistryError, any error of the import."""
         entry = ENVIRONMENTS[self.target]
         make, options, is_for_prompt = entry.load(), dict(self.options), bool(entry.parameters)
         return lambda prompt: make(prompt, **options) if is_for_prompt else make(**options)
 
 
 class Running:
-    """The environment of one episode. Whatever its code does but end the process comes out as a Failure."""
+    """The environment of one episode. Any exception of its code becomes a Failure."""
 
     def __init__(self, make: Callable[[Prompt], Environment]) -> None:
         self._make = make
         self._environment: Any = None
 
     async def call(self, verb: str, *arguments: Any) -> Outcome:
-        """Does "reset" with prompt and seed, "step" with an Answer, or "close"."""
+        """Runs "reset" (prompt, seed), "step" (Answer) or "close" ().  Returns an Observation or a Failure."""
         methods: dict[str, Callable[..., Any]]
         methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
@@ -88,7 +88,7 @@ class Running:
 
 
 def _form(environment: Any) -> tuple[bool, bool]:
-    """Tells whether an environment is reset, and whether it is closed: a protocol takes longer to ask than a step."""
+    """(has `reset`, has `close`) of an environment, cached by class: isinstance of a protocol is slower than a step."""
     kind = type(environment)
     if kind not in _FORMS:
         _FORMS[kind] = isinstance(environment, Resets), isinstance(environment, Closes)
@@ -96,26 +96,30 @@ def _form(environment: Any) -> tuple[bool, bool]:
 
 
 def at_once(call: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """The outcome of a call that never waits, without an event loop: it costs microseconds."""
+    """Runs a call that never waits, without an event loop: this costs only microseconds."""
     try:
         call.send(None)
     except StopIteration as ended:
         outcome: Outcome = ended.value
         return outcome
     call.close()
-    return Failure("environment", "it waits, but it is registered with pure=True; register it without")
+    return Failure("environment", "it waits, but it is registered with pure=True; register it without pure=True")
 
 
 def prepare(argument: bytes) -> Serve:
-    """Loads the class, for all processes of a host.  Returns their main function. `argument` is a pickled
-    EnvironmentSpec and whether episodes share a process. A class that cannot be loaded fails each episode."""
+    """Loads the class once for all processes of a host.  Returns their main function.
+
+    `argument` pickles (pickled EnvironmentSpec, whether episodes share a process). If the class cannot be loaded, each
+    episode fails with that error."""
     spec_bytes, is_shared = pickle.loads(argument)
     try:
         make = pickle.loads(spec_bytes).load()
     except Exception as error:
         make = _Unloadable(error)
     if threading.active_count() > 1:
-        log.warning("loading the environment started threads, which its processes do not have; start them in reset")
+        log.warning(
+            "loading the environment started threads, which do not exist in its forked processes; start them in reset"
+        )
     return lambda caller: asyncio.run(_serve(caller, make, is_shared))
 
 
@@ -128,14 +132,14 @@ class _Unloadable:
 
 
 async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_shared: bool) -> None:
-    """Answers each call, as (verb, number of the episode, arguments), under its number, until the caller is gone.
-    Calls of one episode run one after the other, those of several side by side."""
+    """Serves calls (verb, number of the episode, arguments) until the caller closes the connection. Each reply carries
+    the number of its call. Calls of one episode run in order, calls of different episodes at the same time."""
     loop = asyncio.get_running_loop()
     episodes: dict[int, tuple[Running, asyncio.Lock]] = {}
     tasks: set[asyncio.Task[None]] = set()
     ended = loop.create_future()
 
-    async def answer(number: int, content: bytes) -> None:
+    async def reply(number: int, content: bytes) -> None:
         try:
             verb, episode, arguments = pickle.loads(content)
         except Exception as error:  # an object whose class this process cannot import
@@ -144,20 +148,20 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
             return
         if verb == "reset" and not is_shared:
             _seed_generators(arguments[1])
-        running, turn = episodes.setdefault(episode, (Running(make), asyncio.Lock()))
+        running, lock = episodes.setdefault(episode, (Running(make), asyncio.Lock()))
         try:
-            async with turn:
+            async with lock:
                 outcome = await running.call(verb, *arguments)
-        except KeyboardInterrupt as error:  # of the user's code: no signal of the run comes here
+        except KeyboardInterrupt as error:  # raised by the user's code: signals of the run do not reach this process
             outcome = Failure("environment", describe(error))
         if verb == "close":
             del episodes[episode]
         with suppress(ConnectionError):  # the owner gave this process up while a large message was on its way
             caller.send(number, _pickled(outcome))
 
-    def take() -> None:
+    def read() -> None:
         try:
-            task = loop.create_task(answer(*caller.receive()))
+            task = loop.create_task(reply(*caller.receive()))
         except (EOFError, OSError, BrokenMessageError):
             loop.remove_reader(caller.connection)
             ended.set_result(None)
@@ -165,20 +169,20 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    loop.add_reader(caller.connection, take)
+    loop.add_reader(caller.connection, read)
     await ended
 
 
 def _pickled(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception as error:  # an object of the user's in the observation
+    except Exception as error:  # an object of the user in the observation
         failure = Failure("environment", f"the observation cannot leave the environment's process: {describe(error)}")
         return pickle.dumps(failure)
 
 
 def _seed_generators(seed: int) -> None:
-    """Gives the process generators of its own: the forks of a template would all draw the same numbers."""
+    """Seeds the process's random generators: forks of one template would all draw the same numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A question and an answer."""
+"""The environment of tasks with one turn: a prompt and a response."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from whet.types import Prompt
 
 @register_environment("single_turn", pure=True)
 class SingleTurn:
-    """The episode ends with the first answer."""
+    """An environment whose episode ends after the first turn."""
 
     def __init__(self, prompt: Prompt) -> None:
         pass
 
     def step(self, answer: str) -> Observation:
-        """Always the end."""
+        """Returns the end of the episode."""
         return Observation(done=True)

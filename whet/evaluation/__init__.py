@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of how good a model is."""
+"""Evaluation of models: sampling, scoring, estimates with intervals, comparisons."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""answers.jsonl: one JSON object an answer, as `whet eval` and validation write them (`readable`)."""
+"""answers.jsonl: one JSON object for each trajectory, written by `whet eval` and by validation (`readable`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whet.tracking.jsonl import json_line
 from whet.types import Trajectory
 
 log = logging.getLogger(__name__)
-Row = dict[str, Any]
+Record = dict[str, Any]  # a line of answers.jsonl
 
 NAME, PARTIAL, CONFIG = "answers.jsonl", "answers.partial.jsonl", "config.yaml"
 KINDS: dict[str, Any] = {
@@ -33,14 +33,13 @@ KINDS: dict[str, Any] = {
 FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy", "failure"}
 
 
-def read_answers(path: Path) -> list[Row]:
-    """The answers in a file, or in the folder that an evaluation wrote.  Raises: DataError."""
+def read_answers(path: Path) -> list[Record]:
+    """Reads a file of answers, or that in the folder of an evaluation.  Raises: DataError."""
     if path.is_dir():
         if not (path / NAME).exists():
-            unfinished = (path / PARTIAL).exists()
-            hint = (
-                "its evaluation was cut off: run it again" if unfinished else f"`whet eval` with output={path} makes it"
-            )
+            hint = f"`whet eval` with output={path} writes it"
+            if (path / PARTIAL).exists():
+                hint = "its evaluation was interrupted: run it again"
             raise DataError(f"{path} has no {NAME}; {hint}")
         path = path / NAME
     rows = read_rows(path)
@@ -59,44 +58,44 @@ def read_answers(path: Path) -> list[Row]:
     return rows
 
 
-def readable(answer: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """An answer as a person reads it: text, reward, and why it failed if it did."""
-    sampled = [token for turn in answer.turns for token in turn.token_ids]
-    last = answer.turns[-1] if answer.turns else None
+def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Record:
+    """The record of a trajectory for answers.jsonl: texts, reward, and the failure if there was one."""
+    sampled = [token for turn in trajectory.turns for token in turn.token_ids]
+    last = trajectory.turns[-1] if trajectory.turns else None
     return {
-        "uid": answer.uid,
-        "index": answer.prompt.index,
-        "data_source": answer.prompt.data_source,
-        "prompt": tokenizer.decode(list(answer.prompt.token_ids)),
-        "response": tokenizer.decode(list(_response_ids(answer))),
-        "ground_truth": answer.prompt.ground_truth,
-        "extracted": answer.extracted,
-        "reward": None if answer.failure is not None else answer.score,
-        "accuracy": answer.accuracy,
-        "parts": dict(answer.parts),
+        "uid": trajectory.uid,
+        "index": trajectory.prompt.index,
+        "data_source": trajectory.prompt.data_source,
+        "prompt": tokenizer.decode(list(trajectory.prompt.token_ids)),
+        "response": tokenizer.decode(list(_response_ids(trajectory))),
+        "ground_truth": trajectory.prompt.ground_truth,
+        "extracted": trajectory.extracted,
+        "reward": None if trajectory.failure is not None else trajectory.score,
+        "accuracy": trajectory.accuracy,
+        "parts": dict(trajectory.parts),
         "tokens": len(sampled),
-        "turns": len(answer.turns),
+        "turns": len(trajectory.turns),
         "finish_reason": last.finish_reason if last is not None else None,
         "stop": last.stop if last is not None else None,
-        "mean_log_prob": _mean([value for turn in answer.turns for value in turn.log_probs]),
+        "mean_log_prob": _mean([value for turn in trajectory.turns for value in turn.log_probs]),
         "policy_version": last.policy_version if last is not None else None,
-        "failure": None if answer.failure is None else asdict(answer.failure),
+        "failure": None if trajectory.failure is None else asdict(trajectory.failure),
     }
 
 
-def by_prompt(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    """The answers to each prompt, by the prompt's row number in the data."""
-    prompts: dict[int, list[Row]] = {}
+def by_prompt(rows: Iterable[Record]) -> dict[int, list[Record]]:
+    """The records of each prompt, by the prompt's row number in the data."""
+    prompts: dict[int, list[Record]] = {}
     for row in rows:
         prompts.setdefault(row["index"], []).append(row)
     return prompts
 
 
 class Journal:
-    """The answers of an evaluation that runs, on disk after every chunk: one that was cut off goes on where it was.
+    """The records of a running evaluation, written after every chunk, so that an interrupted evaluation can continue.
 
-    With `resume`, `rows` are those that an earlier evaluation with the same `settings` (config.yaml) gave to the same
-    prompts. An answers.jsonl from before stays until `finish`.
+    With `resume`, `rows` begins with the records that an earlier evaluation with the same `settings` (config.yaml)
+    wrote for the same prompts. An older answers.jsonl stays until `finish`.
     """
 
     def __init__(self, folder: Path, settings: str, prompts: Mapping[int, str], n: int, *, resume: bool) -> None:
@@ -107,56 +106,55 @@ class Journal:
             files.write(folder / CONFIG, settings)
             files.write(folder / PARTIAL, _lines(self.rows))
         if self.rows:
-            log.info("%s has %d of %d prompts from before; going on", folder, len(self.rows) // n, len(prompts))
+            log.info("%s has %d of %d prompts already; continuing", folder, len(self.rows) // n, len(prompts))
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Appends the answers to whole prompts."""
+    def add(self, rows: Sequence[Record]) -> None:
+        """Appends the records of whole prompts."""
         with output_errors(self.folder), (self.folder / PARTIAL).open("a", encoding="utf-8") as file:
             file.write(_lines(rows))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Makes the file answers.jsonl, and writes summary.json."""
+        """Renames the partial file to answers.jsonl, and writes summary.json."""
         with output_errors(self.folder):
             (self.folder / PARTIAL).replace(self.folder / NAME)
             files.write(self.folder / "summary.json", json.dumps(summary, indent=1))
 
-    def _earlier(self, settings: str, prompts: Mapping[int, str], n: int) -> list[Row]:
+    def _earlier(self, settings: str, prompts: Mapping[int, str], n: int) -> list[Record]:
         config, partial = self.folder / CONFIG, self.folder / PARTIAL
         if not partial.exists() or not config.exists() or config.read_text(encoding="utf-8") != settings:
             return []
         try:
-            lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last line end one may be torn
-            answered = by_prompt(json.loads(line) for line in lines)
-            whole = [all_ for at, all_ in answered.items() if len(all_) == n and all_[0]["prompt"] == prompts.get(at)]
+            lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
+            found = by_prompt(json.loads(line) for line in lines)
+            whole = [all_ for at, all_ in found.items() if len(all_) == n and all_[0]["prompt"] == prompts.get(at)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            log.warning("%s cannot be read (%r); all prompts are answered again", partial, error)
+            log.warning("%s cannot be read (%r); all prompts are sampled again", partial, error)
             return []
         return [row for rows in whole for row in rows]
 
 
 @contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """Raises: StorageError where the file or folder that `output` names cannot be read or written."""
+    """Converts errors on the file or folder that `output` names to StorageError."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"output={path}: {error.strerror}; expected a place that can be written to: name another one"
+            f"output={path}: {error.strerror}; expected a path that can be written to: choose another one"
         ) from error
 
 
-def _lines(rows: Iterable[Row]) -> str:
+def _lines(rows: Iterable[Record]) -> str:
     return "".join(map(json_line, rows))
 
 
-def _response_ids(answer: Trajectory) -> tuple[int, ...]:
-    """Everything after the prompt, where the context was never rewritten; the last turn's view where it was."""
-    if not answer.turns:
+def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
+    """The tokens after the prompt; where the context was rewritten, the last turn with its whole context."""
+    if not trajectory.turns:
         return ()
-    last = answer.turns[-1]
+    last, prompt_ids = trajectory.turns[-1], trajectory.prompt.token_ids
     whole = last.context_ids + last.token_ids
-    start = len(answer.prompt.token_ids) if whole[: len(answer.prompt.token_ids)] == answer.prompt.token_ids else 0
-    return whole[start:]
+    return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else whole
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this gain real? Two models' answers to the same prompts, compared prompt by prompt."""
+"""Comparison of two models on the same prompts: whether a gain is real or chance."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from statistics import fmean
 import numpy as np
 
 from whet.errors import DataError
-from whet.evaluation.answers import Row, by_prompt
+from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import LEVEL, Estimate, estimate, prompts_needed, sign_flip_p
 
 SHOWN = 60  # characters of a prompt in an error
-EQUAL = 0.05  # of the whole: models whose difference may be more than that are not called equal
+EQUAL = 0.05  # largest possible difference, relative to the scale, of models that are called equal
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """B against A. `difference` is the mean over prompts of B's mean score less A's, resampled by prompts; `p_value`
-    says how often swapping the two at random, prompt by prompt, gives as much."""
+    """B compared with A. `difference` is the mean over prompts of B's mean score minus A's, with an interval by
+    resampling prompts; `p_value` is from random swaps of A and B within prompts."""
 
     metric: str
     num_prompts: int
-    n: tuple[int, int]  # answers a prompt, of A and of B
+    n: tuple[int, int]  # responses per prompt, of A and of B
     a: Estimate
     b: Estimate
     difference: Estimate
     p_value: float
-    a_better: int  # prompts; with one answer a prompt McNemar's counts: only A right, only B right
+    a_better: int  # prompts; with one response per prompt McNemar's counts: only A correct, only B correct
     b_better: int
-    prompts_needed: int | None  # to see such a difference four times in five; None where there is none
+    prompts_needed: int | None  # to detect such a difference with power 0.8; None where there is no difference
 
     @property
     def is_real(self) -> bool:
-        """Tells whether chance is an unlikely explanation: p < 0.05, and the interval does not hold 0."""
+        """True where chance is an unlikely explanation: p < 0.05, and the interval does not contain 0."""
         return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
 
     def verdict(self) -> str:
-        """Returns a plain sentence."""
+        """The result as a sentence for the user."""
         value = self.difference.value
         unit = "points" if self.metric == "accuracy" else self.metric
         low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))
@@ -59,27 +59,27 @@ class Comparison:
         unclear = f"{found}: that cannot be told from chance with {self.num_prompts} prompts"
         if self.prompts_needed is None:
             return unclear
-        needed = round(self.prompts_needed, 2 - len(str(self.prompts_needed)))  # two digits of it mean something
+        needed = round(self.prompts_needed, 2 - len(str(self.prompts_needed)))  # two significant digits
         return f"{unclear}; about {needed:,} would be needed to see such a difference"
 
 
 def shown(value: float, metric: str) -> str:
-    """An accuracy in percent, any other score as it is."""
+    """Formats an accuracy in percent, any other score unchanged."""
     return f"{100 * value:.1f}" if metric == "accuracy" else f"{value:.3g}"
 
 
 def shown_p(p_value: float) -> str:
-    """A p-value as a reader needs it: sampled swaps cannot tell small ones apart."""
+    """Formats a p-value; random swaps cannot distinguish values below 0.001."""
     return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
 
 
 def compare(
-    a: Sequence[Row], b: Sequence[Row], *, metric: str = "accuracy", other_prompts: bool = False, seed: int = 0
+    a: Sequence[Record], b: Sequence[Record], *, metric: str = "accuracy", other_prompts: bool = False, seed: int = 0
 ) -> dict[str, Comparison]:
-    """The comparison over all prompts as `all`, and where they have several data sources that of each.
+    """Compares two models over all prompts (key `all`), and over those of each data source if there are several.
 
-    `metric` is accuracy, reward, or the name of a part of the reward; an answer that failed scores 0. With
-    `other_prompts` the same problems may have been asked in other words.  Raises: DataError that names what differs.
+    `metric` is accuracy, reward, or the name of a part of the reward; a failed trajectory scores 0. With
+    `other_prompts` the prompts' texts may differ.  Raises: DataError that names the difference of the data.
     """
     one, other = by_prompt(a), by_prompt(b)
     _check_same_prompts(one, other, other_prompts)
@@ -93,7 +93,7 @@ def compare(
     }
 
 
-def _compare(a: Sequence[Sequence[Row]], b: Sequence[Sequence[Row]], metric: str, seed: int) -> Comparison:
+def _compare(a: Sequence[Sequence[Record]], b: Sequence[Sequence[Record]], metric: str, seed: int) -> Comparison:
     mean_a, mean_b = (np.array([fmean(_score(row, metric) for row in rows) for rows in each]) for each in (a, b))
     differences = mean_b - mean_a
     bounded = metric == "accuracy"
@@ -111,18 +111,20 @@ def _compare(a: Sequence[Sequence[Row]], b: Sequence[Sequence[Row]], metric: str
     )
 
 
-def _score(row: Row, metric: str) -> float:
+def _score(row: Record, metric: str) -> float:
     if row["failure"] is not None:
         return 0.0
     numbers = {**row.get("parts", {}), "accuracy": row["accuracy"], "reward": row["reward"]}
     if numbers.get(metric) is None:
         raise DataError(
-            f"no {metric!r} is known of answer {row.get('uid')}; its numbers are {', '.join(sorted(numbers))}"
+            f"answer {row.get('uid')} has no number {metric!r}; its numbers are {', '.join(sorted(numbers))}"
         )
     return float(numbers[metric])
 
 
-def _check_same_prompts(a: Mapping[int, Sequence[Row]], b: Mapping[int, Sequence[Row]], other_prompts: bool) -> None:
+def _check_same_prompts(
+    a: Mapping[int, Sequence[Record]], b: Mapping[int, Sequence[Record]], other_prompts: bool
+) -> None:
     for name, missing in (("A", sorted(b.keys() - a.keys())), ("B", sorted(a.keys() - b.keys()))):
         if missing:
             rows = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
@@ -140,14 +142,14 @@ def _check_same_prompts(a: Mapping[int, Sequence[Row]], b: Mapping[int, Sequence
                 )
         if one["prompt"] != other["prompt"] and not other_prompts:
             raise DataError(
-                f"row {index} of the data was asked as {_around(one['prompt'], other['prompt'])} in A and as "
+                f"row {index} of the data has the prompt {_around(one['prompt'], other['prompt'])} in A and "
                 f"{_around(other['prompt'], one['prompt'])} in B; evaluate both with the same data.format_prompt, "
-                "data.system_prompt and chat template, or compare them all the same with --other-prompts"
+                "data.system_prompt and chat template, or allow the difference with --other-prompts"
             )
 
 
 def _around(text: str, other: str) -> str:
-    """The part of `text` from shortly before the first character that is not the other's."""
+    """The part of `text` around the first character that differs from `other`."""
     first = next((i for i, (x, y) in enumerate(zip(text, other, strict=False)) if x != y), min(len(text), len(other)))
     start = max(0, first - SHOWN // 3)
     part = text[start : start + SHOWN]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet eval`: sample answers to a data set, judge them, write them down, say how good they are."""
+"""`whet eval`: samples responses to a data set, scores them, writes them to a file, and computes metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_prompts
 from whet.errors import ConfigError
-from whet.evaluation.answers import Journal, Row, by_prompt, readable
+from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics, counted, phase
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
@@ -30,33 +30,33 @@ from whet.rollout.build import build_collector, load_model, rollout_engine, samp
 from whet.rollout.in_process import InProcessEngine
 from whet.rollout.stream import Rollouts
 
-BATCHES_A_CHUNK = 2
+BATCHES_PER_CHUNK = 2
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of a model, every prompt weighing the same. A response that failed counts as wrong.
+    """The metrics of a model; every prompt has the same weight. A failed trajectory counts as wrong.
 
-    `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward says what it read from an answer, `maj@k`, all of
-    the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
+    `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward function returns the extracted answer, `maj@k`, all
+    of the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
     """
 
     num_prompts: int
-    n: int  # answers a prompt
+    n: int  # responses per prompt
     failures: int
-    truncated: float  # share of answers cut off at data.max_response_length
+    truncated: float  # fraction of responses that reached data.max_response_length
     mean_response_tokens: float
     metrics: dict[str, Estimate]
     by_data_source: dict[str, dict[str, Estimate]]
-    answers: list[Row] = field(default_factory=list, repr=False)
+    answers: list[Record] = field(default_factory=list, repr=False)
 
     @property
     def accuracy(self) -> float:
-        """mean@n."""
+        """The value of mean@n."""
         return self.metrics[f"mean@{self.n}"].value
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the answers themselves, as plain values."""
+        """Fields except `answers`, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "answers"}
 
 
@@ -66,10 +66,10 @@ def evaluate(
     reward: Callable[..., Any] | None = None,
     data: Sequence[Mapping[str, Any]] | None = None,
 ) -> Evaluation:
-    """Evaluates a model, a checkpoint or a run's newest one and, where `output` is set, writes answers.jsonl,
-    summary.json and config.yaml there; an evaluation that was cut off goes on where it was.
+    """Evaluates a model, a checkpoint or a run's newest one. Where `output` is set, writes answers.jsonl, summary.json
+    and config.yaml there, and continues an interrupted evaluation.
 
-    Raises: WhetError for everything that a user can mend, among it a reward that fails on every answer.
+    Raises: WhetError for every error that a user can correct, such as a reward that fails on every response.
     """
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
@@ -104,7 +104,7 @@ def evaluate(
         started.enter_context(phase("answers"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
             groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-            rows = [readable(answer, tokenizer) for group in groups for answer in group.trajectories]
+            rows = [readable(trajectory, tokenizer) for group in groups for trajectory in group.trajectories]
             if journal is not None:
                 journal.add(rows)
             rollouts.failures.record(groups)
@@ -117,7 +117,7 @@ def evaluate(
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> InProcessEngine[Any]:
-    """An engine that samples from the model in the folder `model_path`, in this process."""
+    """Opens an engine in this process that samples from the model in the folder `model_path`."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     engine = rollout_engine(rollout, torch_dtype(rollout.dtype or model.dtype), load, device)
@@ -125,8 +125,8 @@ def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> 
     return engine
 
 
-def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
-    """The numbers of judged answers, equally many to every prompt."""
+def summarise(answers: Sequence[Record], *, seed: int = 0) -> Evaluation:
+    """Computes the metrics of scored records, with the same number of records for every prompt."""
     prompts = list(by_prompt(answers).values())
     sources = sorted({rows[0]["data_source"] for rows in prompts})
     return Evaluation(
@@ -144,7 +144,7 @@ def summarise(answers: Sequence[Row], *, seed: int = 0) -> Evaluation:
 
 
 def _weights(path: str) -> str:
-    """Names the weights: a checkpoint by its step, a folder by when it was last written."""
+    """Describes the weights: the folder, and the time of its last change."""
     found = Path(find_model(path)).expanduser()
     written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
     when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"
@@ -152,19 +152,19 @@ def _weights(path: str) -> str:
 
 
 def _chunk_size(config: EvalConfig) -> int:
-    """Prompts between two writes: a few batches of the engine, more of which keep it fuller, and fewer lose less."""
-    return max(1, BATCHES_A_CHUNK * config.rollout.max_batch_size // config.rollout.n)
+    """Prompts between two writes: a few batches. A larger chunk uses the engine better; a smaller one loses less."""
+    return max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // config.rollout.n)
 
 
-def _metrics(prompts: Sequence[Sequence[Row]], seed: int) -> dict[str, Estimate]:
-    right = np.array([[row["accuracy"] or 0.0 for row in rows] for rows in prompts])  # a failed answer has none
+def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, Estimate]:
+    accuracy = np.array([[row["accuracy"] or 0.0 for row in rows] for rows in prompts])  # None after a failure
     texts = [[row["extracted"] for row in rows] for rows in prompts]
-    n = right.shape[1]
+    n = accuracy.shape[1]
     several = [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n] * (n > 1)
-    values = {f"mean@{n}": mean_at_n(right), f"best@{n}": best_at_k(right, n)}
-    values |= {f"pass@{k}": pass_at_k(right, k) for k in (1, *several)}
+    values = {f"mean@{n}": mean_at_n(accuracy), f"best@{n}": best_at_k(accuracy, n)}
+    values |= {f"pass@{k}": pass_at_k(accuracy, k) for k in (1, *several)}
     if any(text is not None for row in texts for text in row):
-        values |= {f"maj@{k}": maj_at_k(right, texts, k, seed=seed) for k in several}
+        values |= {f"maj@{k}": maj_at_k(accuracy, texts, k, seed=seed) for k in several}
     rewards = np.array([fmean(row["reward"] or 0.0 for row in rows) for rows in prompts])
     estimates = {name: estimate(each, bounds=(0.0, 1.0), seed=seed) for name, each in values.items()}
     return {**estimates, "reward": estimate(rewards, seed=seed)}

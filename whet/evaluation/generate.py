@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet generate`: prompts in, answers out, one JSON object a line, in the order of the prompts.
+"""`whet generate`: samples responses to prompts into a file, one JSON object per line, in the order of the prompts.
 
-A run that was killed goes on behind the last whole line. What is answered together is always the same chunk of prompts,
-so the file ends with the bytes that it would have had. Beside it lies FILE.run.json, which says what it is made from.
+A run that was killed continues after the last whole line. Chunks of prompts that are sampled together are always the
+same, so the resumed file has the same bytes as an uninterrupted one. FILE.run.json beside it records model, prompts and
+settings.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from whet.rollout.protocol import generate as sample_all
 from whet.tracking.jsonl import json_line
 from whet.types import Prompt
 
-DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")  # beside model and prompts
-# Time and memory say nothing about the answers, and neither does that no option is set.
+# Settings that the file's content depends on, besides model and prompts, and those among them that do not change it.
+DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")
 FREE = ("rollout.deadline_seconds", "rollout.engine.options.kv_cache_bytes", "rollout.engine.options")
 MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 
@@ -49,16 +50,16 @@ class Generated:
     """The outcome of `whet generate`."""
 
     output: Path
-    num_found: int  # lines that were there when it began
-    num_written: int  # lines
+    num_found: int  # lines of an earlier run
+    num_written: int  # lines of this run
     num_tokens: int  # sampled by this run
     seconds: float
 
 
 def generate(config: GenerateConfig) -> Generated:
-    """Answers every prompt `rollout.n` times, or those that an earlier run left.
+    """Samples `rollout.n` responses to every prompt, except those that an earlier run has written.
 
-    Raises: ConfigError where the file was made from something else; every other WhetError that a user can mend.
+    Raises: ConfigError where the file was written with other settings; any WhetError that a user can correct.
     """
     assert config.model.path is not None and config.output is not None
     started, output, n = time.monotonic(), Path(config.output), config.rollout.n
@@ -70,28 +71,28 @@ def generate(config: GenerateConfig) -> Generated:
         data = config.data.model_copy(update={"val_files": config.sources})
         where, source = config.data.filter, config.source_key
         prompts = load_prompts(data, tokenizer, source, where=where, seed=config.seed, with_answers=False).items
-        answers = stack.enter_context(Answers(config, tokenizer, model_path))
+        sampler = stack.enter_context(LineSampler(config, tokenizer, model_path))
         origin = _origin(config, prompts)
         with output_errors(output):
-            _claim(output, origin)
+            _open_output(output, origin)
             file = stack.enter_context(output.open("r+b"))
-        num_found = num_lines = _cut_back(file, output)
+        num_found = num_lines = _truncate(file, output)
         stack.enter_context(phase(output.name))
         first = num_found // (config.chunk_size * n) * config.chunk_size
         for start in range(first, len(prompts), config.chunk_size):
             chunk = prompts[start : start + config.chunk_size]
             missing = (start + len(chunk)) * n - num_lines
-            if missing > 0:  # all are sampled if one is missing: an engine may round otherwise in other company
-                file.write("".join(answers.to(chunk)[-missing:]).encode())
+            if missing > 0:  # sample the whole chunk if a line is missing: rounding may depend on the other requests
+                file.write("".join(sampler.lines(chunk)[-missing:]).encode())
                 file.flush()
                 num_lines += missing
-                speed = f"{answers.num_tokens / answers.seconds:,.0f} tokens/s"
+                speed = f"{sampler.num_tokens / sampler.seconds:,.0f} tokens/s"
                 counted(num_lines // n, len(prompts), speed)
-    return Generated(output, num_found, num_lines - num_found, answers.num_tokens, time.monotonic() - started)
+    return Generated(output, num_found, num_lines - num_found, sampler.num_tokens, time.monotonic() - started)
 
 
-class Answers(ExitStack):
-    """Answers as lines. The model is loaded when the first is to be sampled, and let go at the end of the block."""
+class LineSampler(ExitStack):
+    """Samples completions as JSON lines. The model is loaded for the first prompts, and released with the block."""
 
     def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
         super().__init__()
@@ -100,12 +101,12 @@ class Answers(ExitStack):
         self._params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         self._engine: Any = None
         self.num_tokens = 0  # sampled
-        self.seconds = 0.0  # that it took
+        self.seconds = 0.0  # of sampling
 
-    def to(self, prompts: Sequence[Prompt]) -> list[str]:
-        """The lines of all answers to these prompts."""
+    def lines(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Samples all completions of these prompts.  Returns their lines."""
         config = self._config
-        asked = [(prompt, sample) for prompt in prompts for sample in range(config.rollout.n)]
+        samples = [(prompt, sample) for prompt in prompts for sample in range(config.rollout.n)]
         requests = [
             Request(
                 uid=f"{prompt.uid}:{sample}",
@@ -114,7 +115,7 @@ class Answers(ExitStack):
                 key=key(config.seed, "generate", prompt.index, sample),
                 media=prompt.media,
             )
-            for prompt, sample in asked
+            for prompt, sample in samples
         ]
         if self._engine is None:
             self._engine = open_engine(config.rollout, config.model, self._model_path)
@@ -124,10 +125,10 @@ class Answers(ExitStack):
             completions = sample_all(self._engine, requests, config.rollout.deadline_seconds)
         self.seconds += time.monotonic() - started
         self.num_tokens += sum(len(completion.token_ids) for completion in completions)
-        return [self._line(*each, completion) for each, completion in zip(asked, completions, strict=True)]
+        return [self._line(*each, completion) for each, completion in zip(samples, completions, strict=True)]
 
     def _line(self, prompt: Prompt, sample: int, completion: Completion) -> str:
-        answer = {
+        record = {
             "index": prompt.index,
             "uid": f"{prompt.uid}:{sample}",
             "prompt": self._tokenizer.decode(list(prompt.token_ids)),
@@ -137,26 +138,26 @@ class Answers(ExitStack):
             "stop": completion.stop,
             "log_prob": math.fsum(completion.log_probs),
         }
-        return json_line(answer)
+        return json_line(record)
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Returns everything that decides about the responses."""
+    """The content of FILE.run.json: everything that the responses depend on."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
-    asked = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        asked.update(f"{prompt.index}:{prompt.token_ids}".encode())
+        digest.update(f"{prompt.index}:{prompt.token_ids}".encode())
     models = [path for path in (config.model.path, config.model.tokenizer_path) if path is not None]
     return {
         "model": [_model_digest(path, config.model.trust_remote_code) for path in models],
-        "prompts": asked.hexdigest(),
+        "prompts": digest.hexdigest(),
         "config": {name: values[name] for name in values if name in deciding},
     }
 
 
 def _model_digest(path: str, trust_remote_code: bool) -> str:
-    """Returns the digest of a folder's or checkpoint's contents; of a model on the hub its commit."""
+    """Digest of the contents of a folder or checkpoint; the commit of a model on the hub."""
     folder = Path(find_model(path)).expanduser()
     if not folder.is_dir():
         return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
@@ -169,20 +170,20 @@ def _model_digest(path: str, trust_remote_code: bool) -> str:
     return whole.hexdigest()
 
 
-def _claim(output: Path, origin: dict[str, Any]) -> None:
-    """Makes the file and its FILE.run.json.  Raises: ConfigError where there is a file that was made otherwise."""
+def _open_output(output: Path, origin: dict[str, Any]) -> None:
+    """Makes the file and its FILE.run.json.  Raises: ConfigError where the file exists with another origin."""
     note = output.with_name(f"{output.name}.run.json")
     if output.exists() and output.stat().st_size:
         if not note.exists():
-            raise ConfigError(f"{output} is there, and {note.name}, which `whet generate` writes, is not; move it away")
+            raise ConfigError(f"{output} exists without {note.name}, which `whet generate` writes; move the file away")
         try:
             differences = list(_differences(json.loads(note.read_text(encoding="utf-8")), origin))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{note} cannot be read ({error!r}); move it and {output.name} away") from error
         if differences:
             raise ConfigError(
-                f"{output} was written otherwise: {'; '.join(differences)}. Go back to that, name another output, or "
-                "delete the file to start anew"
+                f"{output} was written with other settings: {'; '.join(differences)}. Use those settings, name another "
+                "output, or delete the file to start again"
             )
         return
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -201,14 +202,14 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{name} was {json.dumps(old)} and is {json.dumps(new)}"
 
 
-def _cut_back(file: IO[bytes], output: Path) -> int:
-    """Cuts a torn last line off, stands behind what is whole, and returns the number of its lines."""
+def _truncate(file: IO[bytes], output: Path) -> int:
+    """Removes an incomplete last line, and seeks to the end.  Returns the number of whole lines."""
     count = end = 0
     for line in file:
         if not line.endswith(b"\n"):
             break
         if not line.startswith(b'{"index": '):
-            raise DataError(f"{output}:{count + 1} is no answer that `whet generate` wrote; move the file away")
+            raise DataError(f"{output}:{count + 1} is no line that `whet generate` wrote; move the file away")
         count, end = count + 1, end + len(line)
     file.seek(end)
     file.truncate()

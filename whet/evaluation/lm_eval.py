@@ -4,7 +4,8 @@
     whet lm-eval --model_args path=DIR --tasks gsm8k
     lm_eval.simple_evaluate(model=WhetLM(path="DIR"), tasks=["gsm8k"])
 
-Texts are sampled by the native rollout engine, log-likelihoods computed as in training. One process, no batch size.
+Texts are sampled by the native rollout engine; log-likelihoods are computed as in training. It runs in one process,
+and chooses batch sizes itself.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ try:
 except ImportError as error:
     raise ConfigError(f"lm-eval cannot be imported ({error}); install it with {pip_install('lm-eval')}") from error
 
-MAX_NEW_TOKENS = 256  # lm-eval's default where a task does not say
-BATCH_TOKENS = 4096  # read together for log-likelihoods
-CHUNK_TOKENS = 512  # whose logits exist at once
+MAX_NEW_TOKENS = 256  # lm-eval's default for tasks without a limit
+BATCH_TOKENS = 4096  # of a forward pass for log-likelihoods
+CHUNK_TOKENS = 512  # with logits in memory at once
 Scored = tuple[Any, list[int], list[int]]  # the request as text, context, continuation
 
 
 @register_model("whet")
 class WhetLM(TemplateLM):
-    """lm-eval's LM interface. `path` is what `whet eval` takes as model.path."""
+    """lm-eval's LM interface. `path` is as model.path of `whet eval`."""
 
     def __init__(
         self, path: str, *, dtype: str = "float32", max_batch_size: int = 256, seed: int = 0, **harness: Any
     ) -> None:
-        """`harness` is what lm-eval gives every model: batch_size, max_batch_size, device."""
+        """`harness` has the arguments that lm-eval passes to every model: batch_size, device."""
         super().__init__()
         if unknown := harness.keys() - {"batch_size", "device"}:
             raise ConfigError(
@@ -70,7 +71,7 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context, where the tokenizer has no beginning."""
+        """The end token, used before a text without context where the tokenizer has no begin token."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
@@ -82,31 +83,31 @@ class WhetLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's caches."""
+        """The tokenizer's name in lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as one text."""
+        """Renders the messages as one text."""
         return render_chat(
             self.tokenizer,
             [Message.from_dict(message) for message in chat_history],
             add_generation_prompt=add_generation_prompt,
-            # The harness encodes the text by itself.
+            # The harness itself encodes the text.
             chat_template_kwargs={SANITIZE: False, "continue_final_message": not add_generation_prompt},
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, with the tokenizer's special tokens unless the text begins with them."""
+        """Encodes a text, with the tokenizer's special tokens unless the text begins with them."""
         begin = self.tokenizer.bos_token
         special = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer.encode(string, add_special_tokens=special))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text of each answer before the first of its stop strings. Sampling without one temperature is greedy."""
-        asked = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
-        completions = generate(self.engine, [request for request, _ in asked])
+        """Samples a text for each request, cut before its first stop string. The default is greedy."""
+        prepared = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
+        completions = generate(self.engine, [request for request, _ in prepared])
         texts = []
-        for instance, (_, until), completion in zip(requests, asked, completions, strict=True):
+        for instance, (_, until), completion in zip(requests, prepared, completions, strict=True):
             text = self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
             text = postprocess_generated_text(text, until, None)
             self.cache_hook.add_partial("generate_until", instance.args, text)
@@ -114,7 +115,7 @@ class WhetLM(TemplateLM):
         return texts
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of the model's length where it is longer."""
+        """The log-likelihood of each text; a long text is split into windows of the model's length."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, instance in enumerate(requests):
@@ -130,7 +131,7 @@ class WhetLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding would give it."""
+        """The log-likelihood of each continuation, and whether greedy decoding would produce it."""
         results: dict[int, tuple[float, bool]] = {}
         for batch in self._batches(requests):
             results |= zip(batch, self._score([requests[number] for number in batch]), strict=True)
@@ -140,7 +141,7 @@ class WhetLM(TemplateLM):
         return [results[number] for number in range(len(requests))]
 
     def _batches(self, requests: Sequence[Scored]) -> Iterator[list[int]]:
-        """Requests of similar length together, as many as BATCH_TOKENS allow."""
+        """Yields batches of requests of similar length, each with up to BATCH_TOKENS tokens."""
         batch: list[int] = []
         for number in sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])):
             longest = sum(map(len, requests[(batch or [number])[0]][1:]))
@@ -153,9 +154,9 @@ class WhetLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        # Left-truncated, as lm-eval's own models do. Nothing is asked of the last token: its position is free.
-        rows = [(context + said)[-(self.max_length + 1) :] for _, context, said in requests]
-        sizes = [min(len(said), len(row) - 1) for (_, _, said), row in zip(requests, rows, strict=True)]
+        # Left-truncated, like lm-eval's own models. The last token predicts nothing, so it may be beyond max_length.
+        rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        sizes = [min(len(request[2]), len(row) - 1) for request, row in zip(requests, rows, strict=True)]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -175,20 +176,20 @@ class WhetLM(TemplateLM):
         ]
 
     def _request(self, number: int, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
-        """The engine's request, and the strings before which its text ends."""
-        asked = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
-        new = asked["max_gen_toks"]
+        """Makes the engine's request.  Returns it, and the strings that stop its text."""
+        settings = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
+        new = settings["max_gen_toks"]
         if new >= self.max_length:
             raise ConfigError(
                 f"max_gen_toks={new} leaves no room for a prompt in the model's {self.max_length} positions; "
                 "lower it with --gen_kwargs max_gen_toks=N"
             )
-        until = [text for text in asked.get("until", []) if text]
+        until = [text for text in settings.get("until", []) if text]
         params = SamplingParams(
             max_new_tokens=new,
-            temperature=float(asked.get("temperature", 1.0)) if asked["do_sample"] else 0.0,
-            top_p=float(asked.get("top_p", 1.0)),
-            top_k=int(asked.get("top_k", 0)),
+            temperature=float(settings.get("temperature", 1.0)) if settings["do_sample"] else 0.0,
+            top_p=float(settings.get("top_p", 1.0)),
+            top_k=int(settings.get("top_k", 0)),
             stop_token_ids=self.stop_ids,
             stop=tuple(until),
         )
@@ -197,7 +198,7 @@ class WhetLM(TemplateLM):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """lm-eval's command line with the model "whet".  Raises: DataError where a task's data cannot be fetched."""
+    """Runs lm-eval's command line with the model "whet".  Raises: DataError where a task's data cannot be fetched."""
     from huggingface_hub.errors import LocalEntryNotFoundError
     from lm_eval.__main__ import cli_evaluate
 

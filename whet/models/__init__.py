@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models as whet reads them."""
+"""Language models: loading, forward passes on packed rows, token statistics, adapters."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """whet's attention for transformers models: one interface to train on packed rows and to decode from a block cache.
 
-A model loaded with `attn_implementation="whet"` gets no mask from transformers. What to attend to comes by keyword
-through the model's forward: `packed=Layout` (rows end to end), `paged=PagedContext` (a block KV cache), or neither
-(each row from the left edge, padding on its right). All three are causal, and none drops anything out.
+A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
+selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
+from the left edge, padding on its right). All three are causal and without dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from whet.models.packing import Bunch, Layout
 from whet.models.sequence_parallel import TokenShare
 
 NAME = "whet"
-# Rows of up to so many times the head size: all weights of a layer take no more memory than so many of its queries.
+# Rows of at most SHORT * head_dim tokens are short: their attention weights take at most SHORT times the memory of the
+# queries.
 SHORT = 8
 
 
@@ -36,7 +37,7 @@ class PagedContext(Protocol):
         window: int,
         cap: float,
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
         ...
 
 
@@ -55,9 +56,9 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], as transformers' attention interface has it."""
+    """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], the attention interface of transformers."""
     if s_aux is not None:
-        raise ModelError("this model has attention sinks, which whet does not do yet")
+        raise ModelError("this model has attention sinks, which whet does not support yet; choose another model")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -67,7 +68,7 @@ def attention(
     if packed is None:
         return _causal(query, key, value, scale, sliding_window, softcap, None).transpose(1, 2).contiguous(), None
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # once, and not in every grid
+    if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if token_share is None:
         return _packed(query, key, value, scale, sliding_window, softcap, packed), None
@@ -75,7 +76,7 @@ def attention(
     return token_share.to_tokens(_packed(query, key, value, scale, sliding_window, softcap, packed)), None
 
 
-@torch.compiler.disable  # its shapes are other ones in every batch: what is compiled around it stays
+@torch.compiler.disable  # its shapes differ in every batch; the code around it need not be compiled again
 def _packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -109,16 +110,16 @@ def _causal(
     """[b, H, Q, D], [b, KV, K, D], [b, KV, K, D] -> [b, H, Q, D]; the queries are the last Q of the keys' tokens."""
     length, head_dim = query.shape[2:]
     window = None if window is None or window >= key.shape[2] else window
-    # torch's fused kernel caps no scores
+    # torch's fused kernel has no cap on scores
     if cap is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
-        return _written_out(query, key, value, scale, cap, _hidden(query, key, window, bunch))
+        return _unfused(query, key, value, scale, cap, _hidden(query, key, window, bunch))
     is_causal = window is None and length == key.shape[2]
     seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
-def _written_out(
+def _unfused(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -126,11 +127,11 @@ def _written_out(
     cap: float | None,
     hidden: torch.Tensor,
 ) -> torch.Tensor:
-    """softmax(query key^T) value, heads of one key together: on a CPU faster than the fused kernel for short rows."""
+    """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
     (rows, heads, length, dim), kv_heads = query.shape, key.shape[1]
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
-    # One mask for all rows is broadcast by the product itself.
+    # The matrix product itself broadcasts a mask that all rows share.
     alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
     bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
     query, key, value = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key, value))
@@ -142,7 +143,7 @@ def _written_out(
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int | None, bunch: Bunch | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, comes later, or is `window` tokens back or more."""
+    """[b or 1, Q, K]: True where the key is padding, or after the query, or at least `window` tokens before it."""
     length, seen = query.shape[2], key.shape[2]
     at = torch.arange(seen, device=query.device)
     back = at[seen - length :, None] - at

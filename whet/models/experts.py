@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's mixture of experts for transformers models: on a CPU a token gets the same whatever else is in the batch.
+"""whet's mixture of experts for transformers models: on a CPU a token's result does not depend on the other tokens.
 
-Kernels for few rows round differently from those for many, and how many tokens go to an expert depends on the company.
-So no expert is given fewer rows than `MIN_ROWS`: the rest is padding.
+Kernels for few rows round differently from those for many, and the other tokens decide how many rows an expert gets.
+So an expert's rows are padded to at least `MIN_ROWS`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def experts(
         plain: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
         return plain
     chosen, k = top_k_index.flatten(), top_k_index.shape[1]
-    order = chosen.argsort(stable=True)  # (token, place) pairs, the first expert's first
-    if isinstance(chosen, FakeTensor):  # without numbers: to all experts alike
+    order = chosen.argsort(stable=True)  # (token, choice) pairs, sorted by expert
+    if isinstance(chosen, FakeTensor):  # it has no values: assume the same number for each expert
         counts = [len(part) for part in torch.empty(len(chosen), device="meta").tensor_split(module.num_experts)]
     else:
         counts = chosen.bincount(minlength=module.num_experts).tolist()
     outs = []
-    # Unbound at once, so that the gradient is one tensor and not a sum over experts.
+    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
     for pairs, gate_up, down in zip(
         order.split(counts), module.gate_up_proj.unbind(), module.down_proj.unbind(), strict=True
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a model folder, checked before it is loaded: adapters over a base, and weight files."""
+"""Checks of a model folder before it is loaded: adapters and their base, and weight files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @contextmanager
 def reading(path: str | Path, fault: str) -> Iterator[None]:
-    """Names the folder where transformers raises whatever a wrong file makes it stumble over.  Raises: ModelError."""
+    """Converts any error of transformers in the block to a ModelError that names the folder and its `fault`."""
     try:
         yield
     except ModelError:
@@ -37,9 +37,8 @@ def reading(path: str | Path, fault: str) -> Iterator[None]:
 
 
 def split_adapters(path: str | Path) -> tuple[str, list[str]]:
-    """The whole model under `path`, and the adapter folders on top of it, the lowest first.
-
-    An adapter folder names its base, which may be an adapter folder too.  Raises: ModelError.
+    """Follows an adapter folder to its base model, which may itself be an adapter folder.  Returns the path of the base
+    model, and the adapter folders in the order in which they are merged.  Raises: ModelError.
     """
     base, adapters = str(path), list[str]()
     while (config := Path(base, ADAPTER_CONFIG)).is_file():
@@ -65,7 +64,8 @@ def split_adapters(path: str | Path) -> tuple[str, list[str]]:
 
 
 def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool = False) -> None:
-    """Raises: ModelError for weights that are missing, cut short or pickled. What is no folder here is on the hub."""
+    """Checks the weight files of a local folder (not of a hub name).  Raises: ModelError for missing, truncated or
+    pickled weights."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -84,7 +84,7 @@ def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool =
         )
     for file in files:
         try:
-            with safetensors.safe_open(folder / file, framework="pt"):  # reads the header, and compares it to the size
+            with safetensors.safe_open(folder / file, framework="pt"):  # compares the header with the file's size
                 pass
         except (safetensors.SafetensorError, OSError) as error:
             size = (folder / file).stat().st_size
@@ -94,7 +94,7 @@ def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool =
 
 
 def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool = False) -> list[Path]:
-    """The files that hold the weights of a folder that `check_weights` has looked at."""
+    """The weight files of a folder that has passed `check_weights`."""
     kinds = [(name, ".safetensors"), *([("pytorch_model", ".bin")] if allow_pickle else [])]
     for stem, suffix in kinds:
         index = Path(folder, f"{stem}{suffix}.index.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are not trained, chosen by their names."""
+"""Frozen weights, chosen by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Switches off the gradient of every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell).
 
-    A tied weight has two names, and either freezes it.  Raises: ModelError for a pattern without a match, and where
-    nothing would be left to train.
+    A tied weight has two names; a match of either freezes it.  Raises: ModelError for a pattern without a match, and
+    where no trainable weight would remain.
     """
     if not patterns:
         return

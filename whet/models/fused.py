@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norm and gated MLP that keep less for the backward pass than autograd would, in place of a model's own.
+"""Replacement of a model's RMS norms and gated MLPs by versions that save less memory for the backward pass.
 
-A module is replaced only where it is shown to compute the same: by its parts' names, and by a small copy of it on
-random numbers (its own weights may not be there yet). Weights keep their names.
+A module is replaced only if it computes the same: its parts have the expected names, and a small copy with random
+weights (its own may not be loaded yet) agrees on random rows. Weights keep their names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from whet.models.rms_norm import RMSNorm
 
 TOLERANCE = 1e-5  # relative, in float32
-WIDTH = 8  # of the copies that are compared
+WIDTH = 8  # of the copies for the comparison
 
 
 class GatedMLP(nn.Module):
@@ -35,7 +35,7 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replaces what can be replaced in `model`; how many modules were."""
+    """Replaces the suitable modules of `model`.  Returns their number."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
@@ -60,7 +60,7 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def _same(module: nn.Module) -> bool:
-    """Tells whether module and counterpart, small and with random weights, agree on a few random rows."""
+    """True where small copies of the module and its counterpart, with random weights, agree on a few random rows."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = copy.copy(module)
@@ -71,7 +71,7 @@ def _same(module: nn.Module) -> bool:
         assert other is not None
         try:
             expected, got = small(rows), other(rows)
-        except RuntimeError:  # what it computes depends on its width
+        except RuntimeError:  # its computation needs its own width
             return False
         return bool((got - expected).norm() <= TOLERANCE * expected.norm())
 
@@ -84,7 +84,7 @@ def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
 
 
 class _SiluGate(torch.autograd.Function):
-    """silu(gate) up; keeps both and not silu(gate)."""
+    """silu(gate) up; saves gate and up, but not silu(gate)."""
 
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]

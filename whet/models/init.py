@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders from nothing: random weights, a tokenizer trained on the spot, a chat template.
+"""New model folders: random weights, a freshly trained tokenizer, a chat template.
 
-For quickstarts, tests and benchmarks on machines that reach no model hub. What is written loads with plain
+For quickstarts, tests and benchmarks on machines without access to a model hub. The folders load with plain
 `AutoModelForCausalLM` and `AutoTokenizer`; equal arguments write equal bytes.
 """
 
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 Arch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
 
-# ChatML. It only ever appends: no turn is rendered differently because of what follows it, so that sampled tokens can
-# stay as they are over many turns. Tool results are given in a user turn, as Qwen's templates do.
+# ChatML. Later messages never change how an earlier one is rendered, so sampled tokens stay the same over many turns.
+# Tool results are put into a user turn, as in Qwen's templates.
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt").read_text(encoding="utf-8")
 
 END_OF_TEXT, END_OF_TURN, START_OF_TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 _TEMPLATE_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-_ROWS_MULTIPLE = 8  # embedding rows a matrix multiplication likes
+_ROWS_MULTIPLE = 8  # of embedding rows, for fast matrix products
 _MIN_BYTE_VOCABULARY = 256 + 3  # every byte, and the special tokens
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Everything else of a shape follows: intermediate 3 x hidden, hidden / head_dim heads, half as many KV heads."""
+    """The shape of a model. Derived: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
 
     num_layers: int
     hidden_size: int
@@ -91,10 +91,10 @@ def init_model(
 ) -> Path:
     """Writes a model folder with random weights to `out` and returns its path.
 
-    The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample), or, with `alphabet`, has one
-    token for each of its characters and for each word of the chat template, and refuses any other character.
-    `vocab_size` is the number of embedding rows, of which the tokenizer fills what the texts yield; without it the
-    rows are those of the tokenizer, which the size bounds, rounded up to a multiple of 8. Raises: ConfigError.
+    The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample). With `alphabet` it has one token
+    for each of its characters and for each word of the chat template instead, and refuses any other character.
+    `vocab_size` is the number of embedding rows, an upper limit for the tokenizer; by default the number of tokens,
+    rounded up to a multiple of 8, with the limit of the size. Raises: ConfigError.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -185,7 +185,7 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
     }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
     two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
-    # What tells one architecture from another is kept: windows, caps, norms, fused and partly rotated projections.
+    # The special features of each architecture are kept: windows, caps, norms, fused and partly rotated projections.
     classes: dict[Arch, tuple[Any, Any, dict[str, Any]]] = {
         "qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {}),
         "qwen3": (Qwen3ForCausalLM, Qwen3Config, head),
@@ -201,7 +201,7 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
 
 
 def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A BPE that splits as Qwen's does (digits one by one), with Qwen's class: transformers rebuilds it by that."""
+    """Trains a BPE with Qwen's splitting (single digits) and Qwen's class, from which transformers reloads it."""
     if vocab_size < _MIN_BYTE_VOCABULARY:
         raise ConfigError(
             f"vocab_size={vocab_size} is too small for a byte-level tokenizer: 256 bytes and 3 special tokens need "
@@ -217,14 +217,16 @@ def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTo
 def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
     if arch == "qwen2.5":
         raise ConfigError(
-            "an alphabet needs another architecture than qwen2.5, such as qwen3: transformers rebuilds any tokenizer "
-            "of that one as a byte-level BPE, which drops unknown characters without a word"
+            "an alphabet needs another architecture than qwen2.5, such as qwen3: transformers loads every tokenizer "
+            "of qwen2.5 as a byte-level BPE, which silently drops unknown characters"
         )
     if texts is not None:
-        raise ConfigError("an alphabet is the whole vocabulary, so there is nothing to train on texts; give only one")
+        raise ConfigError(
+            "alphabet and texts are both given, but an alphabet is the whole vocabulary; remove one of them"
+        )
     special = [END_OF_TEXT, END_OF_TURN, START_OF_TURN]
     tokens = [*special, *_TEMPLATE_WORDS, *sorted({*alphabet, "\n"})]  # the template writes newlines too
-    # The unknown token is not in the vocabulary: that makes an unknown character an error instead of a guess.
+    # The unknown token is not in the vocabulary, so that an unknown character is an error.
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unknown|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and tokenizers from Hugging Face folders."""
+"""Loading of models and tokenizers from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = {
     "attn_implementation": attention.NAME,
     "experts_implementation": experts.NAME,
 }
-# Beyond these no config.json was written for a model: to make one in shapes alone would take hours, or overflow.
+# Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
@@ -47,10 +47,11 @@ def load_policy(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model at `path` in float32, with whet's attention and without dropout.  Raises: ModelError.
+    """Loads the causal language model at `path` in float32, with whet's attention and without dropout.
 
-    Adapters, where `path` is an adapter's folder and the one at `adapter_path`, are merged into the weights.
-    Dropout would make the policy that is updated another one than that which sampled, by draws that have no key.
+    Adapters are merged into the weights: those of `path`, where it is an adapter's folder, and that at `adapter_path`.
+    With dropout the updated policy would differ from the one that sampled, by random numbers without a seed.
+    Raises: ModelError.
     """
     base, adapters = split_adapters(path)
     load_config(base, trust_remote_code=trust_remote_code)
@@ -59,21 +60,21 @@ def load_policy(
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
-    _drop_nothing(model)
+    _disable_dropout(model)
     fuse(model)
     return model
 
 
 @torch.no_grad()
 def check_finite(model: torch.nn.Module, path: str | Path) -> None:
-    """Raises: ModelError for NaN or infinity among the weights that lie here."""
+    """Checks the local weights of a model.  Raises: ModelError for NaN or infinity."""
     for name, weight in model.named_parameters():
         here = weight.to_local() if isinstance(weight, DTensor) else weight
-        # One sum is several times as fast as a look at each number, and finite unless one is not, or it overflows.
+        # The sum is several times faster than a check of each number; it is finite if all are, unless it overflows.
         if not here.sum().isfinite() and not here.isfinite().all():
             raise ModelError(
-                f"{path} has numbers that are not finite (NaN or infinity) in {name}, so that every answer would be "
-                "noise and no update could be taken; fetch the folder again, or start from another model"
+                f"{path} has numbers that are not finite (NaN or infinity) in {name}, so every response would be "
+                "noise and every update would fail; fetch the folder again, or start from another model"
             )
 
 
@@ -86,7 +87,7 @@ def _load_whole(path: str, allow_pickle: bool, trust_remote_code: bool) -> PreTr
             output_loading_info=True,
             **OPTIONS,
         )
-    model, report = loaded  # as output_loading_info asks
+    model, report = loaded  # because of output_loading_info
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they would be "
@@ -97,37 +98,38 @@ def _load_whole(path: str, allow_pickle: bool, trust_remote_code: bool) -> PreTr
 
 
 def load_value_model(path: str | Path, **options: Any) -> ValueModel:
-    """A value model whose body is the language model at `path`; `options` as in `load_policy`.  Raises: ModelError."""
+    """Loads a value model: the body of the language model at `path`, and a new value head; `options` as in
+    `load_policy`.  Raises: ModelError."""
     return _value_model(load_policy(path, **options))
 
 
 def outline(path: str | Path, *, is_value_model: bool = False, trust_remote_code: bool = False) -> TrainedModel:
-    """Returns the module of `load_policy` or `load_value_model` from the config alone. To be called under
+    """Makes the module of `load_policy` or `load_value_model` from the config alone. Call it under
     `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     with reading(path, "is not the config of a causal language model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, trust_remote_code=trust_remote_code, **OPTIONS
         )
-    _drop_nothing(model)
+    _disable_dropout(model)
     fuse(model)
     return _value_model(model) if is_value_model else model
 
 
 def body_of(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model in what `load_policy` or `load_value_model` gives."""
+    """The transformers model inside a policy or a value model."""
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     return body
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a config's dtype name."""
+    """The torch dtype for a config's dtype name."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def recompute_activations(model: torch.nn.Module) -> None:
-    """Keeps no activations of a layer for the backward pass but its input."""
+    """Switches on activation checkpointing: a layer saves only its input for the backward pass."""
     body = body_of(model)
     # transformers renames the method between 5.17 and 6
     name = "activation_checkpointing_enable"
@@ -135,7 +137,7 @@ def recompute_activations(model: torch.nn.Module) -> None:
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules in the model's outermost lists, in order."""
+    """The layers: the modules in the model's outermost ModuleLists, in order."""
     found: list[torch.nn.Module] = []
     for child in model.children():
         found.extend(child if isinstance(child, torch.nn.ModuleList) else layers(child))
@@ -143,12 +145,12 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """torch compiles each layer when it first runs, for rows of any length."""
+    """Marks each layer for torch.compile at its first call, for rows of any length."""
     for layer in layers(body_of(model)):
         layer.compile(dynamic=True)
 
 
-def _drop_nothing(model: PreTrainedModel) -> None:
+def _disable_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -161,22 +163,24 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 
 
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
+    """Loads the tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
 
-    Raises: ModelError, also where one of `models` has fewer embedding rows than it has tokens.
+    Raises: ModelError, also where one of `models` has fewer embedding rows than the tokenizer has tokens.
     """
     base, adapters = split_adapters(path)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
     options = {"config": load_config(base, trust_remote_code=trust_remote_code)} if own else {}
     with reading(path, "has no tokenizer that could be loaded"):
-        with suppress(OSError):  # a folder of a tokenizer alone has no config
+        with suppress(OSError):  # a folder with only a tokenizer has no config
             _check_sizes(PreTrainedConfig.get_config_dict(base)[0])
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             own[-1] if own else base, trust_remote_code=trust_remote_code, **options
         )
         needed = max(tokenizer.get_vocab().values()) + 1
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer at {path} has no end token: no answer would end; set eos_token in its config")
+        raise ModelError(
+            f"the tokenizer at {path} has no end token: no response would end; set eos_token in its config"
+        )
     if tokenizer.pad_token_id is None:
         log.info("the tokenizer at %s has no padding token; its end token %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
@@ -191,10 +195,10 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The transformers config at `path`, or of an adapter's base, without weights.  Raises: ModelError."""
+    """Loads the transformers config at `path`, or of an adapter's base.  Raises: ModelError."""
     path, _ = split_adapters(path)
     with reading(path, "has no readable model config"):
-        _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # as it is written: nothing was made of it yet
+        _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
@@ -208,13 +212,13 @@ def _check_sizes(values: dict[str, Any]) -> None:
 
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
-    """Returns how many positions the model at `path` has.  Raises: ModelError."""
+    """Maximum number of positions of the model at `path`.  Raises: ModelError."""
     length: int = load_config(path, trust_remote_code=trust_remote_code).get_text_config().max_position_embeddings
     return length
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """The generation config at `path`, or of an adapter's base, None where a model has none of its own.
+    """Loads the generation config at `path`, or of an adapter's base; None where there is none.
 
     Raises: ModelError for one that cannot be read."""
     path, _ = split_adapters(path)
@@ -232,7 +236,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's, and those of the model's generation config where it has one."""
+    """Token ids that end a response: the tokenizer's end token, and those of the model's generation config."""
     found = {tokenizer.eos_token_id}
     generation = load_generation_config(path)
     if generation is not None:
@@ -243,7 +247,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 @contextmanager
 def without_weight_bars() -> Iterator[None]:
-    """transformers draws no bars over tensors and files for as long as the block lasts; downloads keep theirs."""
+    """Hides transformers' progress bars over tensors and files inside the block; downloads keep theirs."""
     before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
     try:
         yield

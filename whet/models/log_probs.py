@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropy of sampled tokens, from hidden states, without ever holding all logits."""
+"""Log-probabilities and entropy of sampled tokens, from hidden states, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class LogitForm(NamedTuple):
-    """The form of a model's logits with z = hidden weight^T + bias: scale z, or cap tanh(scale z / cap)."""
+    """Logits from z = hidden weight^T + bias: scale z, or with a cap cap tanh(scale z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> LogitForm:
-        """Reads the form from a model's text config: Cohere and Granite scale, Gemma caps."""
+        """Reads scale (Cohere, Granite) and cap (Gemma) from a model's text config."""
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
@@ -32,7 +32,7 @@ class LogitForm(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Numbers [N] of tokens. A field that was not asked for is None."""
+    """Statistics of N tokens. A field that was not requested is None."""
 
     log_probs: torch.Tensor  # [N] log_softmax(logits / temperature) at the target
     entropy: torch.Tensor | None  # [N] of softmax(logits / temperature)
@@ -53,9 +53,9 @@ def token_statistics(
 ) -> TokenStatistics:
     """Statistics of `targets` [N] under softmax(form(hidden weight^T + bias) / temperature).
 
-    hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once, in forward and
-    in backward, which computes them again. Matrix products run in hidden's dtype, everything after them in float32 at
-    least. With temperature 0 (greedy) the distribution is that of temperature 1.
+    hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once; the backward
+    pass computes them again. Matrix products run in hidden's dtype, the rest in at least float32. Temperature 0
+    (greedy) counts as 1.
     """
     log_probs, entropies, squares = _TokenStatistics.apply(
         hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form
@@ -70,7 +70,7 @@ def vocab_log_probs(
     temperature: float = 1.0,
     form: LogitForm = LogitForm(),  # noqa: B008
 ) -> torch.Tensor:
-    """log_softmax(form(hidden weight^T + bias) / temperature), all of it: [N, H], [V, H], [V] -> [N, V]."""
+    """log_softmax(form(hidden weight^T + bias) / temperature) over the vocabulary: [N, H], [V, H], [V] -> [N, V]."""
     typed_bias = None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0, form).log_softmax(-1)
@@ -116,7 +116,7 @@ class _TokenStatistics(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
         ctx.temperature, ctx.chunk_tokens, ctx.form = temperature, chunk_tokens, form
         ctx.mark_non_differentiable(squared)
-        ctx.set_materialize_grads(False)  # None where a result is only shown, so that its gradient costs nothing
+        ctx.set_materialize_grads(False)  # the gradient of an unused result is None, and costs nothing
         return log_probs, entropies, squared
 
     @staticmethod
@@ -125,7 +125,7 @@ class _TokenStatistics(torch.autograd.Function):
         hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        # A frozen head has none. Chunks are summed up in float32 at least.
+        # A frozen head needs no gradient. Chunks are summed in at least float32.
         grad_weight = _wide_zeros(weight) if ctx.needs_input_grad[1] else None
         grad_bias = _wide_zeros(bias) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters by peft, inside a model whose other parts keep their names: W x + alpha / rank B A x.
+"""Low-rank adapters by peft, in place, so that other weights keep their names: W x + alpha / rank B A x.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685. B starts at 0, so that the model with a new adapter, and that
-with its adapter off, is the model that it was put into.
+Hu et al. 2021, https://arxiv.org/abs/2106.09685. B starts at 0, so a model with a new adapter, or with its adapter
+off, equals the base model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINED_PARTS = ("lora_A", "lora_B")
 
 
 class LoraSettings(Protocol):
-    """The part of the config that an adapter is made from; see `LoraConfig`."""
+    """The settings of a new adapter; see `LoraConfig`."""
 
     @property
     def rank(self) -> int | None: ...
@@ -41,12 +41,12 @@ class LoraSettings(Protocol):
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype: torch.dtype = torch.float32) -> None:
-    """Puts a new adapter into `model` and freezes all else; `dtype` is that of the adapted layers' own weights.
+    """Adds a new adapter to `model` and freezes all other weights; `dtype` is for the adapted layers' base weights.
 
     Raises: ModelError for a target that no layer has.
     """
     config = peft_config(model, settings)
-    with torch.random.fork_rng(devices=[]):  # its draws are replaced below
+    with torch.random.fork_rng(devices=[]):  # peft's random values are replaced below
         _peft().inject_adapter_in_model(config, model, ADAPTER)
     for name, layer in adapted_layers(model).items():
         layer.base_layer.to(dtype)
@@ -57,23 +57,23 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype
 
 
 def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """A of a new adapter at a layer: uniform and as large as torch starts a linear layer. The same however the model is
-    spread, as each layer has its own key."""
+    """Initial A of a layer's adapter, distributed like the weight of a new torch linear layer. Each layer has its own
+    random key, so the values do not depend on how the model is sharded."""
     draw = torch.Generator().manual_seed(key(seed, "lora", layer))
     weight = torch.empty(*shape, device="cpu")
     return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
 
 
 def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
-    """The settings as peft has them; targets are names of linear layers, by default all but the head's."""
+    """Converts the settings to peft's. Targets are names of linear layers, by default all except the head."""
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     names = sorted({name.rpartition(".")[2] for name in linear})
     for target in settings.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             raise ModelError(
-                f"model.lora.target_modules names {target!r}, which no linear layer of {type(model).__name__} is "
-                f"called; it has {', '.join(names)}"
+                f"model.lora.target_modules names {target!r}, but no linear layer of {type(model).__name__} has that "
+                f"name; it has {', '.join(names)}"
             )
     assert settings.rank is not None
     alpha = 2.0 * settings.rank if settings.alpha is None else settings.alpha
@@ -86,8 +86,8 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells one model's weights from another's, apart from an adapter: by names, shapes and some 64 numbers of each,
-    as bfloat16 has them. On every rank where they are sharded."""
+    """A hash that identifies a model's weights without its adapter, from names, shapes and about 64 numbers of each
+    weight in bfloat16. With sharded weights every rank must call it."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         if any(f".{part}." in name for part in TRAINED_PARTS):
@@ -100,17 +100,17 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: bool = False) -> PreTrainedModel:
-    """The model with the adapter in the folder `path` added into its weights.  Raises: ModelError."""
+    """Merges the adapter in the folder `path` into the model's weights.  Raises: ModelError."""
     check_weights(path, "adapter_model", allow_pickle=allow_pickle)
     with reading(path, f"holds an adapter that does not fit {type(model).__name__}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         merged: PreTrainedModel = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     return merged.requires_grad_(True)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by name; none without one. (By their parts: peft takes seconds to import.)"""
+    """The layers with an adapter, by name. (Found by their attributes, because importing peft takes seconds.)"""
     return {
         name: each for name, each in model.named_modules() if hasattr(each, "lora_A") and hasattr(each, "base_layer")
     }
@@ -118,11 +118,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapter, for as long as the block lasts."""
+    """Switches the adapter off inside the block: the model is then the base model."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
-        # peft freezes what it switches off, which a sharded model must not see.
+        # peft also freezes the adapter, but requires_grad of a sharded model must not change.
         for part in TRAINED_PARTS:
             getattr(layer, part).requires_grad_(True)
     try:
@@ -133,7 +133,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights under their Hugging Face names, tied ones once, adapters added in."""
+    """Yields all weights under their Hugging Face names, tied ones once, with adapters merged."""
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")
@@ -147,15 +147,15 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy without adapters."""
+    """Copies the model without its adapter."""
     memo: dict[int, Any] = {}
     for layer in adapted_layers(model).values():
-        memo[id(layer)] = copy.deepcopy(layer.base_layer, memo)  # stands in for the layer in what is copied next
+        memo[id(layer)] = copy.deepcopy(layer.base_layer, memo)  # deepcopy uses it in place of the layer
     return copy.deepcopy(model, memo)
 
 
 def save_adapter(weights: dict[str, torch.Tensor], config: Any, out: Path) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads; `weights` are named as in the model."""
+    """Writes an adapter folder for `peft.PeftModel.from_pretrained`; `weights` are named as in the model."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def save_adapter(weights: dict[str, torch.Tensor], config: Any, out: Path) -> No
 
 
 def _peft() -> Any:
-    """The library, which takes seconds to import: only where there is an adapter.  Raises: ModelError without it."""
+    """Imports peft, which takes seconds, only when an adapter needs it.  Raises: ModelError without peft."""
     try:
         import peft
     except ImportError as error:

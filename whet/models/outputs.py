@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outputs of a model for the sampled tokens of a batch, by name: objectives and columns ask for them."""
+"""Outputs of a model for the sampled tokens of a batch, by name, for objectives and columns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from whet.models.value_head import ValueModel
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """Settings of a forward pass; they change its numbers by no more than rounding."""
+    """Settings of a forward pass; they change its results only by rounding."""
 
     packing: bool = True
-    share_prompts: bool = True  # rows with the same prompt read it once, where they are packed
+    share_prompts: bool = True  # with packing, a prompt that several rows have is computed once
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
-    token_share: TokenShare | None = None  # packed rows' tokens are split over ranks
+    token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
 
 
 def model_outputs(
@@ -53,7 +53,7 @@ def model_outputs(
 def outputs_of(
     model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """`model_outputs` of a batch that is laid out on the model's device already."""
+    """`model_outputs` for a batch whose layout is already on the model's device."""
     offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
@@ -87,12 +87,12 @@ def outputs_of(
 
 @dataclass(frozen=True)
 class _Sampled:
-    """The sampled tokens that this rank computes: all, or those chosen after tokens of its own."""
+    """The sampled tokens that this rank computes: all, or with split tokens those whose preceding token it has."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
     count: int  # without padding
-    owner: torch.Tensor | None  # [N] which rank has which, where they are shared out
+    owner: torch.Tensor | None  # [N] the rank that has each token, where tokens are split over ranks
     where: Layout
     share: TokenShare | None
 
@@ -108,7 +108,7 @@ class _Sampled:
         return cls(F.pad(states, padding), F.pad(targets, padding), count, owner, where, share)
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [B, R, ...], on every rank the whole."""
+        """[n, ...] -> [B, R, ...], complete on every rank."""
         own = values[: self.count]
         if self.share is not None and self.owner is not None:
             own = self.share.gather(own, self.owner)
@@ -117,8 +117,8 @@ class _Sampled:
 
 @contextmanager
 def _wide_states(model: PreTrainedModel) -> Iterator[None]:
-    """Embeddings come out in float32, also where their weights are narrower: the sum that runs through the layers, and
-    the positions that take its dtype, are then as they are with float32 weights."""
+    """Makes embeddings return float32 even where their weights are narrower. The residual stream, and the positions,
+    which take its dtype, are then the same as with float32 weights."""
 
     def widen(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
         return out.to(torch.promote_types(out.dtype, torch.float32))
@@ -131,8 +131,8 @@ def _wide_states(model: PreTrainedModel) -> Iterator[None]:
 
 
 def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
-    """The last hidden state after each of the T real tokens, [T, H]; packed, with more rows that say nothing; shared
-    out, after this rank's own."""
+    """The last hidden state of each of the T real tokens, [T, H]. With packing, rows of padding follow; with split
+    tokens, only this rank's tokens."""
     body, share = model.base_model, settings.token_share
     if settings.packing:
         num_tokens = _padded_tokens(where) if share is None else share.padded(_padded_tokens(where))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch as the model reads them, and the one place where states and tokens are shifted by one.
+"""The layout of a batch for the model, and the only place where states and tokens are shifted by one.
 
 A batch row is [left padding | prompt | response | right padding]. The model reads only its real tokens, either packed
-(all rows end to end, no padding at all) or padded (each row from the left edge, padding to its right). Both need a
-causal mask alone: padding comes after everything that is read.
+(rows concatenated, without padding) or padded (each row from the left edge, padding on its right). Both need only a
+causal mask, because padding comes after all real tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch
 from whet.devices import moved
 from whet.errors import DataError
 
-# Attention sees rows of similar length together: the shortest of a bunch has this share of the longest's tokens, and
-# all of them have no more than so many (query, key) pairs, which for few heads fit into a cache.
-LEAST_SHARE, BUNCH_PAIRS = 0.8, 2**20
-# Up to so many pairs rows of any length go together: another bunch would cost more than their padding.
+# Attention runs on bunches of rows of similar length: the shortest row has at least MIN_FRACTION of the longest's
+# tokens, and a bunch has at most BUNCH_PAIRS (query, key) pairs, which for few heads fit into a cache.
+MIN_FRACTION, BUNCH_PAIRS = 0.8, 2**20
+# With at most FEW_PAIRS pairs, rows of any length share a bunch: another bunch would cost more than their padding.
 FEW_PAIRS = 2**16
-# On a CPU a bfloat16 product is compiled anew for every shape, which takes longer than a small one does: counts of
-# tokens and rows, and widths, are padded so that they come again.
+# On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
+# and rows, and widths, are padded to multiples, so that shapes repeat.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
-# What makes two prompts the same: tokens, and where a batch has them the digests of their media, a tuple for each row.
+# Columns that must agree for two prompts to be the same, and the digests of their media (a tuple for each row).
 PROMPT_COLUMNS, DIGESTS = ("input_ids", "attention_mask", "position_ids"), "media_digests"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows that stand beside one another among T tokens."""
+    """A padded grid of rows that are consecutive among T tokens."""
 
-    tokens: slice  # which of the T
-    slots: torch.Tensor  # [tokens] each token's place in the grid [num_rows, width], flattened
+    tokens: slice  # of the T tokens
+    slots: torch.Tensor  # [tokens] each token's index in the flattened grid [num_rows, width]
     num_rows: int
     width: int
 
@@ -51,27 +51,27 @@ class Grid:
 
 @dataclass(frozen=True)
 class Bunch(Grid):
-    """Rows of similar length as attention sees them: a row's own tokens ask; they see the prompt that it shares too.
+    """Rows of similar length for one call of attention. Queries are a row's own tokens; keys include its shared prompt.
 
-    A row's keys are [padding | the shared prompt | its own tokens | padding]; a row that shares none has its prompt
-    among its own.
+    A row's keys are [padding | the shared prompt | its own tokens | padding]. The own tokens of a row without a shared
+    prompt include its prompt.
     """
 
-    prefix_tokens: torch.Tensor  # [P] tokens of shared prompts among the T, once for each row that shares them
-    prefix_slots: torch.Tensor  # [P] their places in the grid of keys [num_rows, prefix_width + width]
+    prefix_tokens: torch.Tensor  # [P] index of shared prompts' tokens among the T, repeated for each row
+    prefix_slots: torch.Tensor  # [P] their index in the flattened grid of keys [num_rows, prefix_width + width]
     prefix_lengths: torch.Tensor  # [num_rows]
-    prefix_width: int  # the longest
-    has_gaps: bool  # whether some prefix is shorter
+    prefix_width: int  # the largest of them
+    has_gaps: bool  # True where some prefix is shorter
 
     def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
-        """Returns each own token's slot in the grid of keys, or of queries, and the width of that grid."""
+        """Returns each own token's index in the flattened grid of keys (`with_prompts`) or queries, and its width."""
         if not with_prompts:
             return self.slots, self.width
         return self.slots + (self.slots // self.width + 1) * self.prefix_width, self.prefix_width + self.width
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """[num_rows or 1, width, prefix_width + width]: True where a token does not see a key."""
+        """[num_rows or 1, width, prefix_width + width]: True where a query must not attend to a key."""
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
@@ -82,19 +82,19 @@ class Bunch(Grid):
 class Layout(Grid):
     """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
 
-    Where prompts are shared, the first row with a prompt has its tokens, the others begin after it.
+    A shared prompt's tokens belong to its first row; its other rows begin after the prompt.
     """
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
-    states: torch.Tensor  # [N] index into the T tokens: the token after which the sampled one was chosen
+    states: torch.Tensor  # [N] index into the T tokens: the token before the sampled one
     targets: torch.Tensor  # [N] the sampled token
-    places: torch.Tensor  # [N] where it stands in the batch's [B, R], flattened
+    places: torch.Tensor  # [N] its index in the batch's flattened [B, R]
     shape: tuple[int, int]  # B, R
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
 
     def to(self, device: torch.device) -> Layout:
-        """The same on another device, by one copy of all indices together."""
+        """Copies the layout to another device, all indices in one transfer."""
         if self.input_ids.device.type == device.type:
             return self
         grids: list[Any] = [self, *self.bunches]
@@ -126,11 +126,11 @@ class Layout(Grid):
 
 
 def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
-    """The layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R], made
-    where these lie: on the host, before anything is copied to another device.
+    """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
+    on their device: the host, before anything is copied to another device.
 
-    With `share_prompts` a prompt is read once for all its rows, as nothing that comes after it changes it.
-    Raises: DataError when a response has no prompt token before it to be chosen after.
+    With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it.
+    Raises: DataError when no token precedes a sampled one.
     """
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
@@ -178,7 +178,7 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
 
 
 def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
-    """[B] for each row the first one with the same prompt: the same tokens, media and positions, padded alike."""
+    """[B] the first row with the same prompt as each row: the same tokens, media, positions and padding."""
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
     first: dict[tuple[bytes, object], int] = {}
@@ -190,9 +190,9 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
 def _bunches(
     lengths: Sequence[int], prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
 ) -> Iterator[Bunch]:
-    """Bunches of rows of falling `lengths`; `within` [T] is each token's place among its row's own.
+    """Yields bunches of rows, which are sorted by falling `lengths`; `within` [T] is each token's index in its row.
 
-    prefix_lengths [rows], in_order [rows, L] the tokens of each row among the T, its shared prompt's first.
+    prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first.
     """
     prefixes, device = prefix_lengths.tolist(), within.device
     row = token = 0
@@ -200,7 +200,7 @@ def _bunches(
         width, end, deepest = lengths[row], row, 0
         while end < len(lengths):
             deeper = max(deepest, prefixes[end])
-            limit = BUNCH_PAIRS if lengths[end] >= LEAST_SHARE * width else FEW_PAIRS
+            limit = BUNCH_PAIRS if lengths[end] >= MIN_FRACTION * width else FEW_PAIRS
             if end > row and (end + 1 - row) * width * (deeper + width) > limit:
                 break
             end, deepest = end + 1, deeper
@@ -228,13 +228,13 @@ def _bunches(
 
 
 def rounded(count: int, step: int) -> int:
-    """`count`, from twice `step` on the next multiple of it."""
+    """`count`, rounded up to a multiple of `step` from 2 `step` on."""
     return count if count < 2 * step else -(-count // step) * step
 
 
 class Spread(torch.autograd.Function):
-    """Copies the tokens of each bunch into its grid, with shared prompts or without. A single function does it for all
-    bunches, so that the gradient is one tensor and not a sum."""
+    """Copies the tokens of each bunch into its grid, with or without shared prompts. One function handles all bunches,
+    so that the gradient is one tensor instead of a sum."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
@@ -261,7 +261,7 @@ class Spread(torch.autograd.Function):
 
 
 class Pad(torch.autograd.Function):
-    """Rows of `flat` to their `slots` among `size`, zeros elsewhere. No slot is used twice: the gradient is a read."""
+    """Copies rows of `flat` to `slots` of `size` rows, zeros elsewhere. Slots differ, so the gradient is a gather."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[no-untyped-def]

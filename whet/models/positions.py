@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position ids, for rows of a batch and for tokens that are decoded after a prompt."""
+"""Position ids of the rows of a batch, and of the tokens decoded after a prompt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def position_ids(attention_mask: torch.Tensor, prompts: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
-    """[B, L] -> [B, L]: the real tokens of a row count from 0; padding is 0 before them and their last after them.
+    """[B, L] -> [B, L]: a row's real tokens are numbered from 0; left padding has 0, right padding the last number.
 
-    With multimodal rotary positions [B, L] -> [B, 3, L] (time, height, width): `prompts` are for each row the positions
-    [3, n] of its first n real tokens, which follow from its images and videos, or None where it has none. Text after
-    them goes on behind the largest, the same on all three axes, so that an image of 4 x 6 patches takes 6 positions.
+    With multimodal rotary positions [B, L] -> [B, 3, L] (time, height, width): `prompts` holds for each row the
+    positions [3, n] of its first n real tokens, computed from its images and videos, or None. Text after them continues
+    from the largest, equal on all three axes, so an image of 4 x 6 patches takes 6 positions.
     """
     plain = (attention_mask.cumsum(1) - 1).clamp(min=0)
     if prompts is None:
@@ -31,5 +31,5 @@ def position_ids(attention_mask: torch.Tensor, prompts: Sequence[torch.Tensor | 
 
 
 def next_position(prompt: torch.Tensor) -> int:
-    """The position of the first token after a prompt with positions [n] or [3, n]; the next tokens count on from it."""
+    """Position of the first token after a prompt with positions [n] or [3, n]."""
     return int(prompt.max()) + 1 if prompt.numel() else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norm with a gradient that keeps x and one number a row: in C++ on a CPU with a compiler, else in plain torch."""
+"""RMS norm that saves only x and one number per row for its gradient: in C++ on a CPU, else in torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]. Under autocast float32 states come out as the matrix product after them reads them."""
+        """[..., H] -> [..., H]. Under autocast the result of float32 states has autocast's dtype."""
         if torch.is_grad_enabled():
             out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
             return out
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    """Returns the normalised states [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -47,7 +47,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 def reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`normalise` in torch. Like transformers' it rounds the normalised rows to x's dtype before the product."""
+    """`normalise` in torch. Like transformers, it rounds the normalised rows to x's dtype before the product."""
     wide = _at_least_float32(x)
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return ((wide * scale).to(x.dtype) * weight).to(dtype), scale
@@ -95,7 +95,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """torch.compile makes a kernel of its own from the formula; tensors without numbers have none to give."""
+    """True where the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
     suited = all(each.device.type == "cpu" and each.dtype in KERNEL_DTYPES for each in tensors)
     suited = suited and not any(isinstance(each, FakeTensor) for each in tensors)
     return suited and not torch.compiler.is_compiling() and library(_SOURCE) is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism: each rank has a part of the tokens, and in attention all tokens and a part of the heads.
+"""Sequence parallelism: each rank has a part of the tokens; in attention it has all tokens and a part of the heads.
 
-Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. Two exchanges a layer, before attention and after it.
+Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. A layer has two exchanges, before and after attention.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.nn.functional as F
 
 from whet.errors import ConfigError
 
-SEEN = {"full_attention", "sliding_attention"}  # layers in which attention alone mixes tokens
+SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The part of the tokens that this rank has: ranks of `group` have equal parts, in order."""
+    """The split of tokens over the ranks of `group`, in equal consecutive parts."""
 
     group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
-        """Ranks that share the tokens."""
+        """Number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
@@ -35,15 +35,15 @@ class TokenShare:
         return dist.get_rank(self.group)
 
     def padded(self, count: int) -> int:
-        """The next number of tokens that can be shared evenly."""
+        """`count`, rounded up to a multiple of the number of ranks."""
         return -(-count // self.size) * self.size
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., T] -> [..., T / size]."""
+        """Part of this rank: [..., T] -> [..., T / size]."""
         return tokens.unflatten(-1, (self.size, -1))[..., self.rank, :]
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, H, T / size, D] -> [1, H / size, T, D]; heads that are fewer than ranks are repeated first."""
+        """[1, H, T / size, D] -> [1, H / size, T, D]; fewer heads than ranks are repeated first."""
         if (heads := states.shape[1]) < self.size:
             states = states.repeat_interleave(self.size // heads, dim=1)
         parts = states[0].unflatten(0, (self.size, -1))  # [size, H / size, T / size, D]
@@ -55,8 +55,8 @@ class TokenShare:
         return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
 
     def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """The numbers of N tokens from those that each rank has, [n, ...] -> [N, ...]; `owner` [N] says whose each is,
-        and a rank has its own in order. Differentiable where all ranks compute the same from the result."""
+        """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]; `owner` [N] is the rank of each token,
+        and a rank's values are in token order. Differentiable where all ranks compute the same from the result."""
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max()) if len(owner) else 0
         padding = [0, 0] * (own.dim() - 1) + [0, most - len(own)]
@@ -69,17 +69,17 @@ class TokenShare:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Raises: ConfigError for a number of ranks over which a model's heads cannot be shared out."""
+    """Checks that a model's heads and layers allow a split over `size` ranks.  Raises: ConfigError."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     valid = [each for each in range(1, heads + 1) if _fits(each, heads, kv_heads)]
     if size not in valid:
         raise ConfigError(
-            f"engine.options.sequence_parallel_size={size} does not share out {heads} heads with {kv_heads} of keys "
-            f"and values evenly; try {', '.join(str(each) for each in valid)}"
+            f"engine.options.sequence_parallel_size={size} does not divide {heads} heads and {kv_heads} key-value "
+            f"heads evenly; try {', '.join(str(each) for each in valid)}"
         )
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - SEEN):
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         raise ConfigError(
-            f"engine.options.sequence_parallel_size={size} needs layers in which attention alone mixes tokens, and "
+            f"engine.options.sequence_parallel_size={size} needs layers in which only attention mixes tokens, but "
             f"this model has {', '.join(others)}; set it to 1"
         )
 
@@ -89,7 +89,7 @@ def _fits(size: int, heads: int, kv_heads: int) -> bool:
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[size, ...]: part r goes to rank r, and what rank r sent stands in place r; differentiable."""
+    """Exchanges [size, ...] by all-to-all: part r goes to rank r, and index r holds rank r's part; differentiable."""
     exchanged: torch.Tensor = _Exchange.apply(parts, group)
     return exchanged
 
@@ -109,7 +109,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[...] -> [size, ...]. The gradient is this rank's part of its own: all ranks compute the same loss."""
+    """Gathers [...] -> [size, ...]. The gradient is this rank's slice, because all ranks compute the same loss."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

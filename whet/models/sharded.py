@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are given their weights in parts: no process holds a whole one."""
+"""Sharded models: each process reads only its parts of the weights."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from whet.models.value_head import TrainedModel, ValueModel
 def empty_model(
     path: str | Path, device: torch.device, *, is_value_model: bool = False, trust_remote_code: bool = False
 ) -> TrainedModel:
-    """Returns the module of `load_policy` or `load_value_model` without weights (they stay on `meta`), and with
-    all else, such as the frequencies of rotary positions, on `device`.  Raises: ModelError."""
+    """Makes the module of `load_policy` or `load_value_model` with its weights on `meta` and its buffers, such as the
+    frequencies of rotary positions, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
         model = outline(path, is_value_model=is_value_model, trust_remote_code=trust_remote_code)
     for weight in model.parameters():
-        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone then
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # then transformers does not initialise it
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -43,13 +43,13 @@ def empty_model(
 
 
 def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int, allow_pickle: bool = False) -> None:
-    """Reads this rank's parts of the weights at `path` into a sharded `model` without numbers; a value head starts at
-    0, a new adapter as `new_adapter` says.  Raises: ModelError."""
+    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0, a
+    new adapter with `new_adapter`.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     if adapters:
         raise ModelError(
-            f"{path} is an adapter over {base}, and sharded engines merge none while they load; export the merged "
-            "model first, and name its folder"
+            f"{path} is an adapter for {base}, and sharded engines cannot merge an adapter while loading; export the "
+            "merged model first, and name its folder"
         )
     body = body_of(model)
     kinds = ["*.safetensors*", *(["*.bin*"] if allow_pickle else [])]
@@ -57,7 +57,7 @@ def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int,
     check_weights(folder, allow_pickle=allow_pickle)
     layers = adapted_layers(body)
     with ExitStack() as files, without_weight_bars():
-        slices = {_inside(name, layers): part for name, part in _slices(folder, files, allow_pickle)}
+        slices = {_name_with_adapter(name, layers): part for name, part in _slices(folder, files, allow_pickle)}
         conversions: Any = get_model_conversion_mapping(body)
         settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
         report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
@@ -72,18 +72,18 @@ def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int,
         raise ModelError(f"{path}: {len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}")
     if isinstance(model, ValueModel):
         for name in ("weight", "bias"):
-            _give(model.value_head, name, device)
+            _allocate(model.value_head, name, device)
     for name, layer in layers.items():
         first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        _give(first, "weight", device)
-        _give(second, "weight", device)
+        _allocate(first, "weight", device)
+        _allocate(second, "weight", device)
         copy_part(first.weight, new_adapter(name, first.weight.shape, seed))
     check_finite(body, path)
 
 
 @torch.no_grad()
 def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Writes into `weight`, sharded or not, what belongs there of `whole`."""
+    """Copies `whole` into `weight`; where it is sharded, the local part."""
     if not isinstance(weight, DTensor):
         weight.copy_(whole)
         return
@@ -92,8 +92,8 @@ def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
     weight.to_local().copy_(part)
 
 
-def _give(module: nn.Module, name: str, device: torch.device) -> None:
-    """Memory for a sharded weight without numbers, with zeros in it."""
+def _allocate(module: nn.Module, name: str, device: torch.device) -> None:
+    """Replaces a sharded weight on `meta` by zeros on `device`."""
     weight = getattr(module, name)
     made = DTensor.from_local(
         torch.zeros(weight.to_local().shape, dtype=weight.dtype, device=device),
@@ -107,7 +107,7 @@ def _give(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
-    """Returns the weights of the folder by name; each is read when it is indexed."""
+    """Yields the weights of the folder by name; a weight is read from disk when it is indexed."""
     for path in weight_files(folder, allow_pickle=allow_pickle):
         if path.suffix != ".safetensors":
             yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
@@ -117,8 +117,8 @@ def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tupl
             yield name, opened.get_slice(name)
 
 
-def _inside(name: str, layers: Mapping[str, Any]) -> str:
-    """A weight's name where an adapter stands around its layer."""
+def _name_with_adapter(name: str, layers: Mapping[str, Any]) -> str:
+    """The name of a weight in a model whose `layers` have adapters."""
     owner, _, rest = name.rpartition(".")
     is_adapted = any(owner == layer or owner.endswith(f".{layer}") or layer.endswith(f".{owner}") for layer in layers)
     return f"{owner}.base_layer.{rest}" if is_adapted else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value model: a language model's body with one number at every state."""
+"""Value models: the body of a language model with a linear head that gives one number for each state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 class ValueModel(nn.Module):
-    """V(state) = head . hidden state.  The head starts at 0, so that a fresh critic predicts 0 everywhere."""
+    """V(state) = head . hidden state. The head starts at 0: a new critic predicts 0 everywhere."""
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()

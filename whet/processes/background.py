@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in daemon threads: for other people's code that may hang. No wait for one is longer than its caller wants, and
-the program ends without them."""
+"""Calls in daemon threads, for other people's code that may hang: the caller bounds its wait, and the program can end
+while they still run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Threads that make the calls that they are given, in order."""
+    """Daemon threads that run submitted calls in order."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -26,29 +26,30 @@ class Background:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The result of a call, to come. It can be cancelled until it has begun. SystemExit becomes a RuntimeError."""
+        """Returns a future of the call's result. It can be cancelled before the call begins. SystemExit becomes a
+        RuntimeError."""
         future: Future[T] = Future()
         self._calls.put((future, call))
         return future
 
     def close(self) -> None:
-        """Lets the threads end after the calls that they were given."""
+        """Ends the threads after the calls submitted so far."""
         for _ in range(self._threads):
             self._calls.put(None)
 
     def _work(self) -> None:
-        while (given := self._calls.get()) is not None:
-            future, call = given
+        while (entry := self._calls.get()) is not None:
+            future, call = entry
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # libraries exit, too
+                except BaseException as error:  # a library may call sys.exit
                     future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def within(seconds: float, call: Callable[[], T], late: str) -> T:
-    """Returns what a call returns. Its thread is left behind when it is late.  Raises: DeadlineError, as `late` says;
-    what the call raises."""
+    """Returns the result of a call; after `seconds` its thread is abandoned.  Raises: DeadlineError with the message
+    `late`; any error of the call."""
     thread = Background("whet-within")
     future = thread.submit(call)
     thread.close()
@@ -59,7 +60,7 @@ def within(seconds: float, call: Callable[[], T], late: str) -> T:
 
 @contextmanager
 def every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Makes a call again and again, in a thread, while the block runs."""
+    """Repeats a call in a thread, with `seconds` between two calls, while the block runs."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from whet.processes.template import NOT_FORKED, PROGRAM, REPORT, REQUEST
 
-CONTROL_SECONDS = 30  # for a template that is loading to read what it is asked
-CLOSE_SECONDS = 5.0  # for all children to be gone
+CONTROL_SECONDS = 30  # for a template that is still loading to read a request
+CLOSE_SECONDS = 5.0  # for all children to end
 
 
 class Child:
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Child)
 
 
 def exit_text(code: int) -> str:
-    """Words for the end of a process that nobody here killed."""
+    """Describes the exit code of a process that whet did not kill."""
     if code == -signal.SIGKILL:
         return "SIGKILL (out of memory, or killed by hand)"
     if code == NOT_FORKED:
@@ -45,12 +45,12 @@ def exit_text(code: int) -> str:
 
 
 class ForkServer:
-    """Starts children, each of which runs what `target`, as "package.module:function", returns.
+    """Starts child processes. `target` is a function as "package.module:function" that returns their main function.
 
-    The function is called once, in a new interpreter, with `argument`: what it loads, all children have. Each child is
-    in a process group of its own, and writes to `stdout`, which is that of errors unless said otherwise. It ends with
-    all that it started, at the latest with this process, however that ends. Any thread may call; a copy of this
-    process, made by a fork, ends nothing.
+    `target` is called once, in a new interpreter (the template), with `argument`: children share everything that it
+    loads. Each child has a process group of its own, and its standard output is `stdout` (default: standard error). It
+    ends with all processes that it started, at the latest with this process, even after kill -9. Any thread may call;
+    a forked copy of this process ends nothing.
     """
 
     def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2) -> None:
@@ -63,11 +63,11 @@ class ForkServer:
         self._start()
 
     def fileno(self) -> int:
-        """A descriptor that is readable once a child has ended."""
+        """The descriptor that becomes readable when a child has ended."""
         return self._control.fileno()
 
     def spawn(self, kind: type[C]) -> C:
-        """A new child, which starts now. A template that died is replaced first."""
+        """Starts a child and returns it. A template that died is replaced first."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             child = kind(self._next, ours)
@@ -78,12 +78,12 @@ class ForkServer:
                 self._start()
             self._running[child.number] = child
             self._control.settimeout(CONTROL_SECONDS)
-            with contextlib.suppress(OSError):  # it has just died: the connection ends
+            with contextlib.suppress(OSError):  # the template has just died: `read` reports the child as ended
                 socket.send_fds(self._control, [REQUEST.pack(child.number)], [theirs.fileno()])
         return child
 
     def kill(self, child: Child) -> None:
-        """Ends a child and all that it started, soon; its exit code stays unset."""
+        """Ends a child and all that it started, without waiting; its exit code stays unset."""
         child.connection.close()
         with self._lock, contextlib.suppress(OSError):
             self._running.pop(child.number, None)
@@ -91,7 +91,7 @@ class ForkServer:
             self._control.send(REQUEST.pack(child.number))
 
     def read(self, seconds: float = 0.0) -> list[Child]:
-        """Returns the children that have ended by themselves since the last call. Waits for the first that long."""
+        """Returns the children that have ended by themselves since the last call. Waits `seconds` for the first."""
         ended = []
         with self._lock, contextlib.suppress(OSError, struct.error):  # a timeout is an OSError
             self._control.settimeout(seconds)
@@ -105,46 +105,46 @@ class ForkServer:
         return ended
 
     def wait(self, child: Child, seconds: float) -> bool:
-        """Waits until a child has ended by itself.  Returns whether it has."""
+        """Waits up to `seconds` until a child has ended by itself.  Returns whether it has."""
         until = time.monotonic() + seconds
         while child.exit_code is None and time.monotonic() < until:
             self.read(min(0.1, seconds))
         return child.exit_code is not None
 
     def close(self) -> None:
-        """Ends the template and all children, and waits until they are gone."""
+        """Ends the template and all children, and waits until they have ended."""
         if os.getpid() != self._owner:
             return
         with self._lock, contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        self._ended_template()
+        self._wait_for_template()
         self._control.close()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, os.fdopen(os.memfd_create("whet"), "wb") as given:
-            pickle.dump((self._path, self._owner, self._target, self._argument), given)
-            given.seek(0)
-            descriptors = [theirs.fileno(), given.fileno()]
+        with theirs, os.fdopen(os.memfd_create("whet"), "wb") as arguments:
+            pickle.dump((self._path, self._owner, self._target, self._argument), arguments)
+            arguments.seek(0)
+            descriptors = [theirs.fileno(), arguments.fileno()]
             self._template = subprocess.Popen(
                 [sys.executable, *PROGRAM, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
                 pass_fds=descriptors,
                 cwd=self._folder,
-                process_group=0,  # Ctrl-C is the owner's affair
+                process_group=0,  # Ctrl-C reaches the owner only
             )
 
     def _lose(self) -> list[Child]:
-        """Gives all children the exit code of their template, which ends them."""
-        code, lost = self._ended_template(), list(self._running.values())
+        """Gives all children the exit code of their template, with which they end.  Returns them."""
+        code, lost = self._wait_for_template(), list(self._running.values())
         self._running.clear()
         for child in lost:
             child.exit_code = code
         return lost
 
-    def _ended_template(self) -> int:
-        """The exit code of the template, which is ending."""
+    def _wait_for_template(self) -> int:
+        """Waits for the end of the template, and kills it when that takes too long.  Returns its exit code."""
         try:
             return self._template.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a stream socket: a number, which says what is answered, a body, and buffers.
+"""Messages over a stream socket: the number of the call, a body, and buffers.
 
     header    magic, number, count of buffers, bytes and checksum of the body, checksum of the header
     body      the size of each buffer, then the content
-    buffers   as they are: bytes of tensors, which are neither copied nor checked
+    buffers   raw bytes of tensors, neither copied nor checked
 
-Whatever else a process writes into the connection, by accident as a rule, is told from a message by the checksums.
+The checksums detect other bytes that a process wrote into the connection, usually by accident.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 class BrokenMessageError(Exception):
-    """Bytes on the connection that are no message."""
+    """Bytes on the connection are not a message."""
 
 
 def send(connection: socket.socket, number: int, frames: Sequence[Frame]) -> None:
@@ -37,9 +37,9 @@ def send(connection: socket.socket, number: int, frames: Sequence[Frame]) -> Non
 
 
 def receive(connection: socket.socket, allocate: Callable[[int], memoryview]) -> tuple[int, list[Frame]]:
-    """Reads one message: its number, then the content and the buffers, in memory that `allocate` gives.
+    """Reads one message: its number, then the content and the buffers, in memory that `allocate` returns.
 
-    Raises: EOFError where the other side is gone; BrokenMessageError; OSError."""
+    Raises: EOFError where the other side closed; BrokenMessageError; OSError."""
     header = _read(connection, memoryview(bytearray(_HEADER_BYTES)))
     number, count, size, checksum = _parse(header)
     body = _checked(_read(connection, allocate(size)), checksum)
@@ -48,20 +48,21 @@ def receive(connection: socket.socket, allocate: Callable[[int], memoryview]) ->
 
 
 def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
-    """Header and body of a message whose buffers have these sizes."""
+    """Header and body of a message whose buffers have `sizes` bytes."""
     body = struct.pack(f"<{len(sizes)}Q", *sizes) + content
     fields = _FIELDS.pack(MAGIC, number, len(sizes), len(body), crc32(body))
     return fields + _CHECKSUM.pack(crc32(fields)) + body
 
 
 class Reader:
-    """Cuts what arrives into messages, which have no buffers."""
+    """Splits a stream of bytes into messages without buffers."""
 
     def __init__(self) -> None:
         self._arrived = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Number and content of each message that is whole now.  Raises: BrokenMessageError, after those before it."""
+        """Yields number and content of each complete message.  Raises: BrokenMessageError, after the complete messages
+        before it."""
         self._arrived += data
         start = 0
         try:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The template process: it loads what its children need, once, and forks a child for each that is asked for.
+"""The template process: loads the modules of its children once, and forks a child on each request.
 
-    owner ── template ── guard ── child ── whatever the child starts
+    owner ── template ── guard ── child ── processes that the child starts
                       └─ guard ── child
 
-The owner is the process that has a `ForkServer`. A guard outlives its child, and reports how that ended. Processes that
-lost their parent become children of the guard (it is a "subreaper"), so it can end all of them, those too that left the
-child's process group. A child ends with its guard, a guard with the template, and the template with its owner, however
-each of them ends: no process that a child started outlives a kill -9. All start in the owner's session: under load the
-kernel shares cores out between sessions first, and calls between two of them took five times as long.
+The owner is the process that has a `ForkServer`. A guard outlives its child and reports its exit code. Orphaned
+processes become children of the guard (a "subreaper"), so it can kill all of them, even those that left the child's
+process group. A child ends with its guard, a guard with the template, and the template with its owner, even after kill
+-9. All stay in the owner's session: under load the kernel divides the cores between sessions first, and calls between
+two sessions took five times as long.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from pathlib import Path
 
 from whet.processes import frames
 
-REQUEST = struct.Struct("<Q")  # the number of a child: to be forked where a descriptor comes with it, else to be ended
+REQUEST = struct.Struct("<Q")  # the number of a child: with a descriptor a request to fork it, without one to end it
 REPORT = struct.Struct("<Qi")  # the number of a child that ended, and its exit code, or minus the signal
-LOOK_SECONDS = 0.5  # how often the template looks whether its owner and its guards live
+CHECK_SECONDS = 0.5  # how often the template checks whether its owner and its guards live
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-NOT_FORKED = 71  # as the exit code of a child that could not be forked
-HIGH_DESCRIPTORS = 64  # so far below the limit of open files is the connection of a child
+NOT_FORKED = 71  # exit code for a child that could not be forked
+HIGH_DESCRIPTORS = 64  # distance of a child's connection to the limit of open files
 
-# The program of a template, with two descriptors as its arguments. The paths must be the owner's before whet is looked
-# for. -P: the working folder is not on the path yet, where a pickle.py may stand for the standard library's.
+# The program of a template, with two descriptors as its arguments. sys.path must be the owner's before whet is
+# imported. -P: keeps the working folder off the path, where a pickle.py may hide that of the standard library.
 PROGRAM = (
     "-Puc",
-    "import os, pickle, sys; given = pickle.load(os.fdopen(int(sys.argv[2]), 'rb')); sys.path[:] = given[0]; "
-    "from whet.processes.template import main; main(int(sys.argv[1]), *given[1:])",
+    "import os, pickle, sys; args = pickle.load(os.fdopen(int(sys.argv[2]), 'rb')); sys.path[:] = args[0]; "
+    "from whet.processes.template import main; main(int(sys.argv[1]), *args[1:])",
 )
 
 
 class Caller:
-    """The child's end of its connection to the owner. A copy of the child, made by a fork, has none."""
+    """The child's end of its connection to the owner. A forked copy of the child has no connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        lowest = max(3, (files if 0 < files < 1024 else 1024) - HIGH_DESCRIPTORS)  # out of the way of loops over a few
+        lowest = max(3, (files if 0 < files < 1024 else 1024) - HIGH_DESCRIPTORS)  # code that closes low ones spares it
         with connection:
             self.connection = socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, lowest))
         os.register_at_fork(after_in_child=self.connection.close)
         self._pid = os.getpid()
 
     def receive(self) -> tuple[int, bytes]:
-        """The next message of the owner.  Raises: EOFError where no more come; BrokenMessageError; OSError."""
+        """Waits for the next message of the owner.  Raises: EOFError after the last; BrokenMessageError; OSError."""
         number, (content,) = frames.receive(self.connection, lambda size: memoryview(bytearray(size)))
         return number, bytes(content)
 
     def send(self, number: int, content: bytes) -> None:
-        """Answers the owner. A copy ends here.  Raises: OSError."""
+        """Sends a reply to the owner. A forked copy exits here.  Raises: OSError."""
         self.end_copy()
         frames.send(self.connection, number, [content])
 
     def end_copy(self) -> None:
-        """Ends the process, unless it is the one that was forked for the owner."""
+        """Exits where this process is a forked copy of the child."""
         if os.getpid() != self._pid:
             os._exit(0)
 
@@ -78,9 +78,9 @@ Serve = Callable[[Caller], None]
 
 
 def main(control: int, owner: int, target: str, argument: bytes) -> None:
-    """The template's main function, and then that of each child: it serves its caller, and ends as a program does.
+    """Main function of the template, and after the fork of each child: it serves its caller, then exits normally.
 
-    A failure ends the process at once: the connection would close long before the last of a large program is gone."""
+    A failure exits at once: otherwise the connection would close long before a large process has ended."""
     module, _, name = target.partition(":")
     del sys.argv[1:]
     with socket.socket(fileno=control) as channel:
@@ -101,11 +101,11 @@ def main(control: int, owner: int, target: str, argument: bytes) -> None:
 
 
 def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
-    """Serves the owner until that ends.  Returns in children only."""
+    """Serves requests of the owner until the owner ends.  Returns in children only."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     template, guards = os.getpid(), dict[int, int]()  # their process ids, by number
     while os.getppid() == owner:
-        if select.select([control], [], [], LOOK_SECONDS)[0]:
+        if select.select([control], [], [], CHECK_SECONDS)[0]:
             packet, descriptors, _, _ = socket.recv_fds(control, REQUEST.size, 1)
             if not packet:
                 break
@@ -123,7 +123,7 @@ def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
         for number, pid in list(guards.items()):
             if (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 del guards[number]
-                if ended[1]:  # somebody killed it, so it reported nothing, and its orphans came here
+                if ended[1]:  # it was killed: it reported nothing, and its orphans became children of the template
                     _report(control, number, os.waitstatus_to_exitcode(ended[1]))
                     _end_children(spared=guards.values())
     for pid in guards.values():
@@ -135,10 +135,10 @@ def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
 
 
 def _guard(number: int, connection: socket.socket, control: socket.socket, template: int) -> socket.socket:
-    """Forks the child, reports its end, and ends what it left behind.  Returns in the child only."""
+    """Forks the child, reports its exit code, and kills the processes that it left.  Returns in the child only."""
     os.setpgrp()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    _live_with(template, signal.SIGTERM)
+    _signal_on_death_of(template, signal.SIGTERM)
     watched = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     guard = os.getpid()
@@ -150,7 +150,7 @@ def _guard(number: int, connection: socket.socket, control: socket.socket, templ
     if child == 0:
         control.close()
         os.setpgrp()
-        _live_with(guard, signal.SIGKILL)
+        _signal_on_death_of(guard, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return connection
     connection.close()
@@ -169,19 +169,19 @@ def _guard(number: int, connection: socket.socket, control: socket.socket, templ
 
 
 def _report(control: socket.socket, number: int, code: int) -> None:
-    with suppress(OSError):  # nobody is there to hear it
+    with suppress(OSError):  # the owner has ended
         control.send(REPORT.pack(number, code))
 
 
-def _live_with(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send a signal when the parent ends."""
+def _signal_on_death_of(parent: int, number: signal.Signals) -> None:
+    """Asks the kernel for a signal to this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _end_children(spared: Collection[int] = ()) -> None:
-    """Kills the children of this process, and their children, who become its own."""
+    """Kills the children of this process, and their children, which then become its own."""
     while children := [pid for pid in _children() if pid not in spared]:
         for pid in children:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's code in other processes."""
+"""User code in other processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
-    """`value`, which holds `target`: by reference where other processes can import that, else with its code.
+    """Pickles `value`, which holds `target`: by reference where other processes can import the target, else with its
+    code.
 
-    Raises: whatever an object that the target holds raises when it is pickled."""
+    Raises: any error of pickling an object that the target holds."""
     module = None if isinstance(target, str) else sys.modules.get(target.__module__)
     top = "" if module is None else module.__name__.partition(".")[0]
     if module is None or any(finder.find_spec(top, None) is not None for finder in sys.meta_path):
         return bytes(cloudpickle.dumps(value))
-    cloudpickle.register_pickle_by_value(module)  # it was loaded from a file: its name means nothing elsewhere
+    cloudpickle.register_pickle_by_value(module)  # it was loaded from a file: other processes cannot import its name
     try:
         return bytes(cloudpickle.dumps(value))
     finally:
@@ -31,8 +32,8 @@ def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
 
 
 def pin(sources: dict[str, bytes]) -> None:
-    """Has the user's modules, not installed ones or whet's own, load from `sources`, by their path; a file that is not
-    in there is read, and put there. Compiled files beside them are not used: they may be of another version."""
+    """Makes the user's modules load from `sources` (path to content), not installed modules nor whet's own. A file that
+    `sources` lacks is read and added. Compiled files are ignored: they may be of another version."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = (*installed, f"{Path(__file__).parents[1]}{os.sep}")
     get_code = SourceFileLoader.get_code

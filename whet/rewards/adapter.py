@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of a score function, told apart by signature, behind one method: `score(items)`.
+"""The forms of a score function, recognised by signature, behind one method: `score(items)`.
 
 The annotation of the first parameter decides first (DataProto, list of dicts, dict), then the names of the parameters.
-What cannot be told apart is an error that shows the forms; so is an option that the function does not take.
+A signature of no known form is an error that lists the forms; an option that the function does not take is an error.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMS = """\
-  one answer:   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
-                compute_score(predict, ground_truth) -> float | dict
-                compute_score(reward_input: dict[str, Any]) -> float | dict
-  all answers:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
-                compute_score(reward_inputs: list[dict[str, Any]]) -> list
-                compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
-Where several names are shown, any of them may be left out but the answer.
+  one response:   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
+                  compute_score(predict, ground_truth) -> float | dict
+                  compute_score(reward_input: dict[str, Any]) -> float | dict
+  all responses:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
+                  compute_score(reward_inputs: list[dict[str, Any]]) -> list
+                  compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
+Where several names are shown, all are optional except the response (solution_str, predict).
 Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
 
 
 class RewardFunction:
-    """A score function of any form, as `adapt` makes it."""
+    """A score function of any form, behind `score`. Made by `adapt`."""
 
     def __init__(
         self, function: Callable[..., Any], form: _Form, kwargs: Mapping[str, Any], correct_threshold: float
@@ -50,13 +50,12 @@ class RewardFunction:
 
     @property
     def takes_batch(self) -> bool:
-        """True where one call scores all items, so that they also fail together."""
+        """True where one call scores all items; they then fail together."""
         return self._form.takes_batch
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Returns an outcome for each item, in order. An exception of the function is a Failure, its traceback logged
-        once for each line that raises. Async functions are awaited call by call (one that takes all answers may gather
-        them)."""
+        """Returns an outcome for each item, in order. An exception of the function becomes a Failure; its traceback is
+        logged once for each line that raises. Async functions are awaited one call after the other."""
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in self._score_call(call)]
 
@@ -79,7 +78,7 @@ class RewardFunction:
         ]
 
     def _await(self, awaitable: Any) -> Any:
-        """Its result. The event loop lives as long as the function, whose HTTP client may be bound to it."""
+        """The result of `awaitable`. The event loop lives as long as the function, whose HTTP client may need it."""
         import asyncio
 
         async def wait() -> Any:
@@ -89,16 +88,16 @@ class RewardFunction:
         return self._runner.run(wait())
 
     def _log_once(self, error: BaseException) -> None:
-        place = last_line(error)
-        if place not in self._logged:
-            self._logged.add(place)
+        line = last_line(error)
+        if line not in self._logged:
+            self._logged.add(line)
             logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
 
 
 def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_threshold: float) -> RewardFunction:
-    """`function`, whatever its form, as a RewardFunction. `kwargs` are passed to it on every call.
+    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call.
 
-    Raises: RewardError when the form cannot be told, a parameter has no value, or an option is not taken.
+    Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -109,7 +108,7 @@ def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_th
     form = _recognise(parameters)
     if form is None:
         raise RewardError(
-            f"cannot tell what {_show(function)} takes, from its names and annotations; "
+            f"cannot recognise the form of {_show(function)} by its names and annotations; "
             f"expected one of these forms:\n{FORMS}"
         )
     _check_options(function, parameters, form, kwargs)
@@ -117,21 +116,20 @@ def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_th
 
 
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
-    """The items that each call of a function judges: all of them, or one by one."""
+    """The items that each call of a function scores: all of them, or one each."""
     return [items] if takes_batch and items else [[item] for item in items]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The call of a function: the parameters that it is given, and their values for some items (for one item where it
-    does not take a batch)."""
+    """The form of a function: which parameters each call passes, and how to get their values from the items."""
 
     values: Mapping[str, Callable[[Sequence[RewardItem]], Any]]  # by parameter
     takes_batch: bool
     split_rows: Callable[[object, int], list[object]] = split_rows
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
-        """Returns what the function is given for these items."""
+        """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
         return {name: value(items) for name, value in self.values.items()}
 
 
@@ -144,11 +142,11 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "predict": attrgetter("solution_str"),
     "predict_str": attrgetter("solution_str"),
 }
-_ANSWER_FIELDS = {"solution_str", "predict", "predict_str"}  # a function that sees none of them judges nothing
-_COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # what **kwargs receives
+_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str"}  # a score function takes at least one of them
+_COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
-# The forms whose first parameter is everything, by its usual name. Annotations are read as text: they may name what is
-# imported for type checkers only.
+# The forms whose first parameter holds everything, by its usual name. Annotations are read as text: they may name
+# classes that are imported for type checkers only.
 _DICT = r"([\w.]+\.)?(dict|Dict|Mapping|MutableMapping)\b"
 _WHOLE = {
     "data": re.compile(r".*\bDataProto\b", re.DOTALL),
@@ -166,17 +164,17 @@ def _recognise(parameters: Sequence[inspect.Parameter]) -> _Form | None:
         whole = _recognise_whole(named[0].name, _annotation_text(named[0]))
         if whole is not None:
             return whole
-    if names & {f"{name}s" for name in _ANSWER_FIELDS}:
-        taken = names & columns.keys() | {f"{name}s" for name in common}
-        return _Form({name: partial(_column, columns[name]) for name in taken}, takes_batch=True)
-    if names & _ANSWER_FIELDS or common:
-        taken = names & _FIELDS.keys() | common
-        return _Form({name: partial(_first, _FIELDS[name]) for name in taken}, takes_batch=False)
+    if names & {f"{name}s" for name in _RESPONSE_FIELDS}:
+        passed = names & columns.keys() | {f"{name}s" for name in common}
+        return _Form({name: partial(_column, columns[name]) for name in passed}, takes_batch=True)
+    if names & _RESPONSE_FIELDS or common:
+        passed = names & _FIELDS.keys() | common
+        return _Form({name: partial(_first, _FIELDS[name]) for name in passed}, takes_batch=False)
     return None
 
 
 def _recognise_whole(name: str, annotation: str) -> _Form | None:
-    """The form of a function whose first parameter is everything: a dict, a list of them, or a DataProto."""
+    """The form of a function whose first parameter holds everything: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
         from whet.rewards.data_proto import make_batch, split_batch_rows
@@ -215,7 +213,7 @@ def _check_options(
     for name in kwargs:
         if name in form.values:
             raise RewardError(
-                f"reward.kwargs.{name}: {_show(function)} is given {name!r} by the run; take it out of reward.kwargs"
+                f"reward.kwargs.{name}: the run passes {name!r} to {_show(function)}; remove it from reward.kwargs"
             )
         if name not in own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise RewardError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward processes of a config."""
+"""Reward pools from a config."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Rewards: TypeAlias = RewardPool | WeightedRewards
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
-    """The reward processes of a run; None where no function is named and an environment pays."""
+    """The reward pool of a run; None where no function is named and an environment gives the rewards."""
     if function is None and not config.reward.function and config.environment.name != "single_turn":
         return None
     return build_scorer(config.reward, function)
 
 
 def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Rewards:
-    """The reward processes of one function, or of several with weights.  Raises: RewardError, RegistryError."""
+    """The pool of one score function, or of several with weights.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
     if not functions:

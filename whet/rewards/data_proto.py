@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DataProto form of a score function: answers as a batch, its result as rows. No other file here needs torch."""
+"""The DataProto form of a score function: items become a batch, its result becomes rows. The only file here that
+imports torch."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 
 class RewardBatch(DataProto):
-    """The argument of a function of `data: DataProto`.
+    """The argument of a score function that takes `data: DataProto`.
 
     Tensors: `prompts` [B, P] (left-padded with 0), `responses` [B, R] (right-padded with 0), `input_ids` and
     `attention_mask` [B, P + R], `response_mask` [B, R] (1 on the response, 0 on its padding). Objects: `data_source`,
     `ground_truth`, `extra_info`, `reward_model` (a dict with `ground_truth`), `prompt_str`, `solution_str`. The texts
-    are attributes of the whole batch too; its rows and slices have the columns only.
+    are also attributes of the whole batch; its rows and slices have only the columns.
     """
 
     @property
@@ -31,12 +32,12 @@ class RewardBatch(DataProto):
 
     @property
     def responses(self) -> list[str]:
-        """The answers as text."""
+        """The responses as text."""
         return list(self.non_tensor_batch["solution_str"])
 
     @property
     def ground_truth(self) -> list[object]:
-        """The truth that each answer is judged by."""
+        """The ground truth of each response."""
         return list(self.non_tensor_batch["ground_truth"])
 
 
@@ -67,7 +68,7 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
 
 
 def split_batch_rows(raw: object, count: int) -> list[object]:
-    """`split_rows`, also of a DataProto, which says its scores in a column `token_level_scores`, else `rm_scores`.
+    """`split_rows`, also for a DataProto: its scores are in the column `token_level_scores`, else `rm_scores`.
     Raises: RewardError."""
     if not isinstance(raw, DataProto):
         return split_rows(raw, count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer as a string: the right one, or not."""
+"""Exact match of the answer and the ground truth as text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def compute_score(
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
 ) -> dict[str, float | str | None]:
-    """1 where the answer equals the ground truth, or one of them where it is a list, else 0.
+    """1 where the answer equals the ground truth, or one of the list of ground truths, else 0.
 
-    Both are compared with compatible characters unified (Unicode NFKC) and runs of white space as one space. Only the
-    text behind the last `after` (`</think>`, `Answer:`) is the answer; without that mark there is none.
-    `ignore_articles` is for English. `pred` is the answer as it was compared.
+    Before the comparison both are normalised to Unicode NFKC, with each run of white space as one space. Where `after`
+    (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0.
+    `ignore_articles` is for English. `pred` is the normalised answer.
     Raises: ValueError for an empty list of ground truths, and where one is None.
     """
     truths = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]

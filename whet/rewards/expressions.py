@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematical expressions that stand in a sentence, each read whole: of "is 2/3", 2/3 and not 3."""
+"""Mathematical expressions in running text, each extracted whole: from "is 2/3" comes 2/3, not 3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHOLE = (  # parts of an expression that may hold words, line ends and full sto
     r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
     r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
 )
-# Two letters that are in neither list are a product. A word beside an operator belongs to the expression.
+# Two letters that are in neither list are a product. A word next to an operator belongs to the expression.
 _SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
 _LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
 _ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
@@ -40,7 +40,7 @@ _MATHS = re.compile(
     r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
 )
 _AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
-_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # of "2 + 2 = 4"
+_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
 # Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
 _LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
 _DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}
@@ -55,15 +55,15 @@ _IN_WORDS = re.compile(
     rf"\s\d[\d.,]*\s(?:to|in)|(?i:(?<!\w)(?:add|subtract|multipl|divid)[a-z]*)\s{_ONE}\s(?:to|from|by|with))"
     rf"(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$"
 )
-_OF_KNOWN = re.compile(  # what stands before "a third of 9" in "3 is a third of 9"
+_OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
     r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
 )
-_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify too takes the mark for the sentence's
+_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punctuation, not as a factorial
 
 
 def find_expressions(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the expressions of a text, each with the place where its words before it end."""
-    held: tuple[int, str] | None = None  # may be the first number of arithmetic in words
+    """Yields (position, expression) for each expression of a text."""
+    held: tuple[int, str] | None = None  # perhaps the first number of arithmetic in words
     for token in _TOKEN.finditer(text):
         run = token["run"]
         found = _trim(run.strip()) if run and _MATHS.search(run) else ""
@@ -82,7 +82,7 @@ def find_expressions(text: str) -> Iterator[tuple[int, str]]:
 
 def last_expression(text: str) -> str | None:
     """Returns the last expression of a text, None where it has none."""
-    for size in (MAX_CHARS, 8 * MAX_CHARS):  # nearly always it stands in the last lines
+    for size in (MAX_CHARS, 8 * MAX_CHARS):  # it is nearly always in the last lines
         if len(text) > size and (found := list(find_expressions(text[-size:].partition("\n")[2]))):
             return found[-1][1]
     return next((found for _, found in reversed(list(find_expressions(text)))), None)
@@ -94,7 +94,7 @@ def open_brackets(text: str) -> list[int]:
 
 
 def _first_word(text: str, last: int) -> int | None:
-    """The place where arithmetic in words begins whose last number is at `last`, None where there is none."""
+    """Start of the arithmetic in words whose last number is at `last`; None where there is none."""
     words = text[max(0, last - 24) : last].split()
     while words and words[-1] in _DETERMINERS:
         words.pop()
@@ -106,7 +106,7 @@ def _first_word(text: str, last: int) -> int | None:
 
 
 def _trim(text: str) -> str:
-    """`text` without the marks of a sentence around it, without brackets there that have no partner."""
+    """`text` without the punctuation around it and without unmatched brackets at its ends."""
     before = None
     while text != before and len(text) <= MAX_CHARS:
         before = text

@@ -16,8 +16,8 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-\u2212])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _MARK = "####"
-# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is a part. Behind the mark a number stands
-# alone, not as in "5 or 6", "3-5" and "5, 6".
+# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is part of an expression. After the mark a
+# number must be alone, not as in "5 or 6", "3-5" and "5, 6".
 _PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\sqrt|\d[eE]\+?)\s*[({]*\s*$")
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
@@ -30,12 +30,12 @@ def compute_score(
     method: Literal["flexible", "strict"] = "flexible",
     format_score: Share = 0.0,
 ) -> dict[str, float | str | None]:
-    """1 where the number given is the number asked for, `format_score` where another number is given, else 0.
+    """1 where the answer is the number of the ground truth, `format_score` where it is another number, else 0.
 
     `strict` reads the number after the last `####`, `flexible` the last number of the text. Commas, `$` and a trailing
-    dot do not matter, and 72.0 is 72. Part of a fraction, a power or a root is no number, and behind `####` neither is
-    the first of several. `ground_truth` is the number, or an answer as published, which ends in `#### n`. `pred` is the
-    number given.
+    dot do not matter, and 72.0 equals 72. A number inside a fraction, power or root does not count, nor the first of
+    several after `####`. `ground_truth` is the number, or a solution as published, which ends in `#### n`. `pred` is
+    the number found.
     Raises: ValueError for a ground truth without a number, and for an unknown method.
     """
     if method not in ("flexible", "strict"):

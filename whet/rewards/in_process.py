@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring without processes of its own: in the caller, or in a thread where the function cannot travel to a process."""
+"""Scoring in this process: in the calling thread, or in a thread for a function that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InlineScorer:
         self._function = load()
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
-        """The outcomes, one for each item, in order."""
+        """Returns a finished future with the outcome of each item, in order."""
         future: Future[list[Outcome]] = Future()
         future.set_result(self._function.score(items))
         return future
@@ -32,9 +32,9 @@ class InlineScorer:
 
 
 class ThreadScorer:
-    """Scores in one thread. What is late is a Failure in time, but nothing can stop its thread: it is left behind, and
-    a new one goes on. So a function that always stalls fills the process with threads, and one that holds the
-    interpreter lock stops all of them.
+    """Scores in one thread. A late call becomes a Failure at its deadline, but its thread cannot be stopped: it is
+    abandoned and a new one takes over. A function that always hangs thus fills the process with threads, and one that
+    holds the interpreter lock blocks all of them.
     """
 
     def __init__(self, load: Callable[[], RewardFunction], timeout_seconds: float) -> None:
@@ -45,14 +45,14 @@ class ThreadScorer:
         self._closed = False
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
-        """The outcomes to come, one for each item, in order.  Raises: RewardError once closed."""
+        """Returns a future with the outcome of each item, in order.  Raises: RewardError once closed."""
         with self._lock:
             if self._closed:
                 raise RewardError(CLOSED)
             return self._requests.submit(partial(self._score, items))
 
     def close(self) -> None:
-        """Lets the call that runs come to its end; outcomes still awaited behind it become a RewardError."""
+        """Lets the running call finish; calls that wait after it raise RewardError."""
         with self._lock:
             self._closed = True
             self._requests.submit(lambda: self._thread.close())

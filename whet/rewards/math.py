@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Competition mathematics: the answer is an expression, right if it equals the truth, however it is written."""
+"""Competition mathematics: the answer is an expression, correct if mathematically equal to the ground truth."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from whet.registry import register_reward
 from whet.rewards.expressions import MAX_CHARS, find_expressions, last_expression, open_brackets
 from whet.rewards.result import number_text
 
-# math-verify's own deadline is SIGALRM, which works in the main thread only; the reward pool has a better one. Without
-# its own, math-verify warns on first use, unless these say that it did.
+# math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
+# deadline math-verify warns on first use, unless these flags say that it already warned.
 math_verify.parser.TIMEOUT_WARNING_SHOWN = True
 math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 
-MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # an expression with deeper brackets or longer numbers could take for ever
+MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # with deeper brackets or longer numbers, parsing or comparing may never end
 
 _THOUGHT_END = "</think>"
 _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
@@ -56,10 +56,10 @@ NORMALISATIONS = tuple(
 _READING = {
     units: NormalizationConfig(units=units, malformed_operators=True, nits=True, boxed="all") for units in (False, True)
 }
-# math-verify takes the c of "x + c" for a unit.
+# math-verify reads the c of "x + c" as a unit.
 _VARIABLE_LAST = re.compile(r"[\d}\s]\s?(?!(?:[ckm]m|kg|ft)$)[a-zA-Z]{1,2}$")
 _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
-# Of "2 3" math-verify makes 5, of "1.000.000" 0.
+# math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
@@ -67,13 +67,14 @@ _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\
 
 @register_reward("math", aliases=("math_verify",))
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """Returns 1 where the answer equals the ground truth, else 0: as text, else to math-verify, as numbers or symbols.
+    """Returns 1 where the answer equals the ground truth, else 0: equal as text, or numerically or symbolically equal
+    according to math-verify.
 
-    The answer is in the text behind the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else what stands in
-    the last `<answer>` tag or behind the last "answer is" or "answer:", else the last expression. An expression is read
-    whole: "2/3" is not 3, and "5 or 6" is the set of both. Neighbouring boxes are joined where the truth has several
-    values. What math-verify rejects is wrong, after the normalisations that docs/rewards.md lists. A `ground_truth` may
-    be boxed too. `pred` is the answer's `vote`.
+    The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
+    content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression. An
+    expression is read whole: "2/3" is not 3, and "5 or 6" is the set of both. Adjacent boxes are joined where the truth
+    has several values. Both are normalised first (docs/rewards.md has the list). `ground_truth` may be boxed. `pred` is
+    the answer's `vote`.
     """
     truth = extract_boxes(str(ground_truth), joined=True)
     truth = str(ground_truth) if truth is None else truth
@@ -86,7 +87,7 @@ def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[st
 def extract_answer(text: str, truth: str = "") -> str | None:
     """Returns the answer as written, without its box; None where the text has none.
 
-    Neighbouring boxes are one answer where the truth has several values and the last box has one."""
+    Adjacent boxes are one answer where the truth has several values and the last box has one."""
     text = text.rpartition(_THOUGHT_END)[2]
     box = extract_boxes(text)
     if box is not None:
@@ -95,16 +96,16 @@ def extract_answer(text: str, truth: str = "") -> str | None:
     if tagged := _TAG.findall(text):
         return last_expression(tagged[-1]) or tagged[-1].strip() or None
     if anchors := list(_ANSWER_IS.finditer(text)):
-        behind = text[anchors[-1].end() :][: 4 * MAX_CHARS]
-        sentence = _SENTENCE.match(behind)
+        rest = text[anchors[-1].end() :][: 4 * MAX_CHARS]
+        sentence = _SENTENCE.match(rest)
         if sentence and sentence[0]:
-            start, first = next(find_expressions(behind), (sentence.end() + 1, ""))
+            start, first = next(find_expressions(rest), (sentence.end() + 1, ""))
             return first if start <= sentence.end() else sentence[0]
     return last_expression(text)
 
 
 def extract_boxes(text: str, *, joined: bool = False) -> str | None:
-    """Returns the content of the last closed box; with `joined` also that of the boxes that math-verify joins to it."""
+    """Returns the content of the last closed box; with `joined` also of the boxes that math-verify joins with it."""
     boxes, opened = [], []
     for brace in _BRACES.finditer(text):
         if brace[0][-1] == "{" and brace[0] != "\\{":
@@ -118,9 +119,9 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two expressions, as LaTeX or plain text, are one: the same text, or equal to math-verify.
+    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify.
 
-    Without a deadline: long, deep and huge ones are not parsed, but simplifying others may still take for ever."""
+    There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
     if vote(answer) == vote(truth):
         return vote(answer) != ""
     units = not _VARIABLE_LAST.search(normalise(truth))
@@ -131,9 +132,10 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 def vote(answer: str) -> str:
-    """Returns what a majority counts as one answer: a number by its value, all else by its text without sizes.
+    """Returns the key under which a majority vote counts an answer: a number by its value, any other answer by its text
+    without layout commands.
 
-    Parsing could unite more of them, but a vote must not hang on how a parser fails."""
+    Parsing could unite more answers, but a vote must not depend on how a parser fails."""
     text = normalise(answer)
     if _NUMBER.fullmatch(text):
         return number_text(Decimal(text.replace(",", "")))
@@ -141,7 +143,7 @@ def vote(answer: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Returns `text` on one line, after `NORMALISATIONS`."""
+    """Returns `text` on one line, with `NORMALISATIONS` applied."""
     text = " ".join(text.split())
     for pattern, replacement in NORMALISATIONS if len(text) <= MAX_CHARS else ():
         text = pattern.sub(replacement, text)
@@ -150,7 +152,7 @@ def normalise(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str, units: bool = True) -> Any:
-    """The expression as math-verify reads it; None for one that it cannot read, misreads, or would not finish."""
+    """The expression as math-verify parses it; None for one that it cannot parse, misreads, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
     if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _MISREAD.search(text):
@@ -161,17 +163,17 @@ def _parse(text: str, units: bool = True) -> Any:
     found = next((each for each in parsed if not isinstance(each, str)), None)
     left, _, right = text.rpartition("=")
     if found is None and left and not depths[len(left)] and not ("=" in left and "," in left):
-        return _parse(right, units)  # of "P(A|B) = 1/2"
+        return _parse(right, units)  # the 1/2 of "P(A|B) = 1/2"
     return found if found is None or _is_feasible(found) else None
 
 
 def _is_feasible(expression: Any) -> bool:
-    """Tells whether its numbers have at most `MAX_DIGITS` digits, and it asks for no sum or integral."""
+    """True where the numbers have at most `MAX_DIGITS` digits and there is no sum, product, integral or limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
             return False
         if isinstance(node, (sympy.Pow, sympy.exp, sympy.factorial, sympy.binomial)):
-            # Inner nodes come first, so that those of this one are small enough to evaluate.
+            # Inner nodes come first, so the arguments of this one are small enough to evaluate.
             try:
                 digits = (abs(node.args[-1]) * sympy.log(abs(node.args[0]) + 2, 10)).evalf(5)
             except TypeError:  # of a matrix

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions in processes of their own: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`;
-and several of them as one."""
+"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; and a weighted sum
+of several score functions."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """Scores answers with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
+    """Scores items with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
 
     The processes import the function and are ready when the constructor returns; make the pool before a model is
-    loaded. They are forks of a small process that has loaded none of the user's code, and no torch. A process that
+    loaded. They are forks of a small process that has loaded neither the user's code nor torch. A process that
     replaces another runs the same source files, as they were when the pool was made.
 
-    An answer has `timeout_seconds`, by the wall's clock: leave room for a busy machine. A process that is late is
-    killed with all that it started, and replaced, as is one that dies, or that writes into its own connection. Its
-    answer is a Failure with source "reward", as for an exception, and no other answer is touched. A function that takes
-    all answers at once judges one `score` call in one process, with `timeout_seconds` times their number, and fails as
-    a whole. What a function prints goes to stderr. What it started ends with its process, and all of them with this
-    process, however that ends.
+    Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or writes
+    into its own connection is killed with everything that it started, and replaced. Its item becomes a Failure with
+    source "reward", as after an exception; other items are not affected. A function that takes all items at once scores
+    one `score` call in one process, with `timeout_seconds` times their number, and fails as a whole. Output that a
+    function prints goes to stderr. Processes that it started end with its process, and all of them with this process,
+    even after kill -9.
 
-    `num_workers=0` scores in the calling thread, without any deadline. A function that cannot be pickled (it holds a
-    lock, a client, a model) scores in one thread of this process, where a late call is a Failure in time but cannot be
-    stopped; a warning says so.
+    `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
+    lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
+    at its deadline but cannot be stopped.
 
     Raises: RegistryError for an unknown name, RewardError where the function cannot be loaded, with the traceback.
     """
@@ -61,11 +61,11 @@ class RewardPool:
         return self.submit_batch(items).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
-        """The result of `score`, to come."""
+        """Starts `score`.  Returns a future of its result."""
         return self._scorer.submit(items)
 
     def close(self) -> None:
-        """Ends the processes. What is still awaited raises RewardError."""
+        """Ends the processes. Results that are not there yet raise RewardError."""
         self._finalizer()
 
     def __enter__(self) -> RewardPool:
@@ -79,7 +79,7 @@ class RewardPool:
 
 @dataclass(frozen=True)
 class Combined:
-    """Judgements of several functions, to come."""
+    """A pending result that combines the outcomes of several functions."""
 
     pending: Sequence[Future[list[Outcome]]]  # by function
     combine: Callable[[Sequence[Outcome]], Outcome]
@@ -91,17 +91,17 @@ class Combined:
 
 
 class WeightedRewards:
-    """reward = sum of weight * reward; accuracy and answer are those of the first function; parts are named
-    `<function>/<part>`.
+    """Weighted sum of several score functions: reward = sum_i weight_i * reward_i.
 
-    An answer that one function failed on has failed. The functions judge at the same time, each in its own processes.
+    Accuracy and extracted answer are those of the first function; parts are named `<function>/<part>`. An item fails
+    where any function fails on it. The functions score at the same time, each in its own processes.
     """
 
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """Returns the outcomes to come, in order."""
+        """Starts all functions on the items.  Returns the pending outcomes."""
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
     def close(self) -> None:
@@ -129,10 +129,10 @@ def _make_scorer(
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     try:
         pickled = pickle_code(spec, spec.function)
-    except Exception as error:  # whatever an object that the function holds raises when it is pickled
+    except Exception as error:  # pickling an object that the function holds may raise anything
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
-            "late call cannot be stopped. Name it as package.module:function to have it in processes",
+            "late call cannot be stopped. Name it as package.module:function to run it in processes",
             shown_as,
             describe(error),
         )
@@ -141,7 +141,7 @@ def _make_scorer(
 
 
 def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
-    """Names the function where a process finds it under that name, else holds it. An alias brings its options."""
+    """A spec that names the function where other processes can import it, else holds it. An alias adds its options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of score functions, and the one rule that reads them.
+"""Results of score functions, and the rule that reads them.
 
-A number, or a dict: what trains is `reward`, else `score`, else `overall`; the 0/1 metric is `accuracy`, else `acc`,
-else whether the reward reaches the threshold; `pred` is the answer as it was read from the text, on which a majority
-votes; all other numbers are parts. A list of numbers is one reward for each response token. Whatever cannot be read is
-a Failure: no row is ever trained on a 0 that nobody gave.
+A result is a number or a dict. Of a dict, the reward is `reward`, else `score`, else `overall`; the 0/1 metric is
+`accuracy`, else `acc`, else whether the reward reaches the threshold; `pred` is the extracted answer, for majority
+votes; all other numbers are parts. A list of numbers is one reward for each response token. An unreadable result is a
+Failure, so no row is trained on a default of 0.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CLOSED = "the reward pool is closed"
 
 @runtime_checkable
 class _Array(Protocol):
-    """A tensor of any library: its rows become lists here, so that reading a result needs none of them."""
+    """A tensor of any library; `tolist` reads it without importing the library."""
 
     def tolist(self) -> Any: ...
 
 
 def read_result(raw: object, *, correct_threshold: float, num_response_tokens: int) -> Outcome:
-    """The result that a score function's return value `raw` stands for, or the Failure that says why there is none."""
+    """Reads the return value `raw` of a score function.  Returns a RewardResult, or a Failure with the reason."""
     try:
         if isinstance(raw, Mapping):
             return _read_mapping(raw, correct_threshold, num_response_tokens)
@@ -43,18 +43,18 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[object]:
-    """Returns what a function of all answers said of each: from a sequence or tensor by position, from a dict of
-    columns by row (a number that is no column is a part of every row).  Raises: RewardError where rows are missing."""
+    """Splits the result of a function that scores all items into one result for each: a sequence or tensor by position,
+    a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
         found = {name: _entries(value) for name, value in raw.items()}
         columns = {name: _split_column(f"{name!r}", each, count) for name, each in found.items() if each is not None}
         numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}
         if uncolumned := [name for name in REWARD_KEYS if name in numbers]:
-            raise RewardError(f"{uncolumned[0]!r} is one number for {count} answers; expected one for each")
+            raise RewardError(f"{uncolumned[0]!r} is one number for {count} responses; expected one for each")
         return [{**numbers, **{name: column[row] for name, column in columns.items()}} for row in range(count)]
     if (entries := _entries(raw)) is None:
         raise RewardError(
-            f"the function returned {_show(raw)} for {count} answers; expected a list with a result for each"
+            f"the function returned {_show(raw)} for {count} responses; expected a list with a result for each"
         )
     return _split_column("the result", entries, count)
 
@@ -63,7 +63,7 @@ def as_number(value: object) -> float | None:
     """`value` as a float where it is one number of any library (0-dimensional tensors too), else None."""
     if type(value) is float:
         return value
-    # Asking a protocol is a hundred times slower than asking for a type.
+    # isinstance of a protocol is a hundred times slower than a comparison of types.
     if type(value) not in (int, bool) and not isinstance(value, SupportsFloat):
         return None
     try:
@@ -73,13 +73,13 @@ def as_number(value: object) -> float | None:
 
 
 def number_text(value: Decimal) -> str:
-    """A number as a `pred`: equal numbers are equal texts (72, not 72.0, 072 or 7.2e1), to the last digit."""
+    """A number as the text of a `pred`, exactly: equal numbers give equal texts (72, not 72.0, 072 or 7.2e1)."""
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def failure(message: str, *, timed_out: bool = False) -> Failure:
-    """A failure that arose in the reward."""
+    """A Failure with source "reward"."""
     return Failure("reward", message, timed_out)
 
 
@@ -101,7 +101,7 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
-    """The reward, and the reward of each token where `value` is a row of them, which may go on over the padding."""
+    """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
     if as_number(value) is not None or (entries := _entries(value)) is None:
         return _finite(what, value), None
     row = [_finite(f"{what} at token {position}", each) for position, each in enumerate(entries)]
@@ -112,8 +112,8 @@ def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[fl
     late = next((position for position in range(num_response_tokens, len(row)) if row[position] != 0), None)
     if late is not None:
         raise RewardError(
-            f"{what} pays {row[late]:g} at token {late}, in the padding; the response has {num_response_tokens} "
-            f"tokens, and what is paid for the whole of it belongs to token {num_response_tokens - 1}"
+            f"{what} has {row[late]:g} at token {late}, in the padding; the response has {num_response_tokens} "
+            f"tokens, and a reward for the whole response belongs to token {num_response_tokens - 1}"
         )
     return math.fsum(row), tuple(row[:num_response_tokens])
 
@@ -138,7 +138,7 @@ def _entries(value: object) -> list[object] | None:
 def _split_column(what: str, column: list[object], count: int) -> list[object]:
     if len(column) != count:
         raise RewardError(
-            f"{what} has {len(column)} entries for {count} answers; expected one for each, in the same order"
+            f"{what} has {len(column)} entries for {count} responses; expected one for each, in the same order"
         )
     return column
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: loads one score function, then scores what it is given, in order.
+"""A reward process: loads one score function, then scores items, in order.
 
-The first call brings source files, and is answered with Started or a RewardError. Each call after it brings items, and
-is answered with Scored.
+The first call carries source files; the reply is Started or a RewardError. Each later call carries items; the reply is
+Scored.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from whet.types import Outcome
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A score function, by reference or itself, with its options."""
+    """A score function, by name or as an object, with its options."""
 
     function: str | Callable[..., Any]
     kwargs: Mapping[str, Any]
     correct_threshold: float
 
     def load(self) -> RewardFunction:
-        """The function, imported where it is named.  Raises: RegistryError, RewardError, what the import raises."""
+        """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
         function = self.function
         if isinstance(function, str):
             REWARDS[function].check(self.kwargs, "reward.kwargs.")
@@ -43,7 +43,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Started:
-    """The function is loaded, and the worker waits for items."""
+    """The reply of a worker that has loaded the function."""
 
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
@@ -51,14 +51,15 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """The outcomes of one call, or of all its items the one Failure; and how long the function took."""
+    """The outcomes of one call, or one Failure for all its items; and the time that the function took."""
 
     outcomes: list[Outcome] | Outcome
     seconds: float
 
 
 def prepare(spec: bytes) -> Serve:
-    """Returns the main function of each worker, which loads the user's code: the template must have no threads."""
+    """Returns the main function of each worker. It loads the user's code in the worker, because the template must have
+    no threads."""
     return partial(_serve, spec)
 
 
@@ -68,7 +69,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     pin(sources)
     try:
         function = pickle.loads(spec_bytes).load()
-    except BaseException as error:  # the user's module runs here; the pool raises what it says
+    except BaseException as error:  # the user's module runs here; the pool raises this error
         why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
         caller.send(number, pickle.dumps(RewardError(why)))
         return

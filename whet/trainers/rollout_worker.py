@@ -115,7 +115,7 @@ class RolloutWorker(Worker):
         """Opens this rank's end of the link to the trainer."""
         self._inlet = open_inlet(route, deadline_seconds, self.device)
 
-    @register(Dispatch.ONE_TO_ALL, beside=True)
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str:
         """Takes the weights of `version` from the link, and returns their digest. While requests are sampled they
         are gathered in memory, and go in between two decode steps.

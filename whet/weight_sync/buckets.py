@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights through buffers of one size. A bucket says what it holds, so that all ways of carrying it are the same.
+"""Buckets: weights in buffers of a fixed size that describe their own content, so that every link can carry them.
 
-A bucket is bytes: two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on
-pieces of weights. A weight larger than the room that is left goes on in the next bucket.
+A bucket has two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on pieces
+of weights. A weight that does not fit into the rest of a bucket continues in the next one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from whet.weight_sync.link import Inlet, Outlet
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 HEADER_BYTES = 2**16
-ALIGNMENT = 64  # of a piece: its bytes are read as numbers where they lie
-LARGEST = 2**64 - 1  # of checksums
+ALIGNMENT = 64  # of a piece, whose bytes are viewed in place as numbers
+LARGEST = 2**64 - 1  # checksum
 _SIZES = struct.Struct("<QQ")
 
 
 def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
-    """Sends all weights, those of numbers in `dtype`, and returns their digest.
+    """Sends all weights, floating-point ones in `dtype`.  Returns their digest.
 
-    Without an outlet it takes all of them too, and returns None: that they come may need every rank.
+    A rank without outlets iterates over all weights too (gathering them may need every rank), and returns None.
     Raises: DeadlineError, LinkClosedError.
     """
     digest = Digest()
@@ -49,23 +49,23 @@ def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch
 
 
 def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole weights as they come, each verified before it is handed out and counted into `digest`.
+    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`.
 
-    A weight that came in one bucket lies there: it is to be copied before the next is asked for.
+    A weight may be a view of the bucket: copy it before the next one is requested.
     Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
     """
-    begun = torch.empty(0)  # the bytes of a weight that goes on in the next bucket
-    due: tuple[str, int] | None = None  # its name, and the byte from which on it does
+    begun = torch.empty(0)  # the bytes of a weight that continues in the next bucket
+    due: tuple[str, int] | None = None  # its name, and its next byte
     header = Header(version=version, digest=None, pieces=[])
     while header.digest is None:
         bucket = inlet.bucket()
         header = Header.read(bucket)
         if header.version != version:
-            raise WeightSyncError(f"version {version} of the weights was asked for, and version {header.version} came")
+            raise WeightSyncError(f"version {header.version} of the weights arrived; expected version {version}")
         for piece in header.pieces:
             if (piece.name, piece.start) != (due or (piece.name, 0)):
                 raise WeightSyncError(
-                    f"version {version}: byte {piece.start} of {piece.name} came where {due or 0} was due; a bucket "
+                    f"version {version}: byte {piece.start} of {piece.name} arrived; expected {due or 0}: a bucket "
                     "was lost or came twice"
                 )
             octets, end = bucket[piece.offset : piece.offset + piece.size], piece.start + piece.size
@@ -88,12 +88,12 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
 
 
 def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight as the rollout computes with it."""
+    """Converts a weight to the rollout's dtype; integer weights stay as they are."""
     return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 class Piece(NamedTuple):
-    """A stretch of one weight's bytes in a bucket, and what the weight is."""
+    """A range of one weight's bytes in a bucket, with the weight's name, dtype and shape."""
 
     name: str
     dtype: str
@@ -105,7 +105,7 @@ class Piece(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The torch dtype of that name."""
         dtype = vars(torch)[self.dtype]
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -117,7 +117,7 @@ class Piece(NamedTuple):
 
 
 class Header(BaseModel):
-    """The content of a bucket. The last one of a version has the digest of all weights."""
+    """The header of a bucket. The last one of a version has the digest of all weights."""
 
     version: int
     digest: str | None
@@ -125,17 +125,17 @@ class Header(BaseModel):
 
     @classmethod
     def read(cls, bucket: torch.Tensor) -> Header:
-        """The header of a bucket.  Raises: WeightSyncError where there is none."""
+        """Reads the header of a bucket.  Raises: WeightSyncError where it cannot be parsed."""
         octets = bucket[:HEADER_BYTES].cpu().numpy().tobytes()
         length, _ = _SIZES.unpack_from(octets)
         try:
             return cls.model_validate_json(octets[_SIZES.size : _SIZES.size + length])
         except ValidationError as error:
-            raise WeightSyncError(f"a bucket of weights came with a header that cannot be read: {error}") from error
+            raise WeightSyncError(f"a bucket of weights has a header that cannot be read: {error}") from error
 
 
 def used_bytes(bucket: torch.Tensor) -> int:
-    """The bytes of a bucket that are in use, from its first bytes."""
+    """Number of bytes of a bucket that are in use; only its start must have arrived."""
     used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
     return used
 
@@ -146,18 +146,18 @@ class _Packer:
     def __init__(self, outlet: Outlet, version: int, digest: Digest) -> None:
         self._outlet, self._version, self._digest = outlet, version, digest
         self._bucket: torch.Tensor | None = None
-        self._pieces: list[Piece] = []  # with room for the checksum, which is read by `post`
+        self._pieces: list[Piece] = []  # with the largest checksum in place of theirs, which `post` reads
         self._header_room = self._end = 0
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Writes a weight into this bucket and as many more as it takes."""
+        """Writes a weight into this bucket and as many more as it needs."""
         octets, start = bytes_of(weight), 0
-        about = (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), LARGEST)
+        described = (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), LARGEST)
         while True:
-            bucket = self._bucket_with_room(len(json.dumps(about)) + 64)  # 64: three numbers more
+            bucket = self._bucket_with_room(len(json.dumps(described)) + 64)  # 64: three numbers more
             size = min(len(octets) - start, len(bucket) - self._end)
             bucket[self._end : self._end + size].copy_(octets[start : start + size])
-            self._pieces.append(Piece(*about, start, size, self._end))
+            self._pieces.append(Piece(*described, start, size, self._end))
             self._header_room -= len(json.dumps(self._pieces[-1])) + 2
             self._end += -(-size // ALIGNMENT) * ALIGNMENT
             start += size
@@ -165,7 +165,7 @@ class _Packer:
                 return
 
     def post(self, is_last: bool = False) -> None:
-        """Sends the bucket as it is; the last one says the digest of all weights."""
+        """Sends the bucket; the last one carries the digest of all weights."""
         bucket = self._bucket_with_room(0) if self._bucket is None else self._bucket
         pieces = [piece._replace(checksum=self._digest.checksum(piece.name)) for piece in self._pieces]
         header = Header(version=self._version, digest=str(self._digest) if is_last else None, pieces=pieces)
@@ -176,7 +176,7 @@ class _Packer:
         self._bucket = None
 
     def _bucket_with_room(self, header_chars: int) -> torch.Tensor:
-        """The bucket being filled, or the next where it or its header is full."""
+        """The current bucket, or the next one where it or its header is full."""
         if self._bucket is not None and (self._end >= len(self._bucket) or self._header_room < header_chars):
             self.post()
         if self._bucket is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets by broadcast: from one sender to receivers on other machines, over gloo, or nccl between accelerators.
+"""A link by broadcast: from one sender to receivers on other machines, over gloo, or nccl between accelerators.
 
-The ranks of two pools have no process group in common, so this link makes its own: the sender is rank 0. It opens a
-store for it on the address under which others reach it; which of them may connect is the network's to decide.
+The ranks of two pools have no common process group, so the link makes its own, with the sender as rank 0. The sender
+opens the group's store on the address under which others reach it; nothing but the network restricts who connects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, Outlet
 
 
 class CollectiveOutlet(Outlet):
-    """The sender's end, for so many receivers; the group is made when the first bucket is asked for."""
+    """The sender's end, for a number of receivers; the group is made for the first bucket."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class CollectiveOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, once it was sent."""
+        """Waits until the next slot has been sent.  Returns it."""
         if self._group is None:
-            with self.waiting("waiting for rollout ranks to take weights"):
+            with self.waiting("waiting for rollout ranks to connect for weights"):
                 self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
         self._wait(self._posted % SLOTS)
         return self._slots[self._posted % SLOTS]
 
     def post(self, used: int) -> None:
-        """Starts to send the slot: first its header, which says how much else there is."""
+        """Starts to send the slot: first its header, which holds the number of bytes after it."""
         slot, bucket = self._posted % SLOTS, self._slots[self._posted % SLOTS]
         with self.waiting("sending weights to rollout ranks"):
             parts = [bucket[:HEADER_BYTES], bucket[HEADER_BYTES:used]]
@@ -56,15 +56,15 @@ class CollectiveOutlet(Outlet):
         self._posted += 1
 
     def finish(self) -> None:
-        """Waits until everything was sent and every receiver has verified it."""
+        """Waits until everything has been sent and every receiver has verified it."""
         for slot in range(SLOTS):
             self._wait(slot)
         with self.waiting("waiting for rollout ranks to verify their weights"):
             self._group.barrier().wait()
 
     def close(self) -> None:
-        """Lets go of the group."""
-        self._sending = [[] for _ in range(SLOTS)]  # each holds the group
+        """Closes the process group."""
+        self._sending = [[] for _ in range(SLOTS)]  # each work holds the group
         _end(self._group)
         self._group = None
 
@@ -92,10 +92,10 @@ class CollectiveInlet(Inlet):
         self._group: Any = None
 
     def bucket(self) -> torch.Tensor:
-        """The next bucket, once it is here."""
+        """Waits for the next bucket.  Returns it."""
         with self.waiting("waiting for weights"):
             if self._group is None:
-                self._group = self._joined()
+                self._group = self._join()
             _broadcast(self._group, self._bucket[:HEADER_BYTES]).wait()
             used = used_bytes(self._bucket)
             if used > HEADER_BYTES:
@@ -106,16 +106,16 @@ class CollectiveInlet(Inlet):
         """Does nothing: the next broadcast waits for this rank."""
 
     def finish(self) -> None:
-        """Tells the sender that all is verified."""
-        with self.waiting("telling that the weights are verified"):
+        """Confirms to the sender that all weights are verified."""
+        with self.waiting("confirming that the weights are verified"):
             self._group.barrier().wait()
 
     def close(self) -> None:
-        """Lets go of the group."""
+        """Closes the process group."""
         _end(self._group)
         self._group = None
 
-    def _joined(self) -> Any:
+    def _join(self) -> Any:
         host, _, port = self._address.rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.deadline_seconds))
         own = _address_towards(host, int(port))
@@ -123,14 +123,14 @@ class CollectiveInlet(Inlet):
 
 
 def spans(device: torch.device) -> bool:
-    """Tells whether a broadcast can go from one such device to another without the hosts' memory."""
+    """True where a broadcast between two such devices does not go through host memory."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 
 def _group(
     store: dist.Store, rank: int, size: int, host: str, device: torch.device, deadline_seconds: float
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Waits for the other ranks."""
+    """Makes the process group; waits for the other ranks."""
     timeout = timedelta(seconds=deadline_seconds)
     if spans(device):
         nccl = dist.ProcessGroupNCCL.Options()
@@ -147,13 +147,13 @@ def _broadcast(group: Any, octets: torch.Tensor) -> dist.Work:
 
 
 def _end(group: Any) -> None:
-    """Ends a closed link: nccl breaks off what is under way, gloo when the last reference is gone."""
+    """Ends the group: nccl aborts pending operations here, gloo when the last reference is dropped."""
     if group is not None:
         group.abort()
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The own address on the way to another machine; nothing is sent."""
+    """The local address of a route to another machine; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""64 bits that tell one set of weights from another: cheap enough for every update, on whatever device they lie."""
+"""A 64-bit digest of a set of weights, cheap enough for every update, on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 
 class Digest:
     """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
-    order. Checksums are computed where the weights lie, and read by the host together, when one is asked for."""
+    order. Checksums are computed on the weights' device; the host reads all of them at once, when one is needed."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -22,13 +22,12 @@ class Digest:
         self._unread: list[tuple[str, str, torch.Tensor, int]] = []  # name, dtype and shape, two sums, bytes
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Counts a weight in as it is now."""
+        """Adds a weight with its current values."""
         self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
 
     def checksum(self, name: str) -> int:
-        """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the bits of a weight that was counted in, as a
-        table x of 64-bit words with rows of 512: whatever changes, moves or is missing changes it, but for what is made
-        to cancel out."""
+        """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the bits of an added weight as a table x of
+        64-bit words with 512 columns. Changed, moved or missing words change it; it does not resist an attack."""
         self._read()
         return self._checksums[name]
 
@@ -40,15 +39,15 @@ class Digest:
         if not self._unread:
             return
         read = torch.stack([sums for _, _, sums, _ in self._unread]).tolist()
-        for (name, what, _, size), (columns, rows) in zip(self._unread, read, strict=True):
-            found = self._checksums[name] = (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
-            text = f"{name} {what} {found}"
+        for (name, kind, _, size), (columns, rows) in zip(self._unread, read, strict=True):
+            checksum = self._checksums[name] = (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
+            text = f"{name} {kind} {checksum}"
             self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         self._unread.clear()
 
 
 def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The two sums of a checksum, [2] where the weight lies, and its bytes."""
+    """The two sums of a checksum, [2] on the weight's device, and the weight's number of bytes."""
     octets = bytes_of(weight)
     size, row_bytes = len(octets), 8 * TABLE_WIDTH
     whole = size // row_bytes
@@ -62,7 +61,7 @@ def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def bytes_of(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in order, on its own memory where it lies in one piece there, and aligned."""
+    """The tensor's bytes in order, 8-byte aligned: a view where the tensor is contiguous and aligned, else a copy."""
     flat = weight.detach().contiguous().view(-1)
     octets = flat.view(torch.uint8)
     return octets if octets.storage_offset() % 8 == 0 else octets.clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a training engine to a rollout engine of the same process."""
+"""Weight sync from a training engine to a rollout engine of the same process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.weight_sync.digest import Digest
 
 
 def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
-    """Lets the rollout sample from `module` itself, and returns the digest of its `weights`."""
+    """Makes the rollout sample from `module` itself.  Returns the digest of its `weights`."""
     digest = Digest()
     for name, weight in weights:
         digest.add(name, weight)
@@ -23,14 +23,14 @@ def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, ver
 
 
 def copy(rollout: RolloutEngine, weights: Weights, version: int, dtype: torch.dtype) -> str:
-    """Fills the rollout's own module, one weight at a time, and returns the digest of what it was filled with."""
+    """Copies weights into the rollout's own module, one at a time.  Returns the digest of the copied weights."""
     digest = Digest()
 
-    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+    def converted_weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
             converted = in_dtype(weight, dtype)
             digest.add(name, converted)
             yield name, converted
 
-    rollout.load(counted(), version)
+    rollout.load(converted_weights(), version)
     return str(digest)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of a link that carries buckets: one sender, one receiver or several."""
+"""The two ends of a link that carries buckets: one sender, and one or several receivers."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ import torch
 from whet.errors import DeadlineError, WeightSyncError
 
 BUCKET_BYTES = 2**26
-SLOTS = 2  # buckets that the sender has: while one is on its way it fills the other
+SLOTS = 2  # buckets of the sender: it fills one while the other is being sent
 
 
 class LinkClosedError(WeightSyncError):
-    """The other side let go of the link: it knows why."""
+    """The other side closed the link; its own error has the reason."""
 
 
 class End(ABC):
-    """An end of a link; no wait for the other one is longer than `deadline_seconds`."""
+    """An end of a link; each wait for the other end is limited to `deadline_seconds`."""
 
     def __init__(self, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
 
     @abstractmethod
     def finish(self) -> None:
-        """Settles that all that was posted is verified: a receiver says so, the sender waits until all of them have.
+        """Ends a version: each receiver confirms that its weights are verified, the sender waits for all of them.
         Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the link. May be called twice."""
+        """Closes the link. May be called twice."""
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Raises DeadlineError or LinkClosedError for what goes wrong on the way to the other side."""
+        """Converts errors of the connection to DeadlineError or LinkClosedError; `doing` names the wait in them."""
         try:
             yield
-        except (OSError, EOFError, ValueError, RuntimeError) as error:  # gloo has one error for all
+        except (OSError, EOFError, ValueError, RuntimeError) as error:  # gloo raises RuntimeError for everything
             if isinstance(error, TimeoutError) or "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise DeadlineError(
-                    f"{doing}: nothing came within {self.deadline_seconds:g} s; if it may take longer, raise "
+                    f"{doing}: nothing arrived within {self.deadline_seconds:g} s; if it may take longer, raise "
                     f"cluster.deadline_seconds ({error})"
                 ) from error
-            raise LinkClosedError(f"{doing}: the other side is gone ({error}); its own error says why") from error
+            raise LinkClosedError(f"{doing}: the other side ended ({error}); its own error has the cause") from error
 
 
 class Outlet(End):
     """The sender's end."""
 
-    address: str  # where receivers find it
+    address: str  # to which receivers connect
 
     @abstractmethod
     def buffer(self) -> torch.Tensor:
-        """Bytes to write the next bucket into. Waits until nobody reads what was in them.
+        """The memory for the next bucket. Waits until its last content has been read.
         Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod
     def post(self, used: int) -> None:
-        """Hands over the first `used` bytes of the buffer."""
+        """Sends the first `used` bytes of the buffer."""
 
 
 class Inlet(End):
@@ -68,8 +68,8 @@ class Inlet(End):
 
     @abstractmethod
     def bucket(self) -> torch.Tensor:
-        """The bytes of the next bucket. Waits for it.  Raises: DeadlineError, LinkClosedError."""
+        """Waits for the next bucket.  Returns its bytes.  Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod
     def release(self) -> None:
-        """The bucket was read, and may be overwritten."""
+        """Allows the sender to overwrite the bucket."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of weights: who sends them to whom, and how."""
+"""Routes of weights: the sender and the kind of link for each receiver."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ Way = Literal["memory", "broadcast"]
 
 @dataclass(frozen=True)
 class Site:
-    """The place of a rank."""
+    """The machine, address and accelerator of a rank."""
 
-    machine: str  # equal where processes can share memory
+    machine: str  # equal for processes that can share memory
     address: str  # under which other machines reach it
-    accelerator: str | None = None  # what tells the rank's device from all others
+    accelerator: str | None = None  # unique identifier of the rank's device
 
     @classmethod
     def here(cls, address: str, device: torch.device) -> Site:
-        """The site of a worker that computes on `device` and that others reach at `address`."""
-        folder = Path(tempfile.gettempdir()).stat()  # containers of one machine that share no files share no sockets
+        """The site of this process, which computes on `device` and which others reach at `address`."""
+        folder = Path(tempfile.gettempdir()).stat()  # containers with separate files cannot share sockets either
         accelerator = str(torch.get_device_module(device).get_device_properties(device).uuid) if spans(device) else None
         return cls(f"{socket.gethostname()} {folder.st_dev} {folder.st_ino}", address, accelerator)
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of the weights to one rank of the rollout; `address` is known once the sender has opened its end."""
+    """The route of the weights to one rank of the rollout; `address` is set once the sender has opened its end."""
 
     sender: int  # rank
     way: Way
-    rank: int  # in the broadcast, whose rank 0 is the sender
-    size: int
+    rank: int  # in the broadcast, where the sender is rank 0
+    size: int  # of the broadcast's group
     on_accelerator: bool
     address: str = ""
 
 
-def plan(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
-    """A route for each receiver.
+def plan_routes(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
+    """Chooses a route for each receiver.
 
-    Between accelerators that are all different: one broadcast from rank 0. Else from memory, where a training rank is
-    on the receiver's machine (the first one writes); and to all other receivers one broadcast from rank 0.
+    Between distinct accelerators: one broadcast from rank 0. Otherwise through shared memory from the first training
+    rank on the receiver's machine; receivers on machines without one get a broadcast from rank 0.
     """
     devices = [senders[0].accelerator, *(receiver.accelerator for receiver in receivers)]
     on_accelerator = None not in devices and len(set(devices)) == len(devices)
@@ -68,14 +68,14 @@ def plan(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
 
 
 def with_addresses(routes: Sequence[Route], opened: Sequence[dict[Way, str]]) -> list[Route]:
-    """The routes with the addresses of what the training ranks opened."""
+    """The routes with the addresses of the outlets that the training ranks opened."""
     return [replace(route, address=opened[route.sender][route.way]) for route in routes]
 
 
 def open_outlets(
     routes: Sequence[Route], sender: int, address: str, deadline_seconds: float, device: torch.device
 ) -> dict[Way, Outlet]:
-    """The ends of a training rank that computes on `device`; a broadcast is found at `address`."""
+    """Opens the outlets of a training rank that computes on `device`; receivers of a broadcast connect to `address`."""
     own = [route for route in routes if route.sender == sender]
     near, far = ([route for route in own if route.way == way] for way in ("memory", "broadcast"))
     outlets: dict[Way, Outlet] = {}
@@ -88,7 +88,7 @@ def open_outlets(
 
 
 def open_inlet(route: Route, deadline_seconds: float, device: torch.device) -> Inlet:
-    """The end of a receiver that computes on `device`."""
+    """Opens the inlet of a receiver that computes on `device`."""
     if route.way == "memory":
         return SharedMemoryInlet(route.address, deadline_seconds)
     where = device if route.on_accelerator else None

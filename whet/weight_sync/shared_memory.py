@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets through memory that the processes of one machine share.
+"""A link through shared memory, for processes of one machine.
 
-A socket carries one byte for each bucket that is full and one back for each that was read. The memory has no name that
-could be left behind: it is handed over through the socket, whose folder only this user may enter, and it is gone with
-the last process that holds it.
+A socket carries one byte for each full bucket, and one byte back for each bucket that was read. The memory has no name
+that could remain after a crash: its descriptor is sent through the socket, whose folder only this user may enter, and
+the kernel frees it with the last process that has it open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, Outlet
 
 
 class SharedMemoryOutlet(Outlet):
-    """The sender's end, for so many receivers."""
+    """The sender's end, for a number of receivers."""
 
     def __init__(self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(deadline_seconds)
@@ -39,13 +39,13 @@ class SharedMemoryOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, once every receiver has read what was in it."""
+        """Waits until every receiver has read the next slot.  Returns it."""
         self._accept()
         self._wait_for(SLOTS - 1)
         return self._slots[self._posted % SLOTS]
 
     def post(self, used: int) -> None:
-        """Tells every receiver that the slot is full."""
+        """Signals to every receiver that the slot is full."""
         self._posted += 1
         for receiver in self._unread:
             with self.waiting("sending weights to a rollout rank"):
@@ -57,7 +57,7 @@ class SharedMemoryOutlet(Outlet):
         self._wait_for(0)
 
     def close(self) -> None:
-        """Lets go of sockets and memory."""
+        """Closes sockets and memory."""
         for each in (self._listener, *self._unread):
             each.close()
         self._folder.cleanup()
@@ -66,7 +66,7 @@ class SharedMemoryOutlet(Outlet):
 
     def _accept(self) -> None:
         while len(self._unread) < self._expected:
-            with self.waiting("waiting for a rollout rank to take weights"):
+            with self.waiting("waiting for a rollout rank to connect for weights"):
                 connection, _ = self._listener.accept()
                 connection.settimeout(self.deadline_seconds)
                 self._unread[connection] = 0
@@ -75,7 +75,7 @@ class SharedMemoryOutlet(Outlet):
                 self._folder.cleanup()
 
     def _wait_for(self, unread: int) -> None:
-        """Until no receiver has more than so many buckets to read."""
+        """Waits until no receiver has more than `unread` buckets to read."""
         for receiver in self._unread:
             while self._unread[receiver] > unread:
                 with self.waiting("waiting for a rollout rank to read its weights"):
@@ -84,7 +84,7 @@ class SharedMemoryOutlet(Outlet):
 
 
 class SharedMemoryInlet(Inlet):
-    """A receiver's end. It connects at once; the memory comes with the first bucket."""
+    """A receiver's end. It connects at once, and gets the memory with the first bucket."""
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
@@ -96,32 +96,32 @@ class SharedMemoryInlet(Inlet):
         self._num_read = 0
 
     def bucket(self) -> torch.Tensor:
-        """The next slot, once it is full."""
+        """Waits until the next slot is full.  Returns it."""
         with self.waiting("waiting for weights"):
             if self._slots is None:
-                _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # a ValueError where no file came
+                _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # ValueError without a descriptor
                 self._slots = _mapped(file)
                 os.close(file)
             _read(self._socket)
         return self._slots[self._num_read % SLOTS]
 
     def release(self) -> None:
-        """Tells the sender that the slot was read."""
+        """Signals to the sender that the slot has been read."""
         self._num_read += 1
-        with self.waiting("giving a bucket of weights back"):
+        with self.waiting("releasing a bucket of weights"):
             self._socket.sendall(b".")
 
     def finish(self) -> None:
-        """Does nothing: the last bucket was given back after all was verified."""
+        """Does nothing: the last bucket was released after all weights had been verified."""
 
     def close(self) -> None:
-        """Lets go of socket and memory."""
+        """Closes socket and memory."""
         self._socket.close()
         self._slots = None
 
 
 def _mapped(file: int) -> torch.Tensor:
-    """The file's bytes as its slots; the tensor keeps the mapping alive."""
+    """Maps the file as a tensor [SLOTS, bytes], which keeps the mapping alive."""
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8).view(SLOTS, -1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors, one a rank: each hosts the workers of all roles of its pool."""
+"""Ray actors, one for each rank: each hosts the workers of all roles of its pool."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, SupportsIndex
 import ray
 
 from whet import devices
-from whet.controller.hosted import Hosted, Seat
+from whet.controller.local_workers import LocalWorkers, RankSpec
 from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
 
 
 class Message:
-    """Frames that travel as buffers of a pickle: Ray copies them into its object store once, and on the other side they
-    are read where they lie there."""
+    """Frames pickled as out-of-band buffers: Ray copies them once into its object store, and the receiver reads them
+    there."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
         self.frames = [memoryview(frame) for frame in frames]
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes of all frames."""
         return sum(frame.nbytes for frame in self.frames)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -33,58 +33,58 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Site:
-    """The place of an actor."""
+class Location:
+    """The address and node of an actor."""
 
     address: str
     node_id: str
     store_port: int | None  # of the pool's store, where this actor opened it
 
 
-BESIDE = "beside"
-is_rank = False  # whether this process is one
+CONCURRENT = "concurrent"  # concurrency group
+is_rank = False  # True in the process of an actor
 
 
 class RankActor:
-    """A process of a pool. Its methods run one at a time, in the order of the calls, but for `serve_beside`."""
+    """A process of a pool. Its methods run one at a time, in the order of the calls, except `serve_concurrent`."""
 
     def __init__(self, name: str) -> None:
         global is_rank
         is_rank = True
         self._name = name
-        self._workers: Hosted | None = None
+        self._workers: LocalWorkers | None = None
         self._store: Any = None
 
-    def __repr__(self) -> str:  # what Ray writes before each line of its output
+    def __repr__(self) -> str:  # Ray's prefix for each line of its output
         return self._name
 
-    def arrive(self, code: UserCode, opens_store: bool, deadline_seconds: float) -> Site:
-        """Says where it is; from here on the user's code is found."""
+    def prepare(self, code: UserCode, opens_store: bool, deadline_seconds: float) -> Location:
+        """Makes the user's code importable, and opens the pool's store where asked.  Returns the actor's location."""
         address = ray.util.get_node_ip_address()
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
-        code.settle()
-        return Site(address, ray.get_runtime_context().get_node_id(), self._store.port if opens_store else None)
+        code.install()
+        return Location(address, ray.get_runtime_context().get_node_id(), self._store.port if opens_store else None)
 
-    def sit(self, seat: Seat) -> None:
-        """Takes its place among the ranks."""
-        self._workers = Hosted(seat, f" on {seat.address}")
+    def assign(self, spec: RankSpec) -> None:
+        """Makes the actor a rank of its pool."""
+        self._workers = LocalWorkers(spec, f" on {spec.address}")
 
     def serve(self, header: bytes, payload: Message) -> Message:
         """Serves a call of a worker's method."""
         if self._workers is None:
-            raise WorkerError(f"{self._name} was called before it had a seat")
-        return Message(self._workers.answer([memoryview(header), *payload.frames]))
+            raise WorkerError(f"{self._name} was called before `assign` made it a rank")
+        return Message(self._workers.serve([memoryview(header), *payload.frames]))
 
-    @ray.method(concurrency_group=BESIDE)
-    def serve_beside(self, header: bytes, payload: Message) -> Message:
-        """Serves a call beside others."""
+    @ray.method(concurrency_group=CONCURRENT)
+    def serve_concurrent(self, header: bytes, payload: Message) -> Message:
+        """Serves a call at the same time as others."""
         return self.serve(header, payload)
 
     def ping(self) -> None:
-        """A sign of life."""
+        """Returns at once, to show that the actor is alive."""
 
-    def leave(self) -> None:
-        """Lets the workers close."""
+    def close(self) -> None:
+        """Closes the workers."""
         if self._workers is not None:
             self._workers.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to a Ray cluster, and the nodes that a launch is given."""
+"""The connection to a Ray cluster, and the reservation of nodes for a launch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from whet.config.cluster import ClusterConfig
-from whet.controller.ray.watch import silence
+from whet.controller.ray.watch import connection_error
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
 
 log = logging.getLogger(__name__)
-CONNECT_SECONDS = 5.0  # for a machine to answer at all
-SHUTDOWN_SECONDS = 10.0  # for Ray to let go in, where its head may be gone
-PATIENCE_SECONDS = 5.0  # before a wait for nodes is spoken of
-LOOK_SECONDS = 0.5
+CONNECT_SECONDS = 5.0  # for a machine to accept a connection
+SHUTDOWN_SECONDS = 10.0  # for ray.shutdown, because Ray's head may be lost
+QUIET_SECONDS = 5.0  # of waiting for nodes before a warning
+CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,40 +49,40 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A share of the cluster, and how it is divided."""
+    """The nodes reserved for a launch, and the resources of each process."""
 
-    name: str  # no other launch has it
+    name: str  # unique to the launch
     group: PlacementGroup
     processes_here: int  # on each node
     cpus: float  # of a process
-    gpus: float
+    gpus: float  # of a process
 
 
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[bool]:
-    """A connection to the cluster that the config names, or that is there, or to one that is started; both end with the
-    block if it made them. Gives whether the cluster was started for the run, so that no node can join.
+    """Connects to the cluster that the config names, else to a running one, else starts one. The connection, and a
+    cluster that was started, end with the block. Yields whether the cluster was started here (no node can join it).
 
-    Raises: ConfigError where there is none at the address."""
+    Raises: ConfigError where no cluster runs at the address."""
     if ray.is_initialized():
         yield False
         return
     named = cluster.address or os.environ.get("RAY_ADDRESS")
     address = named or read_ray_address() or "local"
-    if address not in ("auto", "local") and (silence := _silence(address)) is not None:
+    if address not in ("auto", "local") and (failure := _connection_error(address)) is not None:
         if named:
             raise ConfigError(
-                f"no Ray cluster answers at {address} ({silence}); start one there (`ray start --head`), correct "
-                "cluster.address or RAY_ADDRESS, or set cluster.address=local to have one started for the run"
+                f"no Ray cluster answers at {address} ({failure}); start one there (`ray start --head`), correct "
+                "cluster.address or RAY_ADDRESS, or set cluster.address=local to start one for the run"
             )
-        address = "local"  # what Ray remembers is gone
-    with _signals_kept():
+        address = "local"  # the cluster that Ray remembers has ended
+    with _sigterm_handler_kept():
         try:
             context: Any = ray.init(address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"the Ray cluster at {address} cannot be used: {error}; `ray status` says whether it runs, "
-                "cluster.address=local has one started for the run"
+                f"the Ray cluster at {address} cannot be used: {error}; check it with `ray status`, or set "
+                "cluster.address=local to start one for the run"
             ) from error
     try:
         log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
@@ -94,12 +94,12 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
 
 
 def alive_nodes() -> list[Node]:
-    """The machines of the cluster."""
+    """The live machines of the cluster, by address."""
     return [node for node in all_nodes() if node.is_alive]
 
 
 def all_nodes() -> list[Node]:
-    """The machines of the cluster and those that are gone, by address."""
+    """Machines of the cluster, dead ones included, by address."""
     nodes = [
         Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], each["Resources"], each["Alive"])
         for each in ray.nodes()
@@ -108,10 +108,11 @@ def all_nodes() -> list[Node]:
 
 
 def reserve(processes: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
-    """A place for so many processes, as many on each of `cluster.nnodes` nodes, where none can join if it `is_alone`.
+    """Reserves resources for `processes`, the same number on each of `cluster.nnodes` nodes. `is_alone`: no node can
+    join the cluster.
 
-    A node with fewer CPUs than processes is shared evenly. Nodes that are not there, or not free, are waited for: an
-    autoscaler may add them.  Raises: ConfigError where none can come; WorkerError at the deadline."""
+    Where a node has fewer CPUs than processes, each process gets a fraction. Missing and busy nodes are waited for: an
+    autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
     here, gpus, count = processes // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
     fitting = sorted(
         (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus), reverse=True
@@ -126,45 +127,45 @@ def reserve(processes: int, cluster: ClusterConfig, *, is_alone: bool) -> Reserv
     bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
     name = f"whet-{uuid.uuid4().hex}"
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD", name=name)
-    began, is_told = time.monotonic(), False
-    while not group.wait(LOOK_SECONDS):
+    began, has_warned = time.monotonic(), False
+    while not group.wait(CHECK_SECONDS):
         free = {kind: number for kind, number in ray.available_resources().items() if kind in ("CPU", "GPU")}
         waited = time.monotonic() - began
-        if waited > PATIENCE_SECONDS and not is_told:
-            log.warning("waiting for %s; %s, and %s of all that is free; %s", wanted, there, free, advice)
-            is_told = True
+        if waited > QUIET_SECONDS and not has_warned:
+            log.warning("waiting for %s; %s, of which %s is free; %s", wanted, there, free, advice)
+            has_warned = True
         if waited > cluster.deadline_seconds:
             remove_placement_group(group)
             raise WorkerError(
-                f"{wanted} were not free within {cluster.deadline_seconds:g} s: {there}, and {free} of all that is "
-                f"free (`ray status` shows who uses the rest); {advice}"
+                f"{wanted} were not free within {cluster.deadline_seconds:g} s: {there}, of which {free} is free "
+                f"(`ray status` shows what uses the rest); {advice}"
             )
     return Reservation(name, group, here, cpus / here, 1.0 if gpus else 0.0)
 
 
 def head_address() -> tuple[str, int]:
-    """Returns the address at which the control store of the cluster listens."""
+    """Address and port of the cluster's control store."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
-    """Does something that may fail, and does not wait longer than this: without its head Ray waits for a minute."""
+    """Runs an action that may fail, for at most `seconds`: when its head is lost, Ray waits for a minute."""
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
         within(seconds, action, "")
 
 
-def _silence(address: str) -> OSError | None:
-    """Returns why nothing answers at host:port: Ray itself tries for half a minute."""
+def _connection_error(address: str) -> OSError | None:
+    """The error of a connection to host:port; None where it succeeds. Ray itself would try for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address={address} is no address; write host:port, auto or local")
-    return silence(host.strip("[]"), int(port), CONNECT_SECONDS)
+    return connection_error(host.strip("[]"), int(port), CONNECT_SECONDS)
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM to itself."""
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Restores the handler of SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports of the nodes of a cluster on themselves and on each other."""
+"""A survey of a cluster: each node reports on itself and on its connections to the others."""
 
 from __future__ import annotations
 
@@ -26,63 +26,63 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from whet.config.cluster import ClusterConfig
 from whet.controller.ray.session import Node, all_nodes, connected, head_address
 
-ANSWER_SECONDS = 30.0  # a worker has to start first
+REPLY_SECONDS = 30.0  # includes the start of a Ray worker
 CONNECT_SECONDS = 3.0
-CLOCK_ASKED = 5  # times; the quickest answer counts
+CLOCK_READINGS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
 class Report:
-    """A node's view of itself and of the others."""
+    """The report of a node."""
 
     node: Node
-    failure: str = ""  # why the rest is unset
+    failure: str = ""  # the reason where the other fields are unset
     versions: Mapping[str, str] = field(default_factory=dict)
-    clock_seconds: float = 0.0  # ahead of the caller's
+    clock_seconds: float = 0.0  # ahead of the caller's clock
     temporary: tuple[str, int] = ("", 0)  # folder and free bytes
-    seen: tuple[bool, ...] = ()  # which of the paths are there
-    unreached: Mapping[str, str] = field(default_factory=dict)  # why, by address of the other node
+    seen: tuple[bool, ...] = ()  # whether each path exists
+    unreached: Mapping[str, str] = field(default_factory=dict)  # errors, by address of the other node
 
 
 def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[Report]]:
-    """The address of the cluster that runs, and a report of each node, those that are gone among them.
+    """Returns the address of the running cluster, and a report of each node, dead ones included.
 
     Raises: ConfigError where no cluster runs."""
     here = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(here)  # to nodes without whet too
+    cloudpickle.register_pickle_by_value(here)  # for nodes without whet
     try:
         with connected(cluster.model_copy(update={"address": cluster.address or "auto"})):
-            asked = {node: _start(node) for node in all_nodes() if node.is_alive}
-            places: dict[str, tuple[str, int]] = {}
-            for node, probe in asked.items():
-                with suppress(RayError):  # `_report` says what it is
-                    places[node.address] = (node.address, _ask(probe.listen, node.address))
-            reports = [_report(node, probe, packages, paths, places) for node, probe in asked.items()]
-            gone = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
-            for probe in asked.values():
+            probes = {node: _start_probe(node) for node in all_nodes() if node.is_alive}
+            listening: dict[str, tuple[str, int]] = {}
+            for node, probe in probes.items():
+                with suppress(RayError):  # `_report` reports it
+                    listening[node.address] = (node.address, _ask(probe.listen, node.address))
+            reports = [_report(node, probe, packages, paths, listening) for node, probe in probes.items()]
+            dead = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
+            for probe in probes.values():
                 ray.kill(probe)
-            return ":".join(map(str, head_address())), [*reports, *gone]
+            return ":".join(map(str, head_address())), [*reports, *dead]
     finally:
         cloudpickle.unregister_pickle_by_value(here)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are installed."""
+    """Versions of Python and of the installed ones among the packages."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            with suppress(ImportError, AttributeError):  # on the Python path only
+            with suppress(ImportError, AttributeError):  # on the Python path, but not installed
                 found[name] = importlib.import_module(name).__version__
     return found
 
 
 class _Probe:
-    """Looks at its node from inside, with the standard library alone."""
+    """An actor that examines its node, with the standard library alone."""
 
     def listen(self, address: str) -> int:
-        """Takes connections from now on.  Returns the port."""
+        """Starts to accept connections.  Returns the port."""
         server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
         def accept() -> None:
@@ -96,14 +96,14 @@ class _Probe:
         """Reads the node's clock."""
         return time.time()
 
-    def look(
+    def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Fields of a Report."""
+        """Returns fields of a Report."""
         unreached = {}
-        for address, place in others.items():
+        for address, listener in others.items():
             try:
-                socket.create_connection(place, seconds).close()
+                socket.create_connection(listener, seconds).close()
             except OSError as error:
                 unreached[address] = str(error)
         folder = tempfile.gettempdir()
@@ -115,31 +115,32 @@ class _Probe:
         }
 
 
-def _start(node: Node) -> Any:
+def _start_probe(node: Node) -> Any:
     here = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(_Probe).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 def _ask(method: Any, *arguments: Any) -> Any:
-    return ray.get(method.remote(*arguments), timeout=ANSWER_SECONDS)
+    return ray.get(method.remote(*arguments), timeout=REPLY_SECONDS)
 
 
 def _report(
-    node: Node, probe: Any, packages: Sequence[str], paths: Sequence[str], places: Mapping[str, tuple[str, int]]
+    node: Node, probe: Any, packages: Sequence[str], paths: Sequence[str], listening: Mapping[str, tuple[str, int]]
 ) -> Report:
-    others = {address: place for address, place in places.items() if address != node.address}
+    others = {address: listener for address, listener in listening.items() if address != node.address}
     try:
-        found = _ask(probe.look, list(packages), list(paths), others, CONNECT_SECONDS)
+        found = _ask(probe.examine, list(packages), list(paths), others, CONNECT_SECONDS)
         return Report(node, clock_seconds=_clock(probe), **found)
     except RayError as error:
         return Report(node, str(error).strip().rpartition("\n")[2] or type(error).__name__)
 
 
 def _clock(probe: Any) -> float:
-    answers: list[tuple[float, float]] = []
-    for _ in range(CLOCK_ASKED):
+    """Seconds by which the node's clock is ahead: of the reading with the shortest round trip."""
+    readings: list[tuple[float, float]] = []
+    for _ in range(CLOCK_READINGS):
         before = time.time()
         there = _ask(probe.time)
         after = time.time()
-        answers.append((after - before, there - (before + after) / 2))
-    return min(answers)[1]
+        readings.append((after - before, there - (before + after) / 2))
+    return min(readings)[1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side of Ray actors: a thread of the caller takes the answers of each rank.
+"""The caller's side of Ray actors. A thread of the caller receives the replies of each rank.
 
-A process that dies is heard of by the call that it was serving, and between calls by a sign of life that an idle rank
-is asked for; a machine that is gone by `Watch`.
+The death of a process is detected by the call that it was serving, and between calls by a regular ping; the loss of a
+machine by `Watch`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from whet.config.cluster import ClusterConfig
 from whet.controller import wire
-from whet.controller.hosted import Seat
+from whet.controller.local_workers import RankSpec
 from whet.controller.ray import actor
-from whet.controller.ray.actor import BESIDE, Message, RankActor, Site
+from whet.controller.ray.actor import CONCURRENT, Location, Message, RankActor
 from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
-from whet.controller.remote import Peer, RemoteTransport, Waiting
+from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.resource_pool import ResourcePool
 from whet.controller.worker import Layout, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
-CLOSE_SECONDS = 10.0  # for workers to close in, before their processes are killed
-KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; without its head Ray tries for a minute
-IDLE_SECONDS = 2.0  # without a call, before a rank is asked for a sign of life
-LOOK_SECONDS = 1.0  # how often a wait looks whether the launch has ended
-INLINE_BYTES = 64 * 1024  # smaller ones travel with the call; larger ones are put into the object store, once
-REASON_LENGTH = 600  # Ray has much to say of a process that ran out of memory
+CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
+KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; when its head is lost, Ray tries for a minute
+IDLE_SECONDS = 2.0  # without a call before a rank gets a ping
+CHECK_SECONDS = 1.0  # how often a wait checks whether the launch has ended
+INLINE_BYTES = 64 * 1024  # smaller payloads go with the call; larger ones into the object store, once
+REASON_LENGTH = 600  # Ray's message for a process that ran out of memory is long
 RAISED = re.compile(r"^[\w.]*(?:Error|Exception): .*", re.MULTILINE)  # last line of a traceback
 DISCONNECTED = LostWorkerError("the connection to Ray was ended (ray.shutdown)")
 HEAD = "the head of the Ray cluster"
@@ -50,12 +50,12 @@ HEAD = "the head of the Ray cluster"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Actor(Peer):
     handle: Any
-    site: Site | None = None  # unset until it has arrived
-    calls: queue.SimpleQueue[tuple[Waiting, Any]] = field(default_factory=queue.SimpleQueue)  # with their answers' refs
+    location: Location | None = None  # None until the actor has started
+    replies: queue.SimpleQueue[tuple[OpenCall, Any]] = field(default_factory=queue.SimpleQueue)  # Ray's references
 
     @property
     def where(self) -> str:
-        return "" if self.site is None else f" on {self.site.address}"
+        return "" if self.location is None else f" on {self.location.address}"
 
 
 class RayTransport(RemoteTransport[_Actor]):
@@ -66,44 +66,44 @@ class RayTransport(RemoteTransport[_Actor]):
     def __init__(self, pools: Sequence[ResourcePool], cluster: ClusterConfig) -> None:
         if actor.is_rank:
             raise WorkerError(
-                "workers are launched inside of a worker, which imports the script that was started: it needs "
-                '`if __name__ == "__main__":` around what it runs'
+                "a worker imported the script that was started, and the script launched workers again; put "
+                '`if __name__ == "__main__":` around the statements of the script'
             )
         super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
-        everyone = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        ranks = [(pool, rank) for pool in pools for rank in range(pool.processes)]
         with ExitStack() as on_error:
             is_alone = on_error.enter_context(connected(cluster))
-            self._reserved = reserve(len(everyone), cluster, is_alone=is_alone)
+            self._reserved = reserve(len(ranks), cluster, is_alone=is_alone)
             self._connection = on_error.pop_all()
         self.peers = [
             _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, number))
-            for number, (pool, rank) in enumerate(everyone)
+            for number, (pool, rank) in enumerate(ranks)
         ]
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
-        """Implements `RemoteTransport.build`; the actors meet first."""
+        """Implements `RemoteTransport.build`; waits for the actors first."""
         try:
-            self._meet()
+            self._assign_ranks()
             return super().build(specs)
         except BaseException as error:
             self.abort(WorkerError(f"the workers could not be started: {error}"))
             self.close()
             raise
 
-    def _meet(self) -> None:
-        """Waits until every actor runs and has the user's code, then tells each its place."""
+    def _assign_ranks(self) -> None:
+        """Waits until every actor runs and has the user's code, then sends each its RankSpec."""
         code = ray.put(UserCode.of_this_process())
-        sites = self._all("start", lambda peer: peer.handle.arrive.remote(code, peer.rank == 0, self.deadline_seconds))
-        self.peers = [replace(peer, site=site) for peer, site in zip(self.peers, sites, strict=True)]
-        first = {peer.pool.name: site for peer, site in zip(self.peers, sites, strict=True) if peer.rank == 0}
-        seats = {
-            id(peer): self._seat(peer, site, first[peer.pool.name])
-            for peer, site in zip(self.peers, sites, strict=True)
+        found = self._all("start", lambda peer: peer.handle.prepare.remote(code, peer.rank == 0, self.deadline_seconds))
+        self.peers = [replace(peer, location=location) for peer, location in zip(self.peers, found, strict=True)]
+        first = {peer.pool.name: location for peer, location in zip(self.peers, found, strict=True) if peer.rank == 0}
+        specs = {
+            id(peer): self._rank_spec(peer, location, first[peer.pool.name])
+            for peer, location in zip(self.peers, found, strict=True)
         }
-        self._all("take its place", lambda peer: peer.handle.sit.remote(seats[id(peer)]))
-        used = {site.node_id for site in sites}
+        self._all("become a rank", lambda peer: peer.handle.assign.remote(specs[id(peer)]))
+        used = {location.node_id for location in found}
         machines = {node.id: (node.address, node.port) for node in all_nodes() if node.id in used}
         self._watch = Watch({**machines, HEAD: head_address()}, self._lost)
         for peer in self.peers:
@@ -114,11 +114,11 @@ class RayTransport(RemoteTransport[_Actor]):
         """Implements `Transport.close`; the connection to Ray ends too, if the launch made it."""
         super().close()
         for thread in self._threads:
-            thread.join(2 * LOOK_SECONDS)
+            thread.join(2 * CHECK_SECONDS)
         self._connection.close()
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """A message, or where it lies in the object store."""
+        """Returns a message, or the reference of a large one in the object store."""
         message = Message(frames)
         if message.size < INLINE_BYTES:
             return message
@@ -130,32 +130,32 @@ class RayTransport(RemoteTransport[_Actor]):
                 "with a larger one (`ray start --object-store-memory=...`)"
             ) from error
 
-    def hand_over(self, peer: _Actor, waiting: Waiting, header: bytes, payload: Any) -> None:
-        """Submits the call; its name is what Ray's dashboard shows."""
-        name = f"{waiting.role}.{waiting.method}"
+    def start_call(self, peer: _Actor, call: OpenCall, header: bytes, payload: Any) -> None:
+        """Submits the call under the name that Ray's dashboard shows."""
+        name = f"{call.role}.{call.method}"
         if not ray.is_initialized():  # `remote` would start a cluster of its own
             self.abort(DISCONNECTED)
             return
         try:
-            method = peer.handle.serve_beside if waiting.is_beside else peer.handle.serve
-            call = waiting, method.options(name=name).remote(header, payload)
+            method = peer.handle.serve_concurrent if call.is_concurrent else peer.handle.serve
+            reply = method.options(name=name).remote(header, payload)
         except RayError as error:
-            self.abort(self._failure(peer, waiting, error))
+            self.abort(self._failure(peer, call, error))
             return
-        if waiting.is_beside:
-            threading.Thread(target=self._take, args=(peer, *call), daemon=True).start()
+        if call.is_concurrent:
+            threading.Thread(target=self._receive_one, args=(peer, call, reply), daemon=True).start()
         else:
-            peer.calls.put(call)
+            peer.replies.put((call, reply))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Lets workers close, then kills all actors and gives their nodes back."""
+        """Closes the workers where `is_orderly`, then kills all actors and releases their nodes."""
         if self._watch is not None:
             self._watch.stop()
         if not ray.is_initialized():
             return
         if is_orderly:
-            leaving = [peer.handle.leave.remote() for peer in self.peers]
-            attempt(CLOSE_SECONDS, lambda: ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_SECONDS))
+            closing = [peer.handle.close.remote() for peer in self.peers]
+            attempt(CLOSE_SECONDS, lambda: ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS))
         attempt(KILL_SECONDS, self._kill)
 
     def _kill(self) -> None:
@@ -167,7 +167,7 @@ class RayTransport(RemoteTransport[_Actor]):
         name = f"{', '.join(pool.roles)} rank {rank}"
         options = {
             "name": name,
-            "namespace": self._reserved.name,  # names are taken until Ray has buried an actor
+            "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
             "num_cpus": self._reserved.cpus,
             "num_gpus": self._reserved.gpus,
             "max_restarts": 0,
@@ -176,26 +176,26 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._reserved.group, placement_group_bundle_index=number // self._reserved.processes_here
             ),
         }
-        # Threads for calls beside others; all other calls have one.
-        remote = ray.remote(concurrency_groups={BESIDE: 4})(RankActor)  # type: ignore[call-overload]
+        # Four threads for concurrent calls; all other calls share one.
+        remote = ray.remote(concurrency_groups={CONCURRENT: 4})(RankActor)  # type: ignore[call-overload]
         return remote.options(**options).remote(name)
 
-    def _seat(self, peer: _Actor, site: Site, first: Site) -> Seat:
+    def _rank_spec(self, peer: _Actor, location: Location, first: Location) -> RankSpec:
         assert first.store_port is not None
-        return Seat(
+        return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
-            device_index=0 if self._reserved.gpus else None,  # Ray shows an actor its own GPU only
+            device_index=0 if self._reserved.gpus else None,  # Ray makes only the actor's own GPU visible
             processes_here=self._reserved.processes_here,
             store=(first.address, first.store_port),
-            address=site.address,
+            address=location.address,
             deadline_seconds=self.deadline_seconds,
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any]) -> list[Any]:
-        """Returns the answers of the actors, by peer; errors name `what` they are asked to do."""
+        """Calls all actors.  Returns their results, in the order of peers. `what` names the call in errors."""
         pending = {call(peer): peer for peer in self.peers}
-        answers: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         until = time.monotonic() + self.deadline_seconds
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
@@ -204,53 +204,53 @@ class RayTransport(RemoteTransport[_Actor]):
                 raise DeadlineError(f"{late} did not {what} within {self.deadline_seconds:g} s")
             peer = pending.pop(ready[0])
             try:
-                answers[id(peer)] = ray.get(ready[0])
+                results[id(peer)] = ray.get(ready[0])
             except RayError as error:
                 raise self._failure(peer, None, error) from error
-        return [answers[id(peer)] for peer in self.peers]
+        return [results[id(peer)] for peer in self.peers]
 
     def _receive(self, peer: _Actor) -> None:
         while not self.ended.is_set():
             try:
-                self._take(peer, *peer.calls.get(timeout=IDLE_SECONDS))
+                self._receive_one(peer, *peer.replies.get(timeout=IDLE_SECONDS))
             except queue.Empty:
                 if not ray.is_initialized():
                     self.abort(DISCONNECTED)
                     return
-                self._take(peer, None, peer.handle.ping.remote())
+                self._receive_one(peer, None, peer.handle.ping.remote())
 
-    def _take(self, peer: _Actor, waiting: Waiting | None, answer: Any) -> None:
-        """Waits for the answer of a call, or of a ping."""
+    def _receive_one(self, peer: _Actor, call: OpenCall | None, reply: Any) -> None:
+        """Waits for the reply to a call (None: a ping)."""
         try:
-            message = self._get(answer)
+            message = self._get(reply)
         except RayError as error:
-            self.abort(self._failure(peer, waiting, error))
+            self.abort(self._failure(peer, call, error))
             return
-        if waiting is not None and message is not None:
-            self.settle(peer, message.frames, waiting.number)
+        if call is not None and message is not None:
+            self.complete(peer, message.frames, call.number)
 
-    def _get(self, answer: Any) -> Any:
-        """Returns the object of a reference; None once the launch has ended."""
+    def _get(self, reference: Any) -> Any:
+        """Waits for the object of a reference; None once the launch has ended."""
         while not self.ended.is_set():
             with contextlib.suppress(GetTimeoutError):
-                return ray.get(answer, timeout=LOOK_SECONDS)
+                return ray.get(reference, timeout=CHECK_SECONDS)
         return None
 
-    def _failure(self, peer: _Actor, waiting: Waiting | None, error: RayError) -> WhetError:
-        """Returns whet's error for Ray's."""
-        who = peer.name(waiting.role if waiting else "")
-        if isinstance(error, RayTaskError):  # not from a worker's method: those answer with what they raised
-            return WorkerError(f"{who}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
-        if peer.site is None and (raised := RAISED.findall(str(error))):
+    def _failure(self, peer: _Actor, call: OpenCall | None, error: RayError) -> WhetError:
+        """Converts an error of Ray to one of whet."""
+        name = peer.name(call.role if call else "")
+        if isinstance(error, RayTaskError):  # not from a worker's method: its error comes in the reply
+            return WorkerError(f"{name}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
+        if peer.location is None and (raised := RAISED.findall(str(error))):
             return WorkerError(
-                f"{who} could not be started: {raised[-1]}; whet, and what it needs, must be installed on every node "
+                f"{name} could not be started: {raised[-1]}; whet and its dependencies must be installed on every node "
                 "in the same versions: `whet doctor --cluster` compares them"
             )
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")
-        return self.death(peer, waiting, reason, "between two calls" if peer.site else "at its start")
+        return self.death(peer, call, reason, "between two calls" if peer.location else "at its start")
 
     def _lost(self, machine: str, reason: str) -> None:
-        there = [peer.name() for peer in self.peers if peer.site is not None and peer.site.node_id == machine]
+        there = [each.name() for each in self.peers if each.location is not None and each.location.node_id == machine]
         what = machine if machine == HEAD else f"the node of {'; '.join(there)}"
         self.abort(LostWorkerError(f"{what} is lost: {reason}"))

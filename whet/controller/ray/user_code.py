@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own code on every node: functions and classes that a run names are imported there as they are here.
+"""User code on every node: each node can import the functions and classes that a run names.
 
-The caller's working folder and what it added to the Python path are compared by the checksums of their Python files.
-Where a node has them too (the same machine, a shared file system) they are used in place, and relative paths mean what
-they mean here; elsewhere the files are unpacked into a temporary folder, which is then the working folder.
+The code is the Python files of the caller's working folder and of the folders that it added to the Python path. A node
+that has the same files, by checksum (the same machine, a shared file system), uses them in place, so relative paths
+keep their meaning. Otherwise the files are unpacked into a temporary folder, which becomes the working folder.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from multiprocessing import spawn
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-MOST_FILES, MOST_SEEN = 5_000, 200_000  # Python files, files of any kind
-CARRIED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "WHET_")
+MAX_FILES, MAX_SEEN = 5_000, 200_000  # Python files, files of any kind
+FORWARDED = ("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "WHET_")
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """The caller's code, and how its process finds it."""
+    """The code of a user's process, and the settings to import it."""
 
     folder: str  # the working folder
-    path: tuple[str, ...]  # entries of sys.path that are the user's
-    main: Mapping[str, str]  # which module or file was started, as multiprocessing has it
-    archive: bytes  # the files, zipped, each under its path
-    environment: Mapping[str, str]
+    path: tuple[str, ...]  # the user's entries of sys.path
+    main: Mapping[str, str]  # the main module or file, as in multiprocessing.spawn
+    archive: bytes  # zip of the files under their absolute paths
+    environment: Mapping[str, str]  # variables to set
 
     @classmethod
     def of_this_process(cls) -> UserCode:
-        """The code around the caller."""
-        folder, path = str(Path.cwd()), [entry for entry in map(_whole, sys.path) if _is_users(entry)]
+        """Collects the code of the calling process."""
+        resolved = [str(Path(entry or ".").resolve()) for entry in sys.path]
+        folder, path = str(Path.cwd()), [entry for entry in resolved if _is_users(entry)]
         sent = [entry for entry in path if not Path(entry, "whet", "controller").is_dir()]  # nodes have whet
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in _python_files([folder, *sent]):
-                with contextlib.suppress(OSError):  # one that is not ours to read, or has just gone
+                with contextlib.suppress(OSError):  # not readable, or just deleted
                     archive.writestr(str(file.relative_to(file.anchor)), file.read_bytes())
         return cls(
             folder=folder,
             path=tuple(path),
             main={k: v for k, v in spawn.get_preparation_data("").items() if k.startswith("init_main") and v},
             archive=packed.getvalue(),
-            environment={name: value for name, value in os.environ.items() if name.startswith(CARRIED)},
+            environment={name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
         )
 
-    def settle(self) -> None:
-        """Makes this process find the code, and imports the caller's main module as a spawned process does."""
+    def install(self) -> None:
+        """Makes the code importable in this process, and imports the main module as multiprocessing.spawn does."""
         os.environ.update(self.environment)
         with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
             root = "" if self._is_here(archive.infolist()) else self._unpacked(archive)
@@ -83,12 +84,8 @@ class UserCode:
         return root
 
 
-def _whole(entry: str) -> str:
-    return str(Path(entry or ".").resolve())
-
-
 def _is_users(entry: str) -> bool:
-    """Tells whether an entry of sys.path is a folder that no installation made."""
+    """True where an entry of sys.path is a folder of the user, not of an installation."""
     installed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
     path = Path(entry)
     return path.is_dir() and "site-packages" not in path.parts and not any(map(path.is_relative_to, installed))
@@ -105,9 +102,9 @@ def _python_files(folders: list[str]) -> Iterator[Path]:
             names[:] = [name for name in names if name not in hidden and not (here / name / "pyvenv.cfg").exists()]
             found |= dict.fromkeys(here / name for name in files if name.endswith(".py"))
             seen += len(files)
-            if len(found) > MOST_FILES or seen > MOST_SEEN:
+            if len(found) > MAX_FILES or seen > MAX_SEEN:
                 log.warning(
-                    "%s has too many files to send its Python code to the nodes; start in a smaller one", folder
+                    "%s has too many files to send its Python code to the nodes; start in a smaller folder", folder
                 )
                 return
     yield from found

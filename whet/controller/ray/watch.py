@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over machines: Ray itself takes half a minute and more to say that one is gone.
+"""A watch over machines: Ray itself takes half a minute or more to report a lost one.
 
-Each is asked for a connection to a port on which it listens. One that refuses has lost the process that listened; one
-that is silent twice in a row is gone, or the network to it is cut. Ten seconds are enough for either.
+The watch connects to a port on which each machine listens. A refused connection means that the listening process has
+ended; two timeouts in a row mean that the machine or the network to it is down. Both are detected within ten seconds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import partial
 from whet.processes.background import Background
 
 PERIOD_SECONDS = 1.0
-SILENCE_SECONDS = 3.5  # one lost packet is sent again after 1 s, a second one after 2 s more
+CONNECT_SECONDS = 3.5  # TCP repeats a lost packet after 1 s, and again after 2 s more
 
 Address = tuple[str, int]
 
 
 class Watch:
-    """Asks all of them again and again, in a thread, until `stop` or until it has called `lost` with what is gone (a
-    name of `addresses`) and why."""
+    """Checks all `addresses` (by name) in a thread, every second, until `stop` or until it has called `lost` with the
+    name and the reason of a lost one."""
 
     def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
         self._addresses, self._lost = dict(addresses), lost
@@ -32,18 +32,18 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks no more."""
+        """Ends the watch."""
         self._stopped.set()
 
     def _run(self) -> None:
         suspected: set[str] = set()
         threads = Background("whet-watch-one", len(self._addresses))
         while not self._stopped.wait(PERIOD_SECONDS):
-            asked = {
-                name: threads.submit(partial(silence, *place, SILENCE_SECONDS))
-                for name, place in self._addresses.items()
+            checks = {
+                name: threads.submit(partial(connection_error, *address, CONNECT_SECONDS))
+                for name, address in self._addresses.items()
             }
-            failures = {name: error for name, answer in asked.items() if (error := answer.result()) is not None}
+            failures = {name: error for name, check in checks.items() if (error := check.result()) is not None}
             for name, failure in failures.items():
                 if name in suspected or isinstance(failure, ConnectionRefusedError):
                     if not self._stopped.is_set():
@@ -54,17 +54,17 @@ class Watch:
         threads.close()
 
 
-def silence(host: str, port: int, seconds: float) -> OSError | None:
-    """Returns why nothing answers at an address; None where something does."""
+def connection_error(host: str, port: int, seconds: float) -> OSError | None:
+    """The error of a connection to an address; None where it succeeds."""
     try:
         socket.create_connection((host, port), seconds).close()
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # includes TimeoutError
         return error
     return None
 
 
 def _reason(failure: OSError, address: str, port: int) -> str:
     if isinstance(failure, ConnectionRefusedError):
-        return f"nobody listens at {address}:{port} any more"
-    said = f" ({os.strerror(failure.errno)})" if failure.errno else ""
-    return f"{address}:{port} does not answer{said}: the machine is gone, or the network to it is cut"
+        return f"no process listens at {address}:{port} any more"
+    reason = f" ({os.strerror(failure.errno)})" if failure.errno else ""
+    return f"{address}:{port} does not answer{reason}: the machine or the network to it is down"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of a call, whatever carried it here: the workers of one process, and their answers."""
+"""The worker side of a call, for every transport: the workers of one process, and their replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from whet import devices
 from whet.controller import wire
-from whet.controller.dispatch import Arguments, runs_beside
+from whet.controller.dispatch import Arguments, is_concurrent
 from whet.controller.resource_pool import ResourcePool, cores
 from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
 from whet.errors import WhetError, WorkerError
@@ -30,29 +30,29 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The place of a process, as it is told before it builds workers."""
+class RankSpec:
+    """The settings of a worker process, sent to it before it builds workers."""
 
     pool: ResourcePool
     rank: int  # in the pool
-    device_index: int | None  # among the accelerators that the process sees; None without one of its own
-    processes_here: int  # that share the cores
+    device_index: int | None  # among the accelerators that the process sees; None: it computes on the host
+    processes_here: int  # that share the cores of the machine
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
 
-    def take(self) -> torch.device:
-        """Takes this process's share of the cores.  Returns the device to compute on."""
+    def set_device(self) -> torch.device:
+        """Limits torch to this process's part of the cores.  Returns the device to compute on."""
         torch.set_num_threads(max(1, cores() // self.processes_here))
         if self.device_index is None:
             return devices.HOST
         torch.accelerator.set_device_index(self.device_index)
         return devices.here()
 
-    def join(self, device: torch.device) -> None:
+    def join_group(self, device: torch.device) -> None:
         """Waits for the other ranks of the pool and makes the process group."""
         interface = interface_of(self.address)
-        if interface is not None:  # unset, gloo asks what address the host's name has
+        if interface is not None:  # without it gloo uses the address of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         timeout = timedelta(seconds=self.deadline_seconds)
         torch.distributed.init_process_group(
@@ -64,39 +64,40 @@ class Seat:
         )
 
 
-class Hosted:
-    """The workers of this process. Without a seat it is the only one, and computes on the accelerator if there is one.
+class LocalWorkers:
+    """The workers of this process. Without a `spec` it is the only process, and computes on the accelerator if any.
 
-    `where`, as " on 10.0.0.2", stands behind a rank in errors."""
+    `where`, as " on 10.0.0.2", follows a rank in errors."""
 
-    def __init__(self, seat: Seat | None = None, where: str = "") -> None:
-        self._seat, self._where = seat, where
+    def __init__(self, spec: RankSpec | None = None, where: str = "") -> None:
+        self._spec, self._where = spec, where
         self.by_role: dict[str, Worker] = {}
-        self._device = devices.here() if seat is None else seat.take()
+        self._device = devices.here() if spec is None else spec.set_device()
 
-    def answer(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
-        """Serves one call: a pickled (role, method), then the frames of its payload. The answer is (True, result) or
-        (False, WhetError)."""
+    def serve(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
+        """Serves one call: a pickled (role, method), then the frames of its payload.  Returns the frames of the reply,
+        (True, result) or (False, WhetError)."""
         role, method = pickle.loads(frames[0])
         try:
             return _encode(self.call(role, method, _decode(frames[1:])))
         except (Exception, SystemExit) as error:
             return wire.encode((False, self._portable(error, role, method)))
 
-    def runs_beside(self, frames: Sequence[wire.Frame]) -> bool:
-        """Tells whether a call runs beside others."""
+    def is_concurrent(self, frames: Sequence[wire.Frame]) -> bool:
+        """True where a call runs at the same time as others."""
         role, method = pickle.loads(frames[0])
-        return role in self.by_role and runs_beside(type(self.by_role[role]), method)
+        return role in self.by_role and is_concurrent(type(self.by_role[role]), method)
 
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
-        """The result of a worker's method; of BUILD the new worker's layout.  Raises: what the worker raises."""
+        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: any error of the
+        worker."""
         if isinstance(payload, WorkerSpec):
             return self._build(payload)
         return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
 
     def describe(self, error: BaseException, role: str, method: str) -> WhetError:
-        """A caller's view of an exception in a worker: a WhetError stays what it is, with a note of where it arose;
-        anything else becomes a WorkerError with the original as its cause."""
+        """Converts an exception of a worker for the caller: a WhetError gets a note with role, rank and method; any
+        other becomes the cause of a WorkerError."""
         if isinstance(error, WhetError):
             error.add_note(f"raised in {self._name(role)}, {method}")
             return error
@@ -105,18 +106,18 @@ class Hosted:
         return wrapped
 
     def close(self) -> None:
-        """Lets the workers close, the last one built first: it may use the others."""
+        """Closes the workers in reverse order of building, because a later one may use an earlier one."""
         while self.by_role:
             self.by_role.popitem()[1].close()
-        if self._seat is not None and torch.distributed.is_initialized():
+        if self._spec is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def _build(self, spec: WorkerSpec) -> Layout:
-        seat, rank, world_size = self._seat, 0, 1
-        if seat is not None:
-            rank, world_size = seat.rank, seat.pool.processes
+        own, rank, world_size = self._spec, 0, 1
+        if own is not None:
+            rank, world_size = own.rank, own.pool.processes
             if world_size > 1 and not torch.distributed.is_initialized():
-                seat.join(self._device)
+                own.join_group(self._device)
         worker = spec.build(
             Placement(
                 role=spec.role,
@@ -124,7 +125,7 @@ class Hosted:
                 world_size=world_size,
                 process_group=torch.distributed.group.WORLD if world_size > 1 else None,
                 neighbours=self.by_role,
-                address=LOOPBACK if seat is None else seat.address,
+                address=LOOPBACK if own is None else own.address,
                 device=self._device,
             )
         )
@@ -132,13 +133,13 @@ class Hosted:
         return Layout.of(worker)
 
     def _portable(self, error: BaseException, role: str, method: str) -> WhetError:
-        """The described error with its traceback as a note, in a form that the caller can unpickle."""
+        """Describes an error with its traceback as a note, in a form that the caller can unpickle."""
         trace = f"in the worker process:\n{''.join(traceback.format_exception(error)).rstrip()}"
         described = self.describe(error, role, method)
         described.add_note(trace)
         try:
             pickle.loads(pickle.dumps(described))
-        except Exception:  # an error class of a user's own whose constructor takes more than a message
+        except Exception:  # a user's error class whose constructor takes more than a message
             described = self._wrapped(error, role, method)
             described.add_note(trace)
         return described
@@ -147,7 +148,7 @@ class Hosted:
         return WorkerError(f"{self._name(role)}: {method} raised {type(error).__name__}: {error}")
 
     def _name(self, role: str) -> str:
-        return f"{role} rank {0 if self._seat is None else self._seat.rank}{self._where}"
+        return f"{role} rank {0 if self._spec is None else self._spec.rank}{self._where}"
 
 
 def interface_of(address: str) -> str | None:
@@ -159,7 +160,7 @@ def interface_of(address: str) -> str | None:
         for name in names:
             try:
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             if socket.inet_ntoa(found) == address:
                 return name
@@ -171,8 +172,8 @@ def _decode(frames: Sequence[wire.Frame]) -> Any:
         return wire.decode(frames)
     except Exception as error:
         raise WorkerError(
-            f"what it was given cannot be read in a worker process: {error}; classes and functions that travel must "
-            "stand in a module that other processes can import"
+            f"its arguments cannot be unpickled in a worker process: {error}; classes and functions in them must be "
+            "defined in a module that other processes can import"
         ) from error
 
 
@@ -181,5 +182,5 @@ def _encode(result: Any) -> list[wire.Frame]:
         return wire.encode((True, result))
     except Exception as error:
         raise WorkerError(
-            f"its result, a {type(result).__name__}, cannot travel to another process: {error}"
+            f"its result, a {type(result).__name__}, cannot be sent to another process: {error}"
         ) from error
