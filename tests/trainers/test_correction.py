@@ -121,7 +121,10 @@ def test_weights_scale_the_loss(train_config: MakeConfig, additions: Rows, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"}, "would correct it twice"),
+        (
+            {"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"},
+            "would correct it twice",
+        ),
         (
             {"algorithm.correction.old_log_probs": "rollout", "algorithm.correction.weight": "importance"},
             "uses the rollout's for both",
