@@ -134,6 +134,7 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
         ("line that is no JSON", ["{}", "{"], {}),
         ("line that is nested too deeply", ["{}", "[" * 9**5], {}),
         ("text that is not valid Unicode", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
+        ("prompt that is neither text nor messages", [P, {**Q, "prompt": 5}], {}),
         ("invalid message", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
         ("images, videos or audio", [P, {**Q, "images": ["a.png"]}], {}),
         ("empty prompt", [P, {**Q, "prompt": ""}], {}),
