@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `engine_name` run with each engine."""
     if "engine_name" in metafunc.fixturenames:
         metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects() -> Iterator[None]:
+    """Hides what is imported by now from the garbage collector for all runs of a file: each collects before its loop,
+    and would search torch, transformers and all tests again."""
+    unfreeze, num_runs = gc.unfreeze, 0
+
+    def count() -> None:
+        nonlocal num_runs
+        num_runs += 1
+
+    gc.freeze()
+    gc.unfreeze = count
+    yield
+    gc.unfreeze = unfreeze
+    gc.unfreeze()
+    if num_runs:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

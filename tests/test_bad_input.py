@@ -274,7 +274,7 @@ def test_a_run_in_which_every_answer_fails() -> None:
     answers = [Trajectory(f"0:0:{i}", prompt, (), i, failure=each) for i, each in enumerate(outcomes(raising))]
     with pytest.raises(WhetError) as raised:
         FailureWatch().record([Group(prompt, tuple(answers))])
-    wrong("every response fails", str(raised.value))
+    wrong("every trajectory fails", str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,9 @@ def test_a_nan_reward_is_refused_with_the_columns_that_were_read() -> None:
 
 def test_a_column_that_is_not_there_is_named() -> None:
     without = {name: column for name, column in BATCH.items() if name != "values"}
-    with pytest.raises(RegistryError, match="'gae' reads column 'values', which is not in the batch; it has token_"):
+    with pytest.raises(
+        RegistryError, match="'gae' reads column 'values', which is not in the batch; the batch has tok"
+    ):
         estimate(ADV_ESTIMATORS["gae"], without, {})
 
 

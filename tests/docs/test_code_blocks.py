@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -40,11 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COLUMNS", "120")
     for kind in registry.KINDS:
         monkeypatch.setattr(kind, "_live", dict(kind._live))
-    unfreeze = gc.unfreeze
-    gc.freeze()  # else every run of a page searches all of torch and transformers again before its loop
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
     yield tmp_path
-    unfreeze()
     own = [
         name
         for name, module in sys.modules.items()

@@ -141,7 +141,7 @@ def test_a_judge_that_always_fails_is_an_error_after_its_answers_are_written(
     eval_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
     config = eval_config(output=str(tmp_path / "out"))
-    with pytest.raises(RewardError, match=r"all 3 responses failed.*'str' object has no attribute 'nothing'"):
+    with pytest.raises(RewardError, match=r"all 3 trajectories failed.*'str' object has no attribute 'nothing'"):
         evaluate(config, reward=lambda solution_str: solution_str.nothing, data=additions[:3])
     written = (tmp_path / "out" / "answers.partial.jsonl").read_text().splitlines()
     assert ["nothing" in json.loads(line)["failure"]["message"] for line in written] == [True] * 3

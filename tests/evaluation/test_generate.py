@@ -160,7 +160,7 @@ def test_an_output_that_is_a_link_is_refused(config: MakeConfig, tmp_path: Path,
     output.parent.mkdir(parents=True, exist_ok=True)
     output.symlink_to(target)
     with pytest.raises(
-        ConfigError, match=rf"output={output} is a link to {target}, .* name {target} itself, or remove"
+        ConfigError, match=rf"output={output} is a link to {target}, .*: set output={target}, or remove the link"
     ):
         generate(config())
     assert not target.exists() if there == "nothing" else target.read_text() in ("notes\n", "")

@@ -350,7 +350,7 @@ def test_every_normalisation_has_an_example():
 
 def test_the_page_says_what_is_rewritten():
     page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
-    section = page.partition("takes for equal")[2].partition("A percent")[0]
+    section = page.partition("are rewritten on both sides")[2].partition("A percent")[0]
     lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     pairs = [pair for cells in lines for pair in (cells[:2], cells[2:])]
     assert len(pairs) == 14

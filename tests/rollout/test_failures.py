@@ -24,7 +24,7 @@ def group(*sources: FailureSource | None) -> list[Group]:
     [("reward", RewardError), ("sandbox", SandboxError), ("environment", EngineError), ("tool", EngineError)],
 )
 def test_where_nothing_ever_worked_the_first_batch_ends_the_run(source: FailureSource, error: type[Exception]) -> None:
-    said = rf"all 2 answers failed.*: answer 0:0:0 in the {source}: why 0\. Mend the {source}, then start again"
+    said = rf"all 2 trajectories failed.*: trajectory 0:0:0 in the {source}: why 0\. Fix the {source}, then start again"
     with pytest.raises(error, match=said):
         FailureWatch().record(group(source, "engine"))
 
@@ -37,9 +37,9 @@ def test_what_worked_before_may_be_away_for_two_batches(caplog: pytest.LogCaptur
         watch.record(group("reward", "reward"))
         watch.record(group("reward", None))
     assert caplog.text.count("The run ends after 2 more such batches") == 3
-    assert caplog.text.count("1 of 2 answers failed and are not trained on, the first in the reward: why 0") == 1
+    assert caplog.text.count("1 of 2 trajectories failed and are not trained on, the first in the reward: why 0") == 1
     watch.record(group("reward"))
     watch.record([])
     watch.record(group("reward"))
-    with pytest.raises(RewardError, match="all 1 answers failed"):
+    with pytest.raises(RewardError, match="all 1 trajectories failed"):
         watch.record(group("reward"))

@@ -152,7 +152,7 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
     taken = of.take(2, step=1)
     assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
-    with pytest.raises(EngineError, match=r"all 4 answers failed.*0:0:0 in the environment: OSError: no room"):
+    with pytest.raises(EngineError, match=r"all 4 trajectories failed.*0:0:0 in the environment: OSError: no room"):
         of.failures.record(taken.groups)
     assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
 

@@ -121,10 +121,13 @@ def test_weights_scale_the_loss(train_config: MakeConfig, additions: Rows, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"}, "would do it twice"),
+        (
+            {"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"},
+            "would correct it twice",
+        ),
         (
             {"algorithm.correction.old_log_probs": "rollout", "algorithm.correction.weight": "importance"},
-            "takes the sampler's word for both",
+            "uses the rollout's for both",
         ),
         ({"algorithm.correction.weight": "importanc"}, "did you mean 'importance'"),
         (

@@ -283,7 +283,7 @@ def test_a_run_in_which_every_answer_fails_ends_with_the_reason(
 
     (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
     validation = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 0} if validates else {}
-    with pytest.raises(RewardError, match=r"all \d+ answers failed.*0:0.* in the reward: RuntimeError: no judge today"):
+    with pytest.raises(RewardError, match=r"all \d+ trajectories failed.*0:0.* reward: RuntimeError: no judge today"):
         train(train_config({"data.shuffle": False, **validation}), reward=broken, data=additions)
     file = "validation_000000.jsonl" if validates else "step_000001.jsonl"
     answers = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / file).open()]

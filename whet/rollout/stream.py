@@ -302,7 +302,7 @@ class FailureWatch:
                 if failure.source not in self._warned:
                     self._warned.add(failure.source)
                     log.warning(
-                        "%d of %d answers failed and are not trained on, the first in the %s: %s (said once; "
+                        "%d of %d trajectories failed and are not trained on, the first in the %s: %s (warned once; "
                         "failures/%s counts them, rollouts/ has each)",
                         *(len(failures), total, failure.source, failure.message, failure.source),
                     )
@@ -310,9 +310,9 @@ class FailureWatch:
         uid, first = failures[0]
         self._left -= 1
         found = (
-            f"all {total} answers failed, so there is nothing to learn from: answer {uid} in the "
+            f"all {total} trajectories failed, so there is nothing to learn from: trajectory {uid} in the "
             f"{first.source}: {first.message}"
         )
         if self._left == 0:
-            raise ERRORS.get(first.source, EngineError)(f"{found}. Mend the {first.source}, then start again")
+            raise ERRORS.get(first.source, EngineError)(f"{found}. Fix the {first.source}, then start again")
         log.warning("%s. The run ends after %d more such batches", found, self._left)

@@ -128,11 +128,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             if preempted:
                 running.read()
                 running.remove(preempted)
-            columns = running.columns  # each request is fed its last token
-            rows = columns.slots.int()
-            inputs = self._padded(scheduler.cache, columns.tokens, rows, columns.positions, running.tables)
-            assert self._decode is not None
-            running.sample(self._decode(*inputs, None)[: len(running)])
+            self._decode_step(scheduler.cache, running)
         done = running.finish()
         for live, _, _ in done:
             scheduler.remove(live)
@@ -192,6 +188,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(stretches))))
         inputs = self._padded(self._require_cache(), ids, rows, positions, tables.to(device))
         return self._forward(*inputs, last)[: len(stretches)]
+
+    def _decode_step(self, cache: BlockCache, running: Running) -> None:
+        """Feeds the last token of every running request and samples the next."""
+        columns = running.columns
+        inputs = self._padded(cache, columns.tokens, columns.slots.int(), columns.positions, running.tables)
+        assert self._decode is not None
+        running.sample(self._decode(*inputs, None)[: len(running)])
 
     def _padded(
         self, cache: BlockCache, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor
