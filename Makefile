@@ -1,4 +1,4 @@
-# Every target makes .venv by itself where it is missing, or older than pyproject.toml or constraints.txt.
+# Every target creates .venv if it is missing, or older than pyproject.toml or constraints.txt.
 # A machine without a GPU can save a large download: make quickstart PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
@@ -50,7 +50,7 @@ license: ## puts the licence line first in every Python file that has none
 	    fi; \
 	done
 
-style: $(READY) ## mends what can be mended
+style: $(READY) ## formats the code, and corrects what ruff can correct
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

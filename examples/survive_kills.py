@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows that a run which is killed again and again ends with the bits of one that never was.
+"""Shows that a run that is killed many times ends with the same bits as one that was never killed.
 
     python examples/survive_kills.py --kills 20
     python examples/survive_kills.py --kills 5 model.path=MY_MODEL data.train_files=MY.jsonl reward.function=exact_match
 
-One run is left alone. The same command with another folder is then started, killed with SIGKILL at a random moment of a
-random phase (rollout, reward, update, validation, save, ...), started again, and so on; after the last kill it may
-finish. Then weights, optimizer state, metrics.jsonl and every rollout of the two must be equal byte for byte.
-Without a model of yours a small random one learns additions. Exit status: 0 if equal, 1 if not.
+The first run is never killed. The second one, the same command with another folder, is killed with SIGKILL at a random
+moment of a random phase (rollout, reward, update, validation, save, ...) and started again, `--kills` times; then it
+finishes. Weights, optimizer state, metrics.jsonl and all rollouts of the two runs must be equal byte for byte.
+Without `model.path` a small model with random weights learns additions. Exit status: 0 if equal, 1 if not.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.trainers.run import Run
 
-KILL = "WHET_EXAMPLE_KILL"  # environment: "PHASE TIMES DELAY FILE", what kills a run and where it writes where it was
+KILL = "WHET_EXAMPLE_KILL"  # environment variable: "PHASE TIMES DELAY FILE"; the phase of death is written to FILE
 PHASES = ("rollout", "reward", "update", "sync", "validation", "save")
 DEADLINE_SECONDS = 3600.0  # of one run
 LONGEST_DELAY_SECONDS = 0.1  # after the phase began
 
 
 def fit(run: Run) -> None:
-    """The loop of `whet train`. Where the environment says so, the process kills itself soon after a phase began."""
+    """The loop of `whet train`. If the variable is set, the process kills itself soon after a phase began."""
     from whet.metrics import Metrics
     from whet.trainers import rl
 
@@ -78,10 +78,10 @@ def fit(run: Run) -> None:
 
 
 def main() -> int:
-    """Runs both, compares them."""
+    """Makes both runs and compares them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--folder", type=Path, default=Path("runs/survive_kills"))
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as `whet train` takes them")
     chosen = parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> int:
     words += ["trainer.save_freq=1", "trainer.val_freq=2"]
 
     straight, killed = chosen.folder / "straight", chosen.folder / "killed"
-    print(f"a run of {3 * chosen.kills + 5} steps that nobody kills", flush=True)
+    print(f"a run of {3 * chosen.kills + 5} steps without a kill", flush=True)
     finish(words, straight, chosen.folder)
     died_in: Counter[str] = Counter()
     draw = random.Random(chosen.seed)
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def own_task(folder: Path) -> list[str]:
-    """A random model of 0.4 M parameters and a thousand additions."""
+    """Writes a random model of 0.4 M parameters and a thousand additions.  Returns the settings that name them."""
     from whet.models.init import init_model
 
     init_model(folder / "model", size="nano", alphabet="0123456789+=", num_layers=2, max_position_embeddings=64)
@@ -131,7 +131,7 @@ def own_task(folder: Path) -> list[str]:
 
 
 def start(words: list[str], run_dir: Path, folder: Path, kill_at: str = "none 0 0 none") -> int:
-    """`whet train` to its end, whichever that is.  Returns its exit status."""
+    """Runs `whet train` until it ends or is killed.  Returns its exit status."""
     command = [sys.executable, "-m", "whet", "train", *words, f"trainer.run_dir={run_dir}"]
     with (folder / "log").open("ab") as output:
         environment = {**os.environ, KILL: kill_at}
@@ -141,14 +141,14 @@ def start(words: list[str], run_dir: Path, folder: Path, kill_at: str = "none 0 
 
 
 def finish(words: list[str], run_dir: Path, folder: Path) -> None:
-    """Lets the run come to its end."""
+    """Runs `whet train` without a kill.  Raises: SystemExit if it fails."""
     if start(words, run_dir, folder) != 0:
         raise SystemExit(f"the run failed; {folder / 'log'} says why:\n{(folder / 'log').read_text()[-2000:]}")
 
 
 def kill(words: list[str], run_dir: Path, folder: Path, draw: random.Random) -> str:
-    """Starts the run and has it killed soon after one of the first times that it enters a phase drawn at random.
-    Returns the phase that it died in."""
+    """Starts the run, which kills itself soon after it enters a randomly drawn phase, the first, second or third time.
+    Returns the phase in which it died."""
     phase, times = draw.choice(PHASES), draw.randint(1, 3)
     delay = LONGEST_DELAY_SECONDS * draw.random() ** 3  # most phases are over in a few milliseconds
     status = start(words, run_dir, folder, f"{phase} {times} {delay} {folder / 'died_in'}")
@@ -158,13 +158,13 @@ def kill(words: list[str], run_dir: Path, folder: Path, draw: random.Random) -> 
 
 
 def steps_written(run_dir: Path) -> int:
-    """Lines of metrics.jsonl."""
+    """Returns the number of lines of metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Files that are not the same in both runs: weights and optimizers, metrics, rollouts."""
+    """Returns the files that differ between the runs: weights and optimizers, metrics, rollouts."""
 
     def contents(run_dir: Path) -> dict[str, Any]:
         names = ["metrics.jsonl", *(str(path.relative_to(run_dir)) for path in run_dir.glob("rollouts/*"))]

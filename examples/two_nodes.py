@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two machines made of one: two network namespaces with an address and a Ray node each, and a cable between them.
+"""Simulates two machines on one: two network namespaces, each with an address and a Ray node, and a virtual cable.
 
     sudo .venv/bin/python examples/two_nodes.py whet train quickstart_two_nodes model.path=MODEL \\
         data.train_files=TRAIN.jsonl data.val_files=HELD_OUT.jsonl
 
-The command runs on the first of them and finds the cluster; what it prints is shown. When it ends, nothing is left of
-either machine. Needs Linux, `ip` (iproute2) and the right to make namespaces. Exit status: the command's.
+The command runs on the first node and finds the cluster; its output is shown. When it ends, both nodes are removed.
+Needs Linux, `ip` (iproute2) and permission to create namespaces. The exit status is that of the command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TwoNodes:
             self._ip("-n", name, "link", "set", "lo", "up")
 
     def start(self) -> None:
-        """Whatever of the cluster is not there."""
+        """Connects the nodes, and starts Ray on those where it does not run."""
         self.connect("up")
         if not self.processes(HEAD, "gcs_server"):
             self.stop()
@@ -55,33 +55,33 @@ class TwoNodes:
             self._ray(SECOND, f"--address={HEAD}:{PORT}")
 
     def on_head(self, *command: str) -> list[str]:
-        """The command that runs `command` on the first node; to be run with `environment`."""
+        """Returns the command line that runs `command` on the first node; run it with `environment`."""
         return ["ip", "netns", "exec", self.names[HEAD], *command]
 
     def connect(self, state: str) -> None:
-        """The cable, up or down."""
+        """Connects (`state` "up") or cuts ("down") the cable."""
         self._ip("-n", self.names[SECOND], "link", "set", self.ends[SECOND], state)
 
     def processes(self, address: str, part: str = "") -> list[int]:
-        """Those of a node whose command has `part` in it."""
+        """Returns the ids of a node's processes with `part` in their command line."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self.names[address]], capture_output=True, text=True, check=True
         )
         return [pid for pid in map(int, listed.stdout.split()) if part in _command(pid)]
 
     def end(self, address: str, part: str = "") -> None:
-        """Kills them."""
+        """Kills these processes."""
         for pid in self.processes(address, part):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Nothing runs any more."""
+        """Kills all processes of both nodes."""
         for address in self.names:
             self.end(address)
 
     def remove(self) -> None:
-        """Nothing is left."""
+        """Stops and removes both nodes."""
         self.stop()
         for name in self.names.values():
             self._ip("netns", "del", name)
@@ -89,7 +89,7 @@ class TwoNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of what runs on a node."""
+        """The environment variables of a process on a node."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         path = [*map(str, self.python_path), *filter(None, [own.get("PYTHONPATH")])]
         ray = {"RAY_ADDRESS": f"{HEAD}:{PORT}", "RAY_AUTH_MODE": "disabled"}

@@ -142,16 +142,20 @@ SURROGATE = '{"prompt": "a\\ud800b", "answer": "2"}'
             json.dumps(ROW) + "\n" + SURROGATE,
             "rows.jsonl: row 1: character 18 of the text, after '<|im_start|>user\\na', is half of a",
         ),
-        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: expected a role of"),
+        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: expected text as"),
         (
             "rows.jsonl",
             '{"prompt": [{"role": "user", "content": 5}]}',
-            "rows.jsonl: row 0: message 0: expected content",
+            "rows.jsonl: row 0: message 0: expected text or a list of parts",
         ),
-        ("rows.jsonl", '{"prompt": [{"role": "user"}]}', "rows.jsonl: row 0: expected text, or a list of messages"),
-        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: expected text, or a list of messages"),
+        (
+            "rows.jsonl",
+            '{"prompt": [{"role": "user"}]}',
+            "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages",
+        ),
+        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages"),
         ("rows.jsonl", json.dumps({"prompt": "a" * 20_000_000}), "the text has 20,000,050 characters, over the limit"),
-        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: expected text, or a list of messages"),
+        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages"),
     ],
 )
 def test_rows_made_to_break_the_reader(file: str, content: str, said: str, refused: Callable[..., str]) -> None:

@@ -134,6 +134,7 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
         ("line that is no JSON", ["{}", "{"], {}),
         ("line that is nested too deeply", ["{}", "[" * 9**5], {}),
         ("text that is not valid Unicode", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
+        ("prompt that is neither text nor messages", [P, {**Q, "prompt": 5}], {}),
         ("invalid message", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
         ("images, videos or audio", [P, {**Q, "images": ["a.png"]}], {}),
         ("empty prompt", [P, {**Q, "prompt": ""}], {}),
@@ -273,7 +274,7 @@ def test_a_run_in_which_every_answer_fails() -> None:
     answers = [Trajectory(f"0:0:{i}", prompt, (), i, failure=each) for i, each in enumerate(outcomes(raising))]
     with pytest.raises(WhetError) as raised:
         FailureWatch().record([Group(prompt, tuple(answers))])
-    wrong("every answer fails", str(raised.value))
+    wrong("every trajectory fails", str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,13 @@ ACCELERATORS = (24, 48, 80, 141)  # GiB that are common
 HEAD = """\
 # What fits
 
-Plans of GRPO for Qwen3 by size, written by `python -m docs.generate.fits` from what `whet plan` computes
-([how](planning.md)): prompts of 512 tokens, responses of 1,024, 32 prompts a step with 8 responses each, no reference
-model, activations computed again (`model.gradient_checkpointing=true`), sampling and training in turns
-(`rollout.free_cache_engine=true`) with 8 GiB of keys and values. A plan is not a measurement: on accelerators nothing
-was measured yet.
+Plans of GRPO for Qwen3 by size. `python -m docs.generate.fits` writes this page with the estimates of `whet plan`
+([how they are made](planning.md)): prompts of 512 tokens, responses of 1,024, 32 prompts a step with 8 responses each,
+no reference model, `model.gradient_checkpointing=true`, `rollout.free_cache_engine=true` (the KV cache is freed while
+models train), and a KV cache of 8 GiB. A plan is not a measurement: nothing was measured on accelerators yet.
 
-A cell is the memory that one accelerator needs, and in brackets the smallest of those with 24, 48, 80 and 141 GiB that
-has it.
+A cell has the memory that one accelerator needs; in brackets is the smallest accelerator that has it, of 24, 48,
+80 and 141 GiB.
 
 """
 FOOT = """\
@@ -66,7 +65,7 @@ FOOT = """\
 - compact: `actor.optim.weight_rounding=stochastic actor.optim.state_dtype=int8`
 - adapter: `model.lora.rank=32`
 - on 8: `cluster.processes=8 actor.engine.name=fsdp`; every process holds an eighth of weights, gradients and moments
-- on a host: `model.lora.rank=32` in float32 and one process without an accelerator, with 1 GiB of keys and values
+- on a host: `model.lora.rank=32` in float32, one process without an accelerator, a KV cache of 1 GiB
 
 `whet plan ... --device-memory 80` makes such a plan for your own model, data and settings.
 """

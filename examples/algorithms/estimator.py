@@ -12,7 +12,7 @@ from whet.algorithms.statistics import row_sums
 
 
 def over_median(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, scale: float = 1.0) -> Tensor:
-    """A = scale (s - median of the group's s).   -> [B], one number an answer"""
+    """A = scale (s - median of the group's s).   -> [B], one number a row"""
     scores = row_sums(token_level_rewards, response_mask)
     advantages = scores.clone()
     for group in uid.unique():

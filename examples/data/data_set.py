@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set of one's own: whet train ... data.train_files=data_set.py:Products, or with options
+"""A data set of your own: whet train ... data.train_files=data_set.py:Products, or with options
 'data.train_files=[{path:"data_set.py:Products",options:{digits:1}}]'.
 
-A function or class that gives rows (mappings) or `whet.types.Prompt`s: a sequence, an iterable that ends, or an object
-with `__len__` and `__getitem__`. Parameters called `seed`, `tokenizer` or `split` ("train" or "val") are given by the
-run, all others are options. It is read once, before the first step."""
+A function or class whose result has rows (mappings) or `whet.types.Prompt`s: a sequence, an iterable that ends, or an
+object with `__len__` and `__getitem__`. The run passes parameters called `seed`, `tokenizer` or `split` ("train" or
+"val"); all others are options. The run reads the rows once, before the first step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import random
 
 
 class Products:
-    """`count` products of two numbers, other ones in training than in validation."""
+    """`count` products of two numbers; training and validation draw different numbers."""
 
     def __init__(self, seed: int, split: str, *, digits: int = 2, count: int = 1000) -> None:
         draws = random.Random(f"{seed} {split}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers of one's own: whet train ... data.sampler=sampler.py:shortest_first, or data.sampler=sampler.py:Unsolved
+"""Samplers of your own: whet train ... data.sampler=sampler.py:shortest_first, or data.sampler=sampler.py:Unsolved
 
-A function gives the order of an epoch: row numbers, some of them more than once if so wished. A class learns from what
-was scored. Before `*` they take `prompts`, `epoch` (a function only), `seed`, `total_draws`; the rest are options."""
+A function returns the order of an epoch: row numbers, which may repeat. A class adapts to the scored groups. Their
+parameters before `*` are `prompts`, `epoch` (of a function only), `seed` and `total_draws`; the others are options."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from whet.types import Group, Prompt
 
 
 def shortest_first(prompts: Sequence[Prompt], epoch: int, seed: int, *, epochs: int = 1) -> list[int]:
-    """Short prompts before long ones for so many epochs, then in any order; the same arguments give the same order."""
+    """Short prompts before long ones in the first `epochs` epochs, then in random order, keyed by seed and epoch."""
     if epoch >= epochs:
         return list(generator(seed, "shortest_first", epoch).permutation(len(prompts)))
     return sorted(range(len(prompts)), key=lambda row: len(prompts[row].token_ids))
 
 
 class Unsolved:
-    """Prompts in turn, but those that every answer solved come again only when all of them are solved."""
+    """Prompts in turn. A prompt that all trajectories solved is left out until all prompts are solved."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.waiting = list(range(len(prompts)))
@@ -29,7 +29,7 @@ class Unsolved:
         self.places = {prompt.index: place for place, prompt in enumerate(prompts)}
 
     def take(self, n: int) -> list[int]:
-        """The next n places; they go to the end of the queue."""
+        """Returns the next n row numbers, and moves them to the end of the queue."""
         taken = []
         for _ in range(n):
             if not self.waiting:
@@ -39,17 +39,17 @@ class Unsolved:
         return taken
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Puts aside what was solved."""
+        """Leaves out the prompts that were solved."""
         for group in groups:
             place = self.places[group.prompt.index]
-            if place in self.waiting and all(answer.accuracy == 1.0 for answer in group.trajectories):
+            if place in self.waiting and all(each.accuracy == 1.0 for each in group.trajectories):
                 self.waiting.remove(place)
                 self.solved.append(place)
 
     def state(self) -> dict[str, Any]:
-        """What the checkpoint keeps."""
+        """Returns the state that a checkpoint stores."""
         return {"waiting": self.waiting, "solved": self.solved}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the state of a checkpoint."""
         self.waiting, self.solved = list(state["waiting"]), list(state["solved"])

@@ -71,6 +71,8 @@ def test_of_several_names_of_a_field_the_first_there_is(tokenizer: PreTrainedTok
     assert prompts[0].extra_info == {"year": 2024}
     with pytest.raises(DataError, match="row 0: field 'problem or Problem' is missing; the row has question"):
         build_prompts([{"question": "3+3"}], PromptFormat(tokenizer), **keys)
+    with pytest.raises(DataError, match=r"row 0: field 'Problem': expected text, or a list of messages .*, found int"):
+        build_prompts([{"problem": None, "Problem": 3}], PromptFormat(tokenizer), **keys)
 
 
 def test_ids_are_those_of_apply_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -170,11 +172,11 @@ def test_over_long_prompts_are_refused_if_so_asked(tokenizer: PreTrainedTokenize
                         r"set data\.prompt_key \(perhaps data\.prompt_key=question\)"),
         ({"prompt": None, "x": 1}, {}, r"row 1: field 'prompt' is null; the row has prompt, x; set data\.prompt_key$"),
         ({"prompt": "hi"}, {"answer_key": "solution"}, r"row 1: field 'solution' is missing; the row has prompt; "),
-        ({"prompt": 3}, {}, r"row 1: expected text, or a list of messages .*, found int"),
-        ({"prompt": []}, {}, r"row 1: expected text, or a list of messages .*, found an empty list"),
-        ({"prompt": [{"from": "human"}]}, {}, r"row 1: expected text, .* found \[\{'from': 'human'\}\]"),
+        ({"prompt": 3}, {}, r"row 1: field 'prompt': expected text, or a list of messages .*, found int; correct"),
+        ({"prompt": []}, {}, r"row 1: field 'prompt': expected text, or a list of .*, found an empty list"),
+        ({"prompt": [{"from": "human"}]}, {}, r"row 1: field 'prompt': expected text, .* found \[\{'from'"),
         ({"prompt": "hi", "extra_info": "x"}, {}, "row 1: expected extra_info to be an object with fields, found str"),
-        ({"prompt": ["hi"]}, {}, r"row 1: expected text, .* found \['hi'\]"),
+        ({"prompt": ["hi"]}, {}, r"row 1: field 'prompt': expected text, .* found \['hi'\]"),
         ({"prompt": [{"role": 5, "content": "hi"}]}, {}, r"row 1: message 0: expected text as its role, found 5"),
         ({"prompt": [{"role": "user", "content": 5}]}, {}, r"row 1: message 0: expected text or a list of parts"),
         ({"prompt": [{"role": "user", "content": ["hi"]}]}, {}, r"row 1: message 0: expected text or a list"),

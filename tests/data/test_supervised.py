@@ -169,7 +169,7 @@ def test_long_examples_are_cut_dropped_or_refused(
         ({"question": "hi"}, r"row 1: field 'prompt' is missing; the row has question; set data\.prompt_key or"),
         ({"prompt": "hi", "answer": "x"}, r"row 1: field 'response' is missing; the row has prompt, answer"),
         ({"prompt": "hi", "response": 3}, "row 1: expected text as the response, found int"),
-        ({"messages": "hi"}, "row 1: expected .*list of messages"),
+        ({"messages": "hi"}, r"row 1: field 'messages': expected a list of messages .*, found str; correct the row"),
         ({"messages": CONVERSATION[:1]}, r"row 1: the messages \(roles user\) have no assistant text to train on"),
     ],
 )

@@ -28,7 +28,7 @@ Names = str | Sequence[str]  # the name of a field, or several: the first that t
 _ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
-_MESSAGES = 'text, or a list of messages {"role": ..., "content": ...}'
+_MESSAGES = 'a list of messages {"role": ..., "content": ...}'
 _NO_MEDIA = (
     "but the model reads only text and would train without it; use a data set of text, or exclude such rows "
     "(data.filter)"
@@ -75,9 +75,10 @@ class PromptFormat:
             chat_template_kwargs=data.chat_template_kwargs,
         )
 
-    def messages(self, content: object, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Makes the messages of a row from its text or its list of messages.  Raises: DataError."""
-        messages = [Message("user", content)] if isinstance(content, str) else read_messages(content)
+    def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
+        """Makes the messages of a row from the text or the list of messages in `field`.  Raises: DataError."""
+        content = row[field]
+        messages = [Message("user", content)] if isinstance(content, str) else read_messages(row, field, "text, or ")
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
@@ -194,14 +195,14 @@ def check_media(row: Mapping[str, Any]) -> None:
             raise DataError(f"it has a field {name!r}, {_NO_MEDIA}")
 
 
-def read_messages(content: object) -> list[Message]:
-    """Reads a field of a row as messages.  Raises: DataError if it is not a list of messages."""
-    if not isinstance(content, list) or not content:
-        found = "an empty list" if content == [] else type(content).__name__
-        raise DataError(f"expected {_MESSAGES}, found {found}")
+def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Message]:
+    """Reads a field of a row as messages; the error names what it may `also` be.  Raises: DataError."""
+    content = row[field]
+    is_list = isinstance(content, list) and len(content) > 0
+    if not is_list or not all(isinstance(raw, Mapping) and {*raw} >= {"role", "content"} for raw in content):
+        found = str(content)[:200] if is_list else "an empty list" if content == [] else type(content).__name__
+        raise DataError(f"field {field!r}: expected {also}{_MESSAGES}, found {found}; correct the row")
     for number, raw in enumerate(content):
-        if not isinstance(raw, Mapping) or not {*raw} >= {"role", "content"}:
-            raise DataError(f"expected {_MESSAGES}, found {str(content)[:200]}")
         parts = raw["content"] if isinstance(raw["content"], list) else []
         if not isinstance(raw["role"], str):
             raise DataError(f"message {number}: expected text as its role, found {raw['role']!r}; correct it")
@@ -213,14 +214,14 @@ def read_messages(content: object) -> list[Message]:
     return [Message.from_dict(raw) for raw in content]
 
 
-def read_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> Any:
-    """The value of a field of a row; of several names, the first that the row has.
+def find_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> str:
+    """The name of a field that the row has; of several names, the first.
 
     Raises: DataError with the fields of the row, and with `option`, the config key that named the field.
     """
     for name in _all(names):
         if row.get(name) is not None:
-            return row[name]
+            return name
     near = [key for name in _all(names) for key in difflib.get_close_matches(name, list(row), n=1)]
     known = [key for key in (*near, *common) if row.get(key) is not None]
     name = " or ".join(_all(names))
@@ -240,8 +241,8 @@ def _encoded(
             for index, row in zip(places, chunk, strict=True):
                 with at_row(index):
                     check_media(row)
-                    content = read_field(row, prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)
-                    conversations.append(prompt_format.messages(content, row))
+                    field = find_field(row, prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)
+                    conversations.append(prompt_format.messages(row, field))
         encoded = prompt_format.encode(conversations, places)
         yield from zip(places, chunk, conversations, encoded, strict=True)
 
@@ -270,7 +271,7 @@ def at_row(index: int | None) -> Iterator[None]:
 
 def _ground_truth(row: Mapping[str, Any], answer_key: Names | None) -> Any:
     if answer_key is not None:
-        return read_field(row, answer_key, "data.answer_key")
+        return row[find_field(row, answer_key, "data.answer_key")]
     reward_model = row.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
@@ -290,8 +291,7 @@ def _extra_info(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """Raises: DataError if some rows have a ground truth and others have none. If no row has one, this only warns: a
-    judge needs none."""
+    """Raises: DataError if only some rows have a ground truth. If no row has one, this warns: a judge needs none."""
     missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
     if not missing:
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
-from whet.data.prompts import PromptFormat, at_row, check_media, read_field, read_messages
+from whet.data.prompts import PromptFormat, at_row, check_media, find_field, read_messages
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.types import Message
@@ -47,11 +47,11 @@ def build_examples(
         with at_row(index):
             check_media(row)
             if row.get(data.messages_key) is not None:
-                example = encode_conversation(read_messages(row[data.messages_key]), prompt_format)
+                example = encode_conversation(read_messages(row, data.messages_key), prompt_format)
             else:
-                prompt = read_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
-                response = read_field(row, data.response_key, "data.response_key")
-                example = encode_response(prompt_format.messages(prompt, row), response, prompt_format)
+                field = find_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
+                response = row[find_field(row, data.response_key, "data.response_key")]
+                example = encode_response(prompt_format.messages(row, field), response, prompt_format)
         length = len(example.input_ids)
         if length <= max_length:
             examples.append(example)

@@ -30,8 +30,7 @@ class FreeMemory:
 
 
 def free_memory() -> FreeMemory | None:
-    """The free memory of the machine, of its control groups or within `ulimit -v`, whichever is least; None if
-    unknown."""
+    """The least free memory of the machine, its control groups and within `ulimit -v`; None if unknown."""
     found = [*_machine(), *_control_groups(), *_address_space()]
     return min(found, key=lambda free: free.bytes, default=None)
 
@@ -75,8 +74,7 @@ def _machine() -> Iterator[FreeMemory]:
 
 
 def _control_groups() -> Iterator[FreeMemory]:
-    """Yields the free memory of this process's control group and its parents, of both versions. Inactive file pages
-    count as free."""
+    """Yields the free memory of this process's control groups (both versions); inactive file pages count as free."""
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):

@@ -201,8 +201,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
 
 
 def _update_bytes(model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str]) -> Counter[str]:
-    """Returns the peak bytes of an update: of its first micro-batch, or of the largest later one, which adds to
-    gradients."""
+    """Returns the peak bytes of an update: of its first micro-batch, or of the largest later one with gradients."""
     first, *later = split
     if not later:
         return model.update_bytes(first, needs, accumulates=False)
