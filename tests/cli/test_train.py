@@ -40,7 +40,7 @@ def test_train_export_and_eval(
 
     assert whet("train", "gsm8k", *SMALL, "--dry-run") == 0
     shown = capsys.readouterr().out
-    assert "2 steps of 2 prompts x 2 answers" in shown and "+ 1?" in shown
+    assert "2 steps of 2 prompts x 2 responses" in shown and "+ 1?" in shown
     assert not Path("run", "metrics.jsonl").exists()
 
     assert whet("train", "gsm8k", *SMALL) == 0

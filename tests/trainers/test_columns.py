@@ -220,7 +220,7 @@ def test_a_column_that_the_reward_never_reports_is_an_error_that_names_it(
     train_config: MakeConfig, additions: Rows, functions: str
 ) -> None:
     config = train_config({"algorithm.adv_estimator": f"{functions}:by_style", "reward.columns": ["style"]})
-    with pytest.raises(DataError, match="'style', which no answer of this step reports; they report nothing"):
+    with pytest.raises(DataError, match="'style', which no score of this step has; they report nothing"):
         train(config, reward=lambda solution_str: 1.0, data=additions)
 
 

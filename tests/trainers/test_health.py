@@ -109,12 +109,12 @@ def test_groups_that_are_all_equal_are_said_after_the_third_step(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(train_config({"trainer.total_steps": 4}), reward=lambda solution_str: 0.0, data=additions)
-    [said] = [record.getMessage() for record in caplog.records if "paid the same" in record.getMessage()]
-    assert said.startswith("step 3: for 3 steps all answers to a prompt were paid the same, for every prompt, so all")
+    [said] = [record.getMessage() for record in caplog.records if "had the same reward" in record.getMessage()]
+    assert said.startswith("step 3: for 3 steps all responses to a prompt had the same reward, for every prompt,")
     caplog.clear()
     alone = {"algorithm.adv_estimator": "reinforce_plus_plus", "trainer.run_dir": str(tmp_path / "alone")}
     train(train_config({**alone, "trainer.total_steps": 4}), reward=lambda solution_str: 1.0, data=additions)
-    assert "paid the same" not in caplog.text
+    assert "had the same reward" not in caplog.text
 
 
 @pytest.mark.parametrize("number", [math.inf, math.nan])
@@ -186,7 +186,7 @@ def test_the_rows_that_caused_a_jump_are_named(
     run.health.check(run, batch, 1, metrics)
     run.close()
     [line] = [record.getMessage() for record in caplog.records if f"{metric} is" in record.getMessage()]
-    assert "over 5 times the largest of the steps before (1e-06); the answers that weigh most in it: " in line
+    assert "over 5 times the largest of the steps before (1e-06); the responses that weigh most in it: " in line
     named = line.partition("most in it: ")[2].removesuffix(" (uids in rollouts/step_000001.jsonl)").split(", ")
     if metric == "actor/grad_norm":
         assert named[0] == odd.uid and len(set(named)) == 4

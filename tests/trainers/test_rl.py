@@ -528,7 +528,7 @@ def test_a_dry_run_builds_everything_and_writes_nothing(
     config = train_config({"algorithm.adv_estimator": "gae", "algorithm.kl.where": "loss"})
     run = train(config, reward=length, data=additions, dry_run=True)
     assert run.history == [] and not (tmp_path / "run").exists()
-    assert "2 steps of 4 prompts x 4 answers; roles actor, critic, ref, rollout; " in caplog.text
+    assert "2 steps of 4 prompts x 4 responses; roles actor, critic, ref, rollout; " in caplog.text
     assert "4 to 4 prompt tokens" in caplog.text and "its ground truth: " in caplog.text
 
 

@@ -251,7 +251,7 @@ def _show_batch(run: Run) -> None:
     prompts = run.rollouts.prompts.take(run.config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(
-        "dry run: %d steps of %d prompts x %d answers; roles %s; the first batch has %d to %d prompt tokens",
+        "dry run: %d steps of %d prompts x %d responses; roles %s; the first batch has %d to %d prompt tokens",
         *(run.total_steps, len(prompts), run.config.rollout.n, ", ".join(run.roles), min(lengths), max(lengths)),
     )
     log.info("the first prompt:\n%s", run.tokenizer.decode(list(prompts[0].token_ids)))

@@ -45,7 +45,7 @@ class Health:
             value, before = metrics.value(name), max(self._seen.get(name) or [0.0])
             if value is not None and self._is_jump(name, abs(value)):
                 rows = ", ".join(heaviest_rows(run, batch, name))
-                named = f"; the answers that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
+                named = f"; the responses that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
                 log.warning(
                     "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
                     *(step, name, value, JUMP, before, named if rows else ""),
@@ -57,9 +57,9 @@ class Health:
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
             log.warning(
-                "step %d: for %d steps all answers to a prompt were paid the same, for every prompt, so all advantages "
-                "are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither too hard "
-                "nor too easy), rollout.n or rollout.temperature",
+                "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all "
+                "advantages are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither too "
+                "hard nor too easy), rollout.n or rollout.temperature",
                 *(step, EQUAL_IN_A_ROW),
             )
 

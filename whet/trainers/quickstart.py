@@ -88,7 +88,7 @@ def _stages(run_dir: Path, seed: int, program: str) -> dict[str, Any]:
         f"2  a Qwen3 model with random weights and a tokenizer of the characters {alphabet}, in {run_dir}/model"
     )
 
-    console.print("3  supervised warm-up on right answers, stopped early")
+    console.print("3  supervised warm-up on correct responses, stopped early")
     warm_up(run_dir, seed, train_rows)
     sft_model = export(run_dir / "sft", run_dir / "sft_model")
 
@@ -189,7 +189,7 @@ def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
     """Draws the learning curve: reward of every step, of all responses and of those that are trained on, and now and
     then accuracy on the held-out problems."""
     curves = {
-        "filter/sampled_score": "reward, all answers sampled",
+        "filter/sampled_score": "reward, all responses sampled",
         "critic/score/mean": "reward, groups that the filter kept",
         "val/accuracy": "accuracy, held-out problems",
     }
@@ -198,7 +198,7 @@ def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
         steps = [record for record in history if name in record]
         numbers = [record["step"] for record in steps], [record[name] for record in steps]
         series.append(Series(label, *numbers, markers=name == "val/accuracy"))
-    plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="share right")
+    plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="mean")
 
 
 def show(
@@ -208,7 +208,7 @@ def show(
     run_dir: Path,
     program: str,
 ) -> None:
-    """Prints what came out, and what to try next."""
+    """Prints the results, and commands to try next."""
     table = Table(title="held-out problems before and after RL")
     for name in ("problem", "answer", "before", "after"):
         table.add_column(name, justify="right")
@@ -216,7 +216,7 @@ def show(
         table.add_row(*row)
     table.add_section()
     count = f"all {summary['held_out_problems']}"
-    table.add_row(count, "right", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
+    table.add_row(count, "correct", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
     console.print(table)
     width = len(program) + 40
     console.print(
@@ -224,7 +224,7 @@ def show(
         f"after that stage began.\n\n"
         f"learning curve   {run_dir}/{CURVE}\n"
         f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
-        f"answers          {run_dir}/rl/rollouts/\n"
+        f"responses        {run_dir}/rl/rollouts/\n"
         f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
         "What to try next\n"
         f"  {f'{program} config train quickstart':{width}}what this run was, and where each value came from\n"
