@@ -58,8 +58,8 @@ class Health:
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
             log.warning(
                 "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all "
-                "advantages are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither too "
-                "hard nor too easy), rollout.n or rollout.temperature",
+                "advantages are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither "
+                "too hard nor too easy), rollout.n or rollout.temperature",
                 *(step, EQUAL_IN_A_ROW),
             )
 
