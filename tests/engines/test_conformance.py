@@ -200,6 +200,7 @@ def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, addi
     assert [each["actor/pg_loss"] for each in history] == [each["actor/pg_loss"] for each in expected]
 
 
+@pytest.mark.slow
 def test_a_users_engine_runs_the_suite(mine: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", __file__, f"--engine={mine}", "-k", "bits"]
     done = subprocess.run(
