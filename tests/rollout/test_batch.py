@@ -175,7 +175,7 @@ def test_parts_and_columns_are_what_reward_and_environment_report() -> None:
 
 def test_a_column_that_nobody_reports_is_named() -> None:
     answers = (trajectory(turn((1, 2), 3), reward=1.0, parts={"style": 0.25}, fields={"moves": 7}),)
-    with pytest.raises(DataError, match=r"reward\.columns names 'styl', which no answer .* they report moves, style"):
+    with pytest.raises(DataError, match=r"reward\.columns names 'styl', which no score .* they report moves, style"):
         to_batch([Group(prompt(), answers)], pad_token_id=PAD, columns=["styl"])
     failed = (trajectory(turn((1, 2), 3), failure=Failure("reward", "late")),)
     batch = to_batch([Group(prompt(), failed)], pad_token_id=PAD, columns=["style"])
