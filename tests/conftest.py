@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `engine_name` run with each engine."""
     if "engine_name" in metafunc.fixturenames:
         metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escapes half a surrogate pair in what a test logged: pytest-xdist sends reports as UTF-8."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)
