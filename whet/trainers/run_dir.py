@@ -103,7 +103,7 @@ def open_run_dir(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[st
             log.info("resuming from %s, which this run came to from %s", found, resume)
         else:
             log.info("resuming from %s", found)
-        history = cut_back_files(path, found, is_said=resume != "auto")
+        history = cut_back_files(path, found, is_logged=resume != "auto")
         limit = config.trainer.save_limit
         for folder in checkpoint.over_limit(path / "checkpoints", limit):
             log.info("deleted %s: trainer.save_limit=%s", folder, limit)
@@ -114,9 +114,9 @@ def open_run_dir(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[st
     return RunDir(path, found, lock, history)
 
 
-def cut_back_files(run_dir: Path, found: Path | None, *, is_said: bool = False) -> list[dict[str, float]]:
+def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False) -> list[dict[str, float]]:
     """Drops what a killed run wrote after the checkpoint `found`: lines of metric files and whole files of rollouts.
-    Returns the metrics that are left. `is_said`: what is dropped is logged, for a run that is taken back on purpose.
+    Returns the metrics that are left. `is_logged`: what is dropped is logged, for a run that is taken back on purpose.
 
     Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
     neither are resumed from nor count for `save_limit`.
@@ -135,7 +135,7 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_said: bool = False) 
         dropped += [f"{len(later)} files of {name}"] * bool(later)
         for path in later:
             path.unlink()
-    if dropped and is_said:
+    if dropped and is_logged:
         log.warning("deleted what %s holds after step %d: %s", run_dir, step, ", ".join(dropped))
     for folder in checkpoint.folders(run_dir / "checkpoints"):
         if checkpoint.number(folder) > step:
