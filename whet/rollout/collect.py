@@ -147,7 +147,7 @@ class Driver:
 
     @property
     def episodes(self) -> Iterator[Episode]:
-        """Those that are not over."""
+        """Episodes that are not over."""
         return (each.episode for each in self._open.values())
 
     @property
