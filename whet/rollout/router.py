@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from whet.rollout.episode import joined
+from whet.rollout.episode import joined, part, unfinished
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request
-from whet.types import Versions
 
 BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
 RETRIES = 1 << 16  # an attempt of the caller has so many attempts on replicas
@@ -86,7 +85,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Synced:
-    """Every replica that samples has the newest weights."""
+    """Go on with the newest weights: every replica that samples has them."""
 
     version: int
 
@@ -120,7 +119,7 @@ class Flight:
 
     @property
     def so_far(self) -> Completion | None:
-        """All tokens that are known, behind those of the caller's request."""
+        """The tokens that are known, behind those of the caller's request."""
         if self.kept is None or self.noted is None:
             return self.noted or self.kept
         return joined(self.kept, self.noted)
@@ -129,20 +128,16 @@ class Flight:
         """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end."""
         begin = len(self.request.sampled_ids) + (0 if self.kept is None else len(self.kept.token_ids))
         held = begin + (0 if self.noted is None else len(self.noted.token_ids))
-        new = slice(held - partial.offset, None)
-        if partial.offset > held or not partial.token_ids[new]:
-            return
-        behind = Completion(
-            partial.token_ids[new], partial.log_probs[new], "abort", _from(partial.versions, held - partial.offset)
-        )
-        self.noted = behind if self.noted is None else joined(self.noted, behind)
+        chunk = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
+        new = part(chunk, held - partial.offset, len(chunk.token_ids)) if partial.offset <= held else None
+        if new is not None:
+            self.noted = new if self.noted is None else joined(self.noted, new)
 
     def retry(self) -> None:
         """Goes on where the attempt got to. A token that may have ended the response is sampled again."""
-        self.kept, self.noted = self.so_far, None
+        so_far, self.noted = self.so_far, None
+        self.kept = so_far and unfinished(so_far, self.request)
         self.replica, self.retries = None, self.retries + 1
-        if self.kept is not None and _may_be_whole(self.request, self.kept):
-            self.kept = without_last(self.kept)
 
 
 @dataclass
@@ -444,30 +439,3 @@ def _prefixes(token_ids: tuple[int, ...]) -> list[int]:
         lengths.append(length)
         length *= 2
     return [hash(token_ids[:length]) for length in sorted(lengths, reverse=True)]
-
-
-def _may_be_whole(request: Request, kept: Completion) -> bool:
-    params, length = request.params, len(request.sampled_ids) + len(kept.token_ids)
-    return length >= params.max_new_tokens or bool(params.stop) or kept.token_ids[-1] in params.stop_token_ids
-
-
-def without_last(completion: Completion) -> Completion | None:
-    """The completion without its last token; None where nothing is left."""
-    *runs, (version, count) = completion.versions
-    if len(completion.token_ids) == 1:
-        return None
-    versions = (*runs, (version, count - 1)) if count > 1 else tuple(runs)
-    return replace(
-        completion, token_ids=completion.token_ids[:-1], log_probs=completion.log_probs[:-1], versions=versions
-    )
-
-
-def _from(versions: Versions, start: int) -> Versions:
-    """The runs of the tokens from `start` on."""
-    runs = list[tuple[int, int]]()
-    for version, count in versions:
-        skipped = min(count, start)
-        start -= skipped
-        if count > skipped:
-            runs.append((version, count - skipped))
-    return tuple(runs)
