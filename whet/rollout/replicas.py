@@ -7,6 +7,7 @@ does not answer in time. So here that is an error of `poll`, and no rank goes on
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 
@@ -28,8 +29,9 @@ class Replicas:
 
     def __init__(self, group: WorkerGroup, max_batch_size: int, *, gathers: bool) -> None:
         self._group, self._gathers = group, gathers
-        # A rank has a few more than it can run, so that it need not wait for the next ones.
-        self._router = Router(max_batch_size + max_batch_size // 4)
+        # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
+        most = max_batch_size + max_batch_size // 4
+        self._router = Router(most if group.world_size > 1 else sys.maxsize)
         for rank in range(group.world_size):
             self._router.on_join(rank)
             self._router.on_loaded(rank, self._ranks[rank].generation, self._router.version)

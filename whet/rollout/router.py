@@ -158,7 +158,7 @@ class Replica:
 
 @dataclass
 class Router:
-    """Requests for several replicas, each of which gets at most `most`.
+    """Requests for several replicas, each of which gets no more while it has `most`.
 
     A replica gets the first request when it has the newest weights. Requests of a replica that is lost or late go to
     the others, in front of those that wait, with all tokens that were heard of.
@@ -206,7 +206,9 @@ class Router:
             return []
         requests = [self.flights[uid].given for uid in self.waiting]
         loads = [len(self.replicas[number].given) for number in ready]
-        shares = assign(requests, loads, self.most, self._home(ready))
+        if len(ready) == 1:  # others may come
+            requests = requests[: max(0, self.most - loads[0])]
+        shares = assign(requests, loads, self.most, self._home(ready)) if requests else {}
         commands = list[Command]()
         for place, share in sorted(shares.items()):
             number = ready[place]
