@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 END = 0  # of the twelve bits that are drawn
-LENGTHS = (1, 1, 2, 3, 3, 5, 8, 13, 40)  # heavy-tailed
+LENGTHS = (1, 2, 3, 4, 6, 9, 13, 40)  # heavy-tailed
 
 
 class Ends(tuple[int, ...]):
@@ -256,7 +256,8 @@ class Replica:
         elif isinstance(command, Load):
             self.is_loading = True
             self._make_way()
-            self.world.post(0.2 + self.world.draw() * 2, "load_ends", self.number, self.process, command)
+            stall = 9 * self.world.draw() if self.world.draw() < self.world.plan.stalls else 0
+            self.world.post(0.2 + stall + self.world.draw(), "load_ends", self.number, self.process, command)
         else:
             self.is_paused = isinstance(command, Pause)
             if self.is_paused:
@@ -265,7 +266,7 @@ class Replica:
                     self._tell_partial(each, whole=True)
 
     def _make_way(self) -> None:
-        """Ends what runs, if the engine does so."""
+        """Ends what runs, if the engine does so; the caller goes on behind its tokens."""
         for uid in list(self.running) if self.world.plan.aborts else ():
             self._abort(uid)
 
@@ -322,7 +323,10 @@ class Replica:
             del self.running[uid]
             self._tell(Failed(uid, attempt, Failure("engine", "out of blocks")))
             return
-        for _ in range(self.world.rng.randint(1, 4)):
+        if self.world.plan.aborts and self.world.draw() < 0.05:
+            self._abort(uid)
+            return
+        for _ in range(self.world.rng.randint(1, 3)):
             position = len(request.sampled_ids) + len(each.tokens)
             token = token_at(request.key, position, self.version, self.weights)
             each.tokens.append(token)

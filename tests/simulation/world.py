@@ -191,7 +191,7 @@ class World:
                 self.check("hand_out", command)
                 self.batches[command.step] = command
                 self.state = "training"
-                self.post(1 + self.draw() * 4, "trains", self.incarnation, command.step)
+                self.post(0.3 + self.draw() * 2, "trains", self.incarnation, command.step)
 
     def _on_sampled(self, trajectory: Trajectory) -> None:
         self.check("trajectory", trajectory)
@@ -368,7 +368,7 @@ class World:
 
     def decode_later(self, replica: actors.Replica, request: Request) -> None:
         """Lets a replica sample."""
-        delay = (0.05 + self.draw()) * (8 if self.now < replica.slow_until else 1)
+        delay = (0.05 + self.draw() * 1.5) * (8 if self.now < replica.slow_until else 1)
         self.post(delay, "decode", replica.number, replica.process, request.uid, request.attempt)
 
     def _living(self, number: int, process: int, kind: str, *what: Any) -> actors.Replica | None:
