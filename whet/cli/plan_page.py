@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.planning.fit import advice
-from whet.planning.introduction import data_line, model_lines
+from whet.planning.forecast import data_line, model_lines
 from whet.planning.memory import Memory
 from whet.planning.speed import EFFICIENCY
 from whet.planning.units import duration, size

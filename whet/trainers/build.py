@@ -24,7 +24,7 @@ from whet.data.samplers import make_loader
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.models.load import stop_token_ids
-from whet.planning.introduction import Counts, introduce
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.build import build_scorer as build_scorer

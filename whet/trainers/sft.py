@@ -21,7 +21,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.positions import position_ids
-from whet.planning.introduction import Counts, introduce
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
