@@ -41,7 +41,7 @@ def config(
     from whet.config.schema import COMMANDS
 
     if schema:
-        from whet.config.json_schema import json_schema
+        from whet.config.render import json_schema
 
         typer.echo(json.dumps(json_schema(COMMANDS[command]), indent=1))
     else:

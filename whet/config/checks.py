@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
-from whet.config.choice import Choice, entry_at
-from whet.config.cluster_checks import cluster_rule, neighbours_rule, processes_rule
-from whet.config.engine_checks import engine_rule
+from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -34,7 +32,7 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from whet.config.section import Place
+from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
 from whet.registry import REWARDS

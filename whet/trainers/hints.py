@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
-from whet.data.prompts import PromptFormat
-from whet.data.templates import Template
+from whet.data.prompts import PromptFormat, Template
 from whet.errors import ConfigError
 from whet.models.positions import position_ids
 from whet.options import Positive

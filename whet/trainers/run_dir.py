@@ -28,7 +28,7 @@ from whet import files
 from whet.checkpoints import checkpoint
 from whet.checkpoints.disk import disk_errors
 from whet.config.compose import flatten
-from whet.config.renamed import rename
+from whet.config.load import rename
 from whet.config.render import to_yaml
 from whet.config.schema import SFTConfig, TrainConfig
 from whet.errors import ConfigError
