@@ -20,8 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from whet import devices
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, is_concurrent
-from whet.controller.resource_pool import ResourcePool, cores
-from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
+from whet.controller.worker import Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
 from whet.errors import WhetError, WorkerError
 
 BUILD = "__init__"  # the method name of the calls that build a worker: their payload is its WorkerSpec

@@ -77,7 +77,11 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
             if end == piece.whole_size:
                 weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
                 digest.add(piece.name, weight)
-                _verify(piece, digest.checksum(piece.name), version)
+                if (checksum := digest.checksum(piece.name)) != piece.checksum:
+                    raise WeightSyncError(
+                        f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
+                        f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
+                    )
                 yield piece.name, weight
         if header.digest is not None and header.digest != str(digest):
             raise WeightSyncError(
@@ -183,11 +187,3 @@ class _Packer:
             self._bucket, self._pieces, self._end = self._outlet.buffer(), [], HEADER_BYTES
             self._header_room = HEADER_BYTES - _SIZES.size - 128  # 128: version, digest and brackets
         return self._bucket
-
-
-def _verify(piece: Piece, checksum: int, version: int) -> None:
-    if checksum != piece.checksum:
-        raise WeightSyncError(
-            f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
-            f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
-        )
