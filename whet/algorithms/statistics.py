@@ -39,17 +39,12 @@ def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the positions where `mask` is not 0, in float64.   [B, R] -> scalar"""
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for rows in row_blocks(x):
         total = total + x[rows].masked_fill(mask[rows] == 0, 0).sum(dtype=torch.float64)
-    return total
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
-    mean = masked_sum(x, mask) / mask.sum().clamp(min=1)
+    mean = total / mask.sum().clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean.float()
 
 

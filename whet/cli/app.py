@@ -17,9 +17,8 @@ from whet import __version__
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
-from whet.cli.config import config
-from whet.cli.data import data
 from whet.cli.evaluate import compare, evaluate, generate, lm_eval
+from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error

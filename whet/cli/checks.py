@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
-from whet.cli.data import For, run_config_of
+from whet.cli.inputs import For, run_config_of
 
 if TYPE_CHECKING:
     from whet.config.schema import SFTConfig, TrainConfig

@@ -70,10 +70,6 @@ class WorkerSpec:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, placement: Placement) -> Worker:
-        """Builds the worker of one rank."""
-        return self.cls(placement, *self.args, **self.kwargs)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -82,11 +78,6 @@ class Layout:
     dp_rank: int
     dp_size: int
     is_reporting: bool
-
-    @classmethod
-    def of(cls, worker: Worker) -> Layout:
-        """Reads the layout of a worker, once after it was built."""
-        return cls(worker.dp_rank, worker.dp_size, worker.is_reporting)
 
 
 @dataclass(frozen=True)

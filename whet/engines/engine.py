@@ -23,10 +23,9 @@ from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.models.load import body_of
+from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
 from whet.models.packing import Layout, layout, same_prompt
-from whet.models.value_head import TrainedModel
 from whet.protocol import DataProto
 
 

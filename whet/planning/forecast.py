@@ -49,11 +49,6 @@ class Forecast:
     notes: tuple[str, ...]
 
     @property
-    def tightest(self) -> Room:
-        """The room whose needed bytes are the largest fraction of its free ones."""
-        return max(self.rooms, key=lambda room: room.share)
-
-    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint on disk."""
         return next(iter(self.plans.values())).checkpoint_bytes

@@ -63,57 +63,6 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
-MAX_CHARS = 500  # of an expression; a longer one is no answer
-_WHOLE = (  # parts of an expression that may hold words, line ends and full stops
-    r"\$\$.{1,1000}?\$\$",
-    r"\\\[.{1,1000}?\\\]",
-    r"\\\(.{1,500}?\\\)",
-    r"(?<![\\$])\$(?!\s)(?:\\\$|[^$\n]){1,500}?(?<!\s)\$(?!\d)",
-    r"\\[a-zA-Z]+\s*\{[^{}\n]{0,200}\}",
-    r"(?<!\w)(?:and|or|sqrt|sin|cos|tan|cot|log|ln|exp|pi|infinity|percent)(?!\w)",
-    r"(?<!\w)(?:minus|negative|not|twice|double|triple|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
-    r"(?:(?<=[\d)}$]\s)|(?<=\s\w\s))(?:plus|times|over|out of|mod|choose|base|remainder|(?:divided|multiplied) by"
-    r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
-    r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
-)
-# Two letters that are in neither list are a product. A word next to an operator belongs to the expression.
-_SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
-_LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
-_ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
-_GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
-    r"\n(?<![\d\s)}][/^+×÷·]\n)(?<![=+/×÷·(,]-\n)(?<![=+/×÷·(,]\s-\n)(?!(?<=[,(\[{]\n)[^()\[\]{}]{0,60}[)\]}])\s*(?:[-*+•>]\s)?",
-    r"(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
-    r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
-    r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
-    r"(?<![\w\\{+×÷·^])(?<![+×÷·^]\s)(?<!\s\*\s)(?<![\w)}]\*)"
-    rf"(?:{_SHORT}|{_LONG}|{_ARTICLE})(?:['\u2019]\w+)*(?!\w|\^|\s?[+×÷·]|\s\*\s|\((?!e?s\)))",
-    r"[\u2e80-\u9fff\uac00-\ud7af\uff01-\uff1f]",
-    r",\s(?=[^,=\n)]{0,60}?(?<![\w{])\d[^,=\n)]{0,60}=)",
-)
-_TOKEN = re.compile(f"(?P<run>(?:{'|'.join(_WHOLE)}|(?!{'|'.join(_GAPS)}).)+)|{'|'.join(_GAPS)}", re.DOTALL)
-_MATHS = re.compile(
-    r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
-)
-_AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
-_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
-# Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
-_LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
-_DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}
-_ONE = r"(?<![\w.,/])\\?\$?-?\d[\d.,]*"
-_IN_WORDS = re.compile(
-    r"(?:(?:(?<!the\s)(?<!\w)(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred)ths?)"
-    r"|\$?(?<![\w.,/])(?:[\d.,]*\d\s?(?:\\?%|percent)|\d+\s?/\s?\d+|\\[dt]?frac\{\w+\}\{\w+\})\$?)\sof"
-    rf"|{_ONE}(?:\s(?!was|has)[a-z]{{2,}}s)?\s(?:(?:more|less|fewer|greater|larger|smaller|higher|lower)\sthan"
-    r"|times\sas\s[a-z]+\sas|per|(?:in|to|for|of|out\sof)\severy)"
-    rf"|(?<!\w)(?:twice|half)\sas\s[a-z]+\sas|(?<!\w)from\s{_ONE}(?:\s?\\?%)?(?:\s[a-z]+)?\sto"
-    r"|(?<!\w)(?:ratio|odds|proportion|scale|range|chances?|probability)(?:(?=\s\d)|:|[^.?!\n\d]{0,60}\s(?:is|are|was|of))"
-    rf"\s\d[\d.,]*\s(?:to|in)|(?i:(?<!\w)(?:add|subtract|multipl|divid)[a-z]*)\s{_ONE}\s(?:to|from|by|with))"
-    rf"(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$"
-)
-_OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
-    r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
-)
-_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punctuation, not as a factorial
 
 
 @register_reward("math", aliases=("math_verify",))
@@ -237,6 +186,61 @@ def _is_feasible(expression: Any) -> bool:
 def _is_several(text: str) -> bool:
     parsed = _parse(text)
     return isinstance(parsed, sympy.FiniteSet) and len(parsed) > 1
+
+
+# -- expressions in running text ---------------------------------------------------------------------------------------
+
+MAX_CHARS = 500  # of an expression; a longer one is no answer
+_WHOLE = (  # parts of an expression that may hold words, line ends and full stops
+    r"\$\$.{1,1000}?\$\$",
+    r"\\\[.{1,1000}?\\\]",
+    r"\\\(.{1,500}?\\\)",
+    r"(?<![\\$])\$(?!\s)(?:\\\$|[^$\n]){1,500}?(?<!\s)\$(?!\d)",
+    r"\\[a-zA-Z]+\s*\{[^{}\n]{0,200}\}",
+    r"(?<!\w)(?:and|or|sqrt|sin|cos|tan|cot|log|ln|exp|pi|infinity|percent)(?!\w)",
+    r"(?<!\w)(?:minus|negative|not|twice|double|triple|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
+    r"(?:(?<=[\d)}$]\s)|(?<=\s\w\s))(?:plus|times|over|out of|mod|choose|base|remainder|(?:divided|multiplied) by"
+    r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
+    r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
+)
+# Two letters that are in neither list are a product. A word next to an operator belongs to the expression.
+_SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
+_LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
+_ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
+_GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
+    r"\n(?<![\d\s)}][/^+×÷·]\n)(?<![=+/×÷·(,]-\n)(?<![=+/×÷·(,]\s-\n)(?!(?<=[,(\[{]\n)[^()\[\]{}]{0,60}[)\]}])\s*(?:[-*+•>]\s)?",
+    r"(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
+    r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
+    r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
+    r"(?<![\w\\{+×÷·^])(?<![+×÷·^]\s)(?<!\s\*\s)(?<![\w)}]\*)"
+    rf"(?:{_SHORT}|{_LONG}|{_ARTICLE})(?:['\u2019]\w+)*(?!\w|\^|\s?[+×÷·]|\s\*\s|\((?!e?s\)))",
+    r"[\u2e80-\u9fff\uac00-\ud7af\uff01-\uff1f]",
+    r",\s(?=[^,=\n)]{0,60}?(?<![\w{])\d[^,=\n)]{0,60}=)",
+)
+_TOKEN = re.compile(f"(?P<run>(?:{'|'.join(_WHOLE)}|(?!{'|'.join(_GAPS)}).)+)|{'|'.join(_GAPS)}", re.DOTALL)
+_MATHS = re.compile(
+    r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
+)
+_AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
+_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
+# Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
+_LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
+_DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}
+_ONE = r"(?<![\w.,/])\\?\$?-?\d[\d.,]*"
+_IN_WORDS = re.compile(
+    r"(?:(?:(?<!the\s)(?<!\w)(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred)ths?)"
+    r"|\$?(?<![\w.,/])(?:[\d.,]*\d\s?(?:\\?%|percent)|\d+\s?/\s?\d+|\\[dt]?frac\{\w+\}\{\w+\})\$?)\sof"
+    rf"|{_ONE}(?:\s(?!was|has)[a-z]{{2,}}s)?\s(?:(?:more|less|fewer|greater|larger|smaller|higher|lower)\sthan"
+    r"|times\sas\s[a-z]+\sas|per|(?:in|to|for|of|out\sof)\severy)"
+    rf"|(?<!\w)(?:twice|half)\sas\s[a-z]+\sas|(?<!\w)from\s{_ONE}(?:\s?\\?%)?(?:\s[a-z]+)?\sto"
+    r"|(?<!\w)(?:ratio|odds|proportion|scale|range|chances?|probability)(?:(?=\s\d)|:|[^.?!\n\d]{0,60}\s(?:is|are|was|of))"
+    rf"\s\d[\d.,]*\s(?:to|in)|(?i:(?<!\w)(?:add|subtract|multipl|divid)[a-z]*)\s{_ONE}\s(?:to|from|by|with))"
+    rf"(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$"
+)
+_OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
+    r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
+)
+_EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punctuation, not as a factorial
 
 
 def find_expressions(text: str) -> Iterator[tuple[int, str]]:
