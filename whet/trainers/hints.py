@@ -68,13 +68,8 @@ def teacher_role(data_source: str) -> str:
 def with_hints(batch: DataProto, sources: Sources) -> DataProto:
     """The batch with its rows' prompts hinted; a row whose prompt was rewritten on the way keeps it."""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
-    settings = sources.config.teacher
-    source = HINTS[settings.hint or ""]
-    options = source.resolve_options(settings.hint_options, "teacher.hint_options")
-    found: Hints = source.load()(sources.groups, sources, **options)
-    hints = [hint for group in found for hint in group]
-    padded = zip(batch["prompts"], batch["attention_mask"], strict=True)
-    prompts: list[list[int]] = [ids[mask[: len(ids)].bool()].tolist() for ids, mask in padded]
+    hints = [hint for group in hints_of(sources.groups, sources) for hint in group]
+    prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
     owners = batch["trajectory_uid"].tolist()
     hintable = [
         row
@@ -85,6 +80,14 @@ def with_hints(batch: DataProto, sources: Sources) -> DataProto:
     for row, ids in zip(hintable, encoded, strict=True):
         prompts[row] = ids
     return with_prompts(batch, prompts, sources.rollouts.tokenizer.pad_token_id)
+
+
+def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
+    """The hints of the configured source."""
+    settings = sources.config.teacher
+    entry = HINTS[settings.hint or ""]
+    found: Hints = entry.load()(groups, sources, **entry.resolve_options(settings.hint_options, "teacher.hint_options"))
+    return found
 
 
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list[list[int]]:
@@ -105,6 +108,13 @@ def _format(sources: Sources) -> PromptFormat:
     data, tokenizer = sources.config.data, sources.rollouts.tokenizer
     kwargs = data.chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
+
+
+def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """A row's prompt without its padding."""
+    prompt, mask = row
+    ids: list[int] = prompt[mask[: len(prompt)].bool()].tolist()
+    return ids
 
 
 def with_prompts(batch: DataProto, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> DataProto:
