@@ -184,6 +184,19 @@ SECTIONS_AND_REFUSALS = [
         "rollout.max_staleness=1 with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound",
     ),
     (
+        "algorithm: {correction: {old_log_probs: interpolated, weight: importance}}",
+        "algorithm.correction.weight=importance compares the trainer's log-probs with the rollout's, but "
+        "algorithm.correction.old_log_probs=interpolated has the former in the loss alone; unset",
+    ),
+    (
+        "algorithm: {correction: {old_log_probs: interpolated}, kl: {where: reward}}",
+        "algorithm.kl.where=reward reads old log-probs before the loss",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: {{correction: {{old_log_probs: interpolated}}}}}}",
+        "rollout.max_staleness=1 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+    ),
+    (
         f"{{rollout: {{max_staleness: 1, free_cache_engine: true}}, {APART}, algorithm: "
         "{correction: {old_log_probs: rollout}}}",
         "rollout.max_staleness=1 samples all the time, so rollout.free_cache_engine=true frees nothing",

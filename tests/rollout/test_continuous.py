@@ -261,6 +261,45 @@ def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
         assert got == [synchronous.take(2, step=step).groups for step in (1, 2, 3)]
 
 
+def test_long_responses_are_trained_on_as_often_as_in_a_synchronous_run(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Lengths with a heavy tail, and an engine in which each takes as many polls as it has tokens: a stream that hands
+    out what is ready first would train on short ones, and one that drops stale ones would lose the longest."""
+
+    def length(uid: str) -> int:
+        _, _, _, index, sample, _ = uid.split(":")
+        return int(random.Random(f"{index} {sample}").paretovariate(0.8) // 1) % 60 + 1
+
+    class Tailed(Slow):
+        left: dict[str, int]
+
+        def poll(self, timeout_seconds: float) -> list[Event]:
+            for event in self._events:
+                self.left[event.uid] = self.left.get(event.uid, length(event.uid)) - 1
+            over = [event for event in self._events if self.left[event.uid] <= 0]
+            self._events = [event for event in self._events if self.left[event.uid] > 0]
+            return over
+
+        def say(self, answer: str, request: Request) -> Completion:
+            count = length(request.uid)
+            return Completion((1,) * count, (-0.5,) * count, "stop", ((self.version, count),))
+
+    def trained(k: float) -> list[list[int]]:
+        engine = Tailed(tokenizer, "")
+        engine.left = {}
+        found = []
+        with continuous(tokenizer, k=k, engine=engine) as of:
+            for step in range(1, 9):
+                groups = of.start(2, step=step).result().groups
+                found.append([len(each.turns[0].token_ids) for group in groups for each in group.trajectories])
+                engine.version = step
+                of.on_weights(step)
+        return found
+
+    synchronous = trained(0)
+    assert max(map(max, synchronous)) > 10 * min(map(min, synchronous))
+    assert trained(1) == trained(2.5) == synchronous
+
+
 def test_a_validation_runs_beside_the_stream(tokenizer: PreTrainedTokenizerBase) -> None:
     with continuous(tokenizer, "4") as of:
         held_out = [text_prompt(tokenizer, "2+2=", 0)]  # the uid of a prompt that is being trained on

@@ -75,13 +75,18 @@ class Collector:
         episode_seconds: float = 3600.0,
         environment_seconds: Deadlines | None = None,
     ) -> None:
-        self.engine, self.max_turns, self.seed = engine, max_turns, seed
+        self.max_turns, self.seed = max_turns, seed
         self.environments = open_host(environment, environment_options, deadlines=environment_seconds)
         self.codec = TemplateCodec(
             tokenizer, apply_chat_template=apply_chat_template, chat_template_kwargs=chat_template_kwargs
         )
         self.deadline_seconds = deadline_seconds
         self.driver = Driver(engine, self.environments, episode_seconds)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that its episodes are sampled by."""
+        return self.driver.engine
 
     def episodes(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
