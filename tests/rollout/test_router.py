@@ -185,6 +185,20 @@ def test_a_failure_is_told_and_a_later_attempt_replaces_an_earlier_one() -> None
     assert made.on_events(0, generation, [Failed("a", 2 * RETRIES, failed)]) == [Tell(Failed("a", 2, failed))]
 
 
+def test_a_request_that_is_lost_with_every_replica_fails() -> None:
+    made = Router(4, most_retries=2)
+    made.submit(request())
+    for number in range(3):
+        [load] = made.on_join(number)
+        assert isinstance(load, Load)
+        made.on_loaded(number, load.generation, 0)
+        assert gives(made.give()) == {number: [("a", number, ())]}
+        told = made.on_lost(number, load.generation)
+    [failed] = told
+    assert isinstance(failed, Tell) and isinstance(failed.event, Failed) and not made.flights and not made.waiting
+    assert "3 replicas were lost with this request" in failed.event.failure.message
+
+
 def test_nothing_is_given_in_a_pause() -> None:
     made = router(1)
     generation = made.replicas[0].generation

@@ -16,6 +16,7 @@ from itertools import groupby
 
 from whet.rollout.episode import joined, part, unfinished
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request
+from whet.types import Failure
 
 BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
 RETRIES = 1 << 16  # an attempt of the caller has so many attempts on replicas
@@ -161,12 +162,14 @@ class Router:
     """Requests for several replicas, each of which gets no more while it has `most`.
 
     A replica gets the first request when it has the newest weights. Requests of a replica that is lost or late go to
-    the others, in front of those that wait, with all tokens that were heard of.
+    the others, in front of those that wait, with all tokens that were heard of. A request that was lost with
+    `most_retries` replicas and one more fails: it may be what ends them.
     """
 
     most: int  # unfinished requests of a replica
     version: int = 0  # of the newest weights
     incarnation: int = 0  # of the trainer: generations of an earlier one are not heard
+    most_retries: int = 16  # of a request
     replicas: dict[int, Replica] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
     waiting: dict[str, None] = field(default_factory=dict)  # uids that no replica has, in their order
@@ -217,7 +220,7 @@ class Router:
             for request in share:
                 self.flights[request.uid].replica = number
                 self.replicas[number].given[request.uid] = None
-                self._remember(request.prompt_ids, number)
+            self._remember(share, number)
             commands.append(Give(number, self.replicas[number].generation, tuple(share)))
         self.waiting = {uid: None for uid in self.waiting if self.flights[uid].replica is None}
         return commands
@@ -329,7 +332,8 @@ class Router:
         for flight in flights:
             flight.retry()
         self.waiting = {flight.request.uid: None for flight in flights} | self.waiting
-        return [self._aborted(flight) for flight in flights if flight.is_aborted]
+        over = [self._given_up(flight) for flight in flights if flight.retries > self.most_retries]
+        return over + [self._aborted(flight) for flight in flights if flight.is_aborted]
 
     def _abort_on_replicas(self, flights: Sequence[Flight]) -> list[Command]:
         uids: dict[int, list[str]] = {}
@@ -344,6 +348,16 @@ class Router:
         uid, attempt = flight.request.uid, flight.request.attempt
         nothing = Completion((), (), "abort", ())
         return Tell(Finished(uid, attempt, nothing if flight.kept is None else replace(flight.kept, stop=None)))
+
+    def _given_up(self, flight: Flight) -> Command:
+        """Fails a request that was lost too often."""
+        self._end(flight)
+        flight.is_aborted = False
+        why = (
+            f"{flight.retries} replicas were lost with this request, at most {self.most_retries + 1} may be; the log of "
+            "a replica says whether the request ended it"
+        )
+        return Tell(Failed(flight.request.uid, flight.request.attempt, Failure("engine", why)))
 
     def _end(self, flight: Flight) -> None:
         uid = flight.request.uid
@@ -386,10 +400,13 @@ class Router:
 
         return home
 
-    def _remember(self, token_ids: tuple[int, ...], replica: int) -> None:
-        if len(self.replicas) > 1:
-            if len(self._homes) > MAX_HOMES:
-                self._homes.clear()
+    def _remember(self, requests: Sequence[Request], replica: int) -> None:
+        """Notes where prompts are read: equal ones follow each other."""
+        if len(self.replicas) == 1:
+            return
+        if len(self._homes) > MAX_HOMES:
+            self._homes.clear()
+        for token_ids, _ in groupby(requests, lambda request: request.prompt_ids):
             self._homes |= dict.fromkeys(_prefixes(token_ids), replica)
 
 
