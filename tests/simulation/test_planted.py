@@ -14,6 +14,7 @@ from tests.simulation import actors
 from tests.simulation.invariants import ALL, InvariantError, named
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
+from whet.rollout import episode
 from whet.rollout import router as routing
 from whet.rollout.collect import Driver
 from whet.rollout.conductor import Conductor
@@ -163,6 +164,23 @@ def an_attempt_begins_behind_the_end() -> list[Patch]:
     return [(routing, "unfinished", lambda sampled, request: sampled)]
 
 
+@bug(7)
+def a_restored_episode_begins_behind_the_end() -> list[Patch]:
+    return [(episode, "unfinished", lambda sampled, request: sampled)]
+
+
+@bug(7)
+def tokens_of_a_lost_attempt_are_forgotten() -> list[Patch]:
+    plain = Router._told
+
+    def told(self: Router, flight: Flight, event: Event) -> Any:
+        if isinstance(event, Finished):
+            flight.kept = None
+        return plain(self, flight, event)
+
+    return [(Router, "_told", told)]
+
+
 @bug(8)
 def a_start_overtakes_a_load() -> list[Patch]:
     def ready(self: routing.Replica) -> bool:
@@ -182,6 +200,11 @@ def an_old_acknowledgement_is_heard() -> list[Patch]:
         return plain(self, replica, each.generation, each.loading)
 
     return [(Router, "on_loaded", on_loaded)]
+
+
+@bug(9)
+def there_is_no_generation() -> list[Patch]:
+    return [(Router, "_is_current", lambda self, replica, generation: replica in self.replicas)]
 
 
 @bug(10)
@@ -223,6 +246,20 @@ def there_is_no_back_pressure() -> list[Patch]:
         return commands
 
     return [(Stream, "_start", start)]
+
+
+@bug(11)
+def restored_groups_are_not_counted() -> list[Patch]:
+    plain, live = Stream.restart, Stream._live
+
+    def restart(self: Stream, version: int, queue: Any) -> None:
+        plain(self, version, queue)
+        self.restored = set(self.queue)  # type: ignore[attr-defined]
+
+    def counted(self: Stream) -> int:
+        return live.fget(self) - len(self.restored & set(self.queue))  # type: ignore[attr-defined]
+
+    return [(Stream, "restart", restart), (Stream, "_live", property(counted))]
 
 
 @bug(12)

@@ -354,8 +354,8 @@ class Router:
         self._end(flight)
         flight.is_aborted = False
         why = (
-            f"{flight.retries} replicas were lost with this request, at most {self.most_retries + 1} may be; the log of "
-            "a replica says whether the request ended it"
+            f"{flight.retries} replicas were lost with this request, at most {self.most_retries} are replaced; the log "
+            "of a replica says whether the request ended it"
         )
         return Tell(Failed(flight.request.uid, flight.request.attempt, Failure("engine", why)))
 
