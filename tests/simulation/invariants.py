@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.simulation.actors import (
     END,
@@ -265,7 +265,7 @@ def the_last_step_ends_the_run(world: World) -> None:
 def the_same_seed_gives_the_same_log(world: World) -> None:
     """A second run of the schedule has an equal log. It is compared at the end, for one seed in ten."""
     if world.plan.seed % 10 == 0 and world.compares:
-        again = type(world)(world.plan, world.kit, frozenset())
+        again = type(world)(world.plan, frozenset())
         again.compares = False
         require(15, again.run() == world.log.hexdigest(), f"two runs of seed {world.plan.seed} differ")
 
@@ -315,8 +315,3 @@ def without_staleness_steps_are_those_of_the_synchronous_loop(world: World, hand
 def named(number: int) -> list[str]:
     """The names of the checks of an invariant."""
     return sorted({check.__name__ for checks in CHECKS.values() for each, check in checks if each == number})
-
-
-def moments() -> dict[int, Any]:
-    """The names of all checks by invariant."""
-    return {number: named(number) for number in sorted(ALL)}

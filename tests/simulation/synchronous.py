@@ -77,10 +77,10 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str
     ) -> list[list[Trajectory]]:
-        from tests.simulation.world import Episode, episodes_of
+        from tests.simulation.world import episodes_of
 
         done = dict[str, Trajectory]()
-        episodes = episodes_of(Episode, self.plan, prompts, step)
+        episodes = episodes_of(self.plan, prompts, step)
         self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
         while not self.driver.is_idle:
             self.driver.turn(0.0)

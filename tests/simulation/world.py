@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.simulation import actors
 from tests.simulation.actors import Ends, Environments, Letters, Prompts, RoutedEngine, Running, outcome_of
-from tests.simulation.invariants import ALL, CHECKS, LATEST, InvariantError
+from tests.simulation.invariants import ALL, CHECKS, LATEST
 from tests.simulation.plan import Fault, Plan
 from whet.rollout import conductor as conducting
 from whet.rollout import router as routing
@@ -38,18 +38,6 @@ SEED = 5
 
 
 @dataclass(frozen=True)
-class Kit:
-    """The classes under test; a planted bug replaces one."""
-
-    router: type[Router] = Router
-    conductor: type[Conductor] = Conductor
-    stream: type[Stream] = Stream
-    episode: type[Episode] = Episode
-    driver: type[Driver] = Driver
-    replica: type[actors.Replica] = actors.Replica
-
-
-@dataclass(frozen=True)
 class Saved:
     """A checkpoint, and what was true when it was written."""
 
@@ -63,10 +51,10 @@ class Saved:
     complete: dict[str, Group] = field(default_factory=dict)  # groups that wait to be trained on
 
 
-def episodes_of(kind: type[Episode], plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
+def episodes_of(plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
     """The episodes of prompts."""
     rules = Rules(Letters(), params_of(plan), SEED, step, max_turns=plan.max_turns)
-    return [kind(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
+    return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
 
 
 def params_of(plan: Plan) -> SamplingParams:
@@ -88,14 +76,14 @@ def trained_weights(before: int, groups: Iterable[Group]) -> int:
 class World:
     """One schedule."""
 
-    def __init__(self, plan: Plan, kit: Kit | None = None, checks: Collection[int] = ALL) -> None:
-        self.plan, self.kit, self.checks = plan, kit or Kit(), frozenset(checks)
+    def __init__(self, plan: Plan, checks: Collection[int] = ALL) -> None:
+        self.plan, self.checks = plan, frozenset(checks)
         self.rng = random.Random(plan.seed)
         self.now, self._sequence, self._heap = 0.0, 0, list[tuple[float, int, str, tuple[Any, ...]]]()
         self.log, self.events = hashlib.sha256(), 0
         self.incarnation, self.saved = 0, Saved(0, {0: SEED}, {"cursor": 0}, [], {}, frozenset(), {})
         self.restored_cursor = 0
-        self.replicas = {number: self.kit.replica(number, 0, self) for number in range(plan.replicas)}
+        self.replicas = {number: actors.Replica(number, 0, self) for number in range(plan.replicas)}
         self.compares, self.homes, self.retries = True, (0, set[int]()), 0
         self.published = dict[tuple[int, int], int]()  # weights by incarnation and version
         self._arrives, self._heard = dict[int, float](), dict[int, float]()
@@ -145,7 +133,7 @@ class World:
 
     def _boot(self, saved: Saved) -> None:
         """Starts a trainer from a checkpoint; of what ran before only replicas are left."""
-        plan, kit = self.plan, self.kit
+        plan = self.plan
         self.incarnation += 1
         self.version, self.weights = saved.version, dict(saved.weights)
         self.trained, self.dropped, self.batches = dict(saved.trained), set(saved.dropped), dict(saved.batches)
@@ -154,13 +142,13 @@ class World:
         self.source = Prompts()
         self.source.load_state(saved.source)
         self.restored_cursor = self.source.cursor
-        self.router = kit.router(plan.most, version=self.version, incarnation=self.incarnation)
+        self.router = Router(plan.most, version=self.version, incarnation=self.incarnation)
         self.engine, self.environments = RoutedEngine(self), Environments(self)
-        self.driver = kit.driver(self.engine, self.environments, plan.episode_seconds, lambda: self.now)  # type: ignore[arg-type]
-        stream = kit.stream(
+        self.driver = Driver(self.engine, self.environments, plan.episode_seconds, lambda: self.now)  # type: ignore[arg-type]
+        stream = Stream(
             plan.n, plan.batch_size, plan.staleness, filter_of(plan), self.source.observe, last_step=plan.steps
         )
-        self.conductor = kit.conductor(stream, self.source, partial(episodes_of, kit.episode, plan))
+        self.conductor = Conductor(stream, self.source, partial(episodes_of, plan))
         self.state = "training"
         for number, replica in self.replicas.items():
             if replica.is_alive:
@@ -439,7 +427,7 @@ class World:
             return
         if fault.kind == "join":
             number = len(self.replicas)
-            self.replicas[number] = self.kit.replica(number, 0, self)
+            self.replicas[number] = actors.Replica(number, 0, self)
             self.post(self.draw(), "joins", number, 0)
             return
         for replica in self.replicas.values():
@@ -492,13 +480,3 @@ def _shown(what: Any) -> Any:
     completion = getattr(what, "completion", what)
     tokens = getattr(completion, "token_ids", None)
     return what if tokens is None else (type(what).__name__, what.uid, what.attempt, tokens)
-
-
-def simulate(plan: Plan, kit: Kit | None = None, checks: Collection[int] = ALL, world: type[World] = World) -> World:
-    """Runs a schedule to its end.  Raises: InvariantError."""
-    made = world(plan, kit, checks)
-    made.run()
-    return made
-
-
-__all__ = ["InvariantError", "Kit", "Saved", "World", "simulate"]
