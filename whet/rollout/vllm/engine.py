@@ -214,11 +214,12 @@ class VLLMEngine:
 
     def status(self) -> Status:
         """Version of the weights, and what runs and waits."""
-        running, oldest = sum(live.is_sent for live in self._live.values()), next(iter(self._live.values()), None)
+        unfinished = list(self._live.values())  # at once: another thread may submit
+        running, oldest = sum(live.is_sent for live in unfinished), next(iter(unfinished), None)
         return Status(
             version=self.version,
             running=running,
-            waiting=len(self._live) - running,
+            waiting=len(unfinished) - running,
             oldest=None if oldest is None else oldest.request.uid,
             oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
         )

@@ -58,33 +58,28 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads weights under their checkpoint names from a safetensors file."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    _loaded: set[str] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Does nothing."""
 
     def start_weight_update(self) -> None:
         """Begins an update; an accelerator's kernels may want weights in another layout, which vLLM itself restores."""
-        self._loaded = set()
         if not current_platform.is_cpu():
             initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
     def receive_weights(self, info: UpdateInfo) -> None:
-        """Loads all weights of the file."""
-        assert self._loaded is not None
+        """Loads all weights of the file.  Raises: ValueError where one of the model's is not among them."""
         with safe_open(info.path, "pt") as file:
             names = list(file.keys())
-            self._loaded |= self.model.load_weights((name, file.get_tensor(name)) for name in names) or set()
+            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)
+        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
+        if loaded is not None and (missing := sorted(own - loaded)):
+            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update.  Raises: ValueError where a weight of the model did not come."""
-        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
-        missing = sorted(own - (self._loaded or own))
-        self._loaded = None
-        if missing:
-            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
+        """Ends an update: puts weights into the layout that the kernels want."""
         if current_platform.is_cpu():
             _pack_experts(self.model)
         else:
