@@ -16,7 +16,7 @@ from whet.engines.protocol import TrainEngine
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.protocol import Event, Request, SharesModule, Sleeps, Status
+from whet.rollout.protocol import Event, LoadsAdapter, Request, SharesModule, Sleeps, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import receive
@@ -105,6 +105,8 @@ class RolloutWorker(Worker):
                 self.engine.adopt(module)
             elif not self._owns_module:
                 self._load()
+        elif isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter and module is not None:
+            return in_process.copy_adapter(self.engine, module, version)
         self._owns_module = True
         return in_process.copy(self.engine, weights, version, self.dtype)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -74,6 +75,11 @@ class Handler(BaseHTTPRequestHandler):
                         return
             elif self.path == "/finish_weight_update":
                 State.version = body["weight_version"]
+            elif self.path == "/update_weight_version":
+                State.version = body["new_version"]
+            elif self.path in ("/v1/load_lora_adapter", "/collective_rpc"):
+                folder = body.get("lora_path") or body["args"][1]
+                State.calls[-1] += " " + " ".join(sorted(each.name for each in Path(folder).iterdir()))
             State.lock.notify_all()
         self.answer({})
 
@@ -128,6 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         """Sends JSON."""
         body = json.dumps(value).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -21,11 +21,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_server as fake
 
-from whet.config.schema import ModelConfig, TrainConfig
+from whet.config.schema import LoraConfig, ModelConfig, TrainConfig
 from whet.errors import ConfigError, EngineError, WeightSyncError
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
-from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
+from whet.rollout.protocol import Event, Failed, Finished, LoadsAdapter, Partial, Request, SamplingParams, generate
 from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm import server as server_module
 from whet.rollout.vllm.engine import VLLMEngine
@@ -58,7 +58,8 @@ def start(model_folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch) ->
             return [*script, str(port)]
 
         monkeypatch.setattr(engine_module, "command", line)
-        model = ModelConfig(path=str(model_folder))
+        rank = 4 if options.get("adapter") else None
+        model = ModelConfig(path=str(model_folder), lora=LoraConfig(rank=rank))
         options = {"start_seconds": 30.0, "answer_seconds": 20.0, **options}
         started.append(VLLMEngine(torch.float32, batch, CPU, model, **options))
         return started[-1]
@@ -175,6 +176,20 @@ def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
             f"/pause?mode=keep&clear_cache={clears}",
             *("/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"),
         ]
+
+
+def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
+    engine = start(adapter=True)
+    assert isinstance(engine, LoadsAdapter) and engine.takes_adapter and not start().takes_adapter
+    files = "adapter_config.json adapter_model.safetensors"
+    for version, call in ((1, "/v1/load_lora_adapter"), (2, "/collective_rpc"), (3, "/collective_rpc")):
+        engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
+        calls = engine._call("GET", "/calls")
+        clear = "/pause?mode=keep&clear_cache=true"
+        assert calls[-4:] == [clear, f"{call} {files}", "/update_weight_version", "/resume"]
+        [completion] = generate(engine, [request(fake.QUICK)])
+        assert completion.versions == ((version, 5),)
+    assert not list(Path("/dev/shm").glob("whet-adapter-*"))
 
 
 def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) -> None:
@@ -305,7 +320,7 @@ def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeyp
     find_environment.cache_clear()
 
 
-def test_options_are_checked_before_anything_starts(start: Start) -> None:
+def test_options_are_checked_before_anything_starts(start: Start, model_folder: Path) -> None:
     for server, message in (
         ({"max_model_length": 64}, r"server.max_model_length: vLLM 0.32 has no .*did you mean 'max_model_len'\?"),
         ({"model": "other"}, "server.model is set by whet"),
@@ -314,6 +329,9 @@ def test_options_are_checked_before_anything_starts(start: Start) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             start(server=server)
+    model = ModelConfig(path=str(model_folder))
+    with pytest.raises(ConfigError, match=r"adapter=true with model.lora.rank=None; expected a rank of 1 to 512"):
+        VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
     with pytest.raises(ConfigError, match="has no option 'keep_caches'; did you mean 'keep_cache'"):
         ROLLOUT_ENGINES["vllm"].resolve_options({"keep_caches": True}, "rollout.engine.options")
     with pytest.raises(ConfigError, match="kv_cache_bytes=0; expected a whole number > 0"):

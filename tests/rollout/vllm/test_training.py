@@ -30,8 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "beside the actor": {},
     "in a pool of its own": APART,
     "bfloat16": {"rollout.dtype": "bfloat16"},
-    "with an adapter": {"model.lora.rank": 4},
+    "an adapter added in": {"model.lora.rank": 4},
+    "an adapter beside the weights": {"model.lora.rank": 4},
 }
+OPTIONS = {"an adapter beside the weights": {"adapter": True}}
 
 
 def pays_for_sevens(solution_str: str) -> float:
@@ -50,6 +52,7 @@ def test_a_run_is_that_of_the_native_engine(
 ) -> None:
     """Every step samples with the weights that the last one trained: the log-probs of both sides agree."""
     settings = {**ENGINE, **CASES[case]}
+    settings["rollout.engine.options"] = {**ENGINE["rollout.engine.options"], **OPTIONS.get(case, {})}
     run = metrics_of(train_config({**settings, "trainer.run_dir": tmp_path / "vllm"}), additions)
     steps = [line for line in run if "correction/abs_max" in line]
     worst = [line["correction/abs_max"] for line in steps]

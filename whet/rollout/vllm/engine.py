@@ -29,13 +29,15 @@ from whet.rollout.vllm.environment import find_environment
 from whet.rollout.vllm.http import HttpError
 from whet.rollout.vllm.server import Server, command, environment, free_port
 from whet.rollout.vllm.translate import FIRST_VERSION, body_of, completion_of, versions_of
-from whet.rollout.vllm.weights import as_in_checkpoints, weights_file
+from whet.rollout.vllm.weights import adapter_folder, as_in_checkpoints, weights_file
 from whet.types import Failure
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
+ADAPTER = "trained"  # its name in the server
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 LOST = (OSError, EOFError)  # connections that broke
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
@@ -61,6 +63,7 @@ class VLLMEngine:
     kv_cache_bytes: memory for keys and values.
     compile: compiles the model: slower to start, faster to run.
     keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    adapter: samples with the trained adapter beside the weights, instead of adding it in and sending all weights.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
@@ -79,6 +82,7 @@ class VLLMEngine:
         kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
         keep_cache: bool = False,
+        adapter: bool = False,
         threads: Count | None = None,
         port: Count | None = None,
         start_seconds: Positive = 600.0,
@@ -106,6 +110,7 @@ class VLLMEngine:
             "weight_transfer_config": {"backend": "whet"},
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "logprobs_mode": "raw_logprobs",
+            **(_for_adapter(model) if adapter else {}),
         }
         found = find_environment(python)
         found.check_arguments(server or {}, arguments)
@@ -114,6 +119,8 @@ class VLLMEngine:
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._room = asyncio.Semaphore(max_batch_size + max_batch_size // 4)  # in the server, so that it need not wait
         self._names, self._paused, self._is_ready = 0, False, False
+        self.takes_adapter = adapter
+        self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
         self._coming: int | None = None  # the version that is being loaded, or was when it broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
         port = free_port(port)
@@ -155,9 +162,11 @@ class VLLMEngine:
             self._require_whole_weights()
             left = until - time.monotonic()
             events += self._taken(min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
-            if events or left <= TICK_SECONDS or not self._live or self._paused:
+            if events or not self._live or self._paused:
                 return events
             self._look()
+            if left <= TICK_SECONDS:
+                return events
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
@@ -185,19 +194,36 @@ class VLLMEngine:
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
         self._ready()
-        with weights_file(as_in_checkpoints(weights, self._outline)) as path:
-            self._coming = version
-            self._call("POST", f"/pause?mode=keep&clear_cache={str(not self.keep_cache).lower()}")
-            try:
-                self._call("POST", "/start_weight_update")
-                self._call("POST", "/update_weights", {"update_info": {"path": path}})
-                self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
-            except HttpError as error:
-                why = self.server.failure("did not take them")
-                raise WeightSyncError(
-                    f"version {version} of the weights does not fit vLLM's model: {error}; trainer and rollout were "
-                    f"built from different models, or vLLM cannot reload this one: let both load model.path. {why}"
-                ) from error
+        with weights_file(as_in_checkpoints(weights, self._outline)) as path, self._between_two_steps(version):
+            self._call("POST", "/start_weight_update")
+            self._call("POST", "/update_weights", {"update_info": {"path": path}})
+            self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+            self._has_adapter = False
+
+    def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
+        """Samples with an adapter beside the first weights, from now on.  Raises: as `load`."""
+        self._ready()
+        with adapter_folder(weights, config) as folder, self._between_two_steps(version):
+            if not self._is_adapter_known:
+                self._call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
+            else:  # the front would name the path with every request, and the worker read it for each
+                self._call("POST", "/collective_rpc", {"method": "replace_adapter", "args": [ADAPTER, folder]})
+            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._has_adapter = self._is_adapter_known = True
+
+    @contextmanager
+    def _between_two_steps(self, version: int) -> Iterator[None]:
+        """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
+        self._coming = version
+        self._call("POST", f"/pause?mode=keep&clear_cache={str(not self.keep_cache).lower()}")
+        try:
+            yield
+        except HttpError as error:
+            why = self.server.failure("did not take them")
+            raise WeightSyncError(
+                f"version {version} of the weights does not fit vLLM's model: {error}; trainer and rollout were built "
+                f"from different models, or vLLM cannot reload this one: let both load model.path. {why}"
+            ) from error
         self.version, self._coming = version, None
         if not self._paused:
             self._call("POST", "/resume")
@@ -259,7 +285,7 @@ class VLLMEngine:
         try:
             async with asyncio.timeout(request.deadline_seconds), self._room:
                 live.is_sent = True
-                body = body_of(request, live.name, self.version)
+                body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None)
                 answer = await self.server.client.answer("POST", "/inference/v1/generate", body, seconds=None)
             event: Event = Finished(request.uid, request.attempt, completion_of(answer, request))
         except TimeoutError:
@@ -348,6 +374,17 @@ def _where_found(base: str, model: ModelConfig) -> dict[str, Any]:
     """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
     paths = {"model": base, "tokenizer": model.tokenizer_path or base}
     return {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in paths.items()}
+
+
+def _for_adapter(model: ModelConfig) -> dict[str, Any]:
+    """The arguments for the adapter that a run trains.  Raises: ConfigError for one that vLLM cannot sample with."""
+    rank = model.lora.rank
+    if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
+        raise ConfigError(
+            f"rollout.engine.options.adapter=true with model.lora.rank={rank}; expected a rank of 1 to {RANKS[-1]} "
+            "over the weights of a whole model's folder, without another adapter: set it to false"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
 
 
 def _max_length(server: Mapping[str, Any], positions: int) -> int:

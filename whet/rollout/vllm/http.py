@@ -86,7 +86,8 @@ class Client:
             self._idle.append((reader, writer))
             if status != 200:
                 raise HttpError(f"{method} {path} was answered with {status}: {answer.decode(errors='replace')[:600]}")
-            return json.loads(answer) if answer else None
+            is_json = "json" in headers.get("content-type", "")
+            return json.loads(answer) if is_json else answer.decode(errors="replace")
 
 
 def _status(line: bytes) -> int:

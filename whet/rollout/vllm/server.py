@@ -111,6 +111,7 @@ def environment(threads: int, device_index: int | None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler whet_vllm.py does not know
         "VLLM_NO_USAGE_STATS": "1",
     }

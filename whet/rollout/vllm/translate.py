@@ -14,11 +14,12 @@ FIRST_VERSION = 0  # of the weights that the server itself loaded, which it call
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def body_of(request: Request, name: str, version: int) -> dict[str, Any]:
+def body_of(request: Request, name: str, version: int, adapter: str | None = None) -> dict[str, Any]:
     """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
     params, sampled = request.params, len(request.sampled_ids)
     return {
         "request_id": name,
+        "model": adapter,
         "token_ids": [*request.prompt_ids, *request.sampled_ids],
         "cache_salt": f"version {version}",  # prompts that were computed with other weights are not shared
         "sampling_params": {

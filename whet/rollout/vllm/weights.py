@@ -6,11 +6,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from whet.errors import WeightSyncError
 
 HEADER_BYTES = 2**22  # names, dtypes and places of some ten thousand weights; the rest is spaces
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -72,6 +77,16 @@ def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
     if not get_model_conversion_mapping(model, add_legacy=False):
         return weights
     return _split(weights, model)
+
+
+@contextmanager
+def adapter_folder(weights: Weights, config: Mapping[str, Any]) -> Iterator[str]:
+    """Writes an adapter's folder, in shared memory where there is some, and yields its path."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=memory if memory.is_dir() else None) as folder:
+        save_file({name: each.detach().cpu().contiguous() for name, each in weights}, f"{folder}/{ADAPTER_WEIGHTS}")
+        Path(folder, "adapter_config.json").write_text(json.dumps(dict(config)))
+        yield folder
 
 
 def _split(weights: Weights, model: PreTrainedModel) -> Weights:

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -36,7 +37,13 @@ MASK = 2**64 - 1
 
 
 class Extension:
-    """Base class that vLLM adds to its worker; importing this module does the work."""
+    """Base class that vLLM adds to its worker; importing this module does the rest of the work."""
+
+    model_runner: Any
+
+    def replace_adapter(self, name: str, path: str) -> None:
+        """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
+        self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
 
 
 # -- weights
