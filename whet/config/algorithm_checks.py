@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whet.columns import COLUMNS
-from whet.config.choice import entry_at
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -16,7 +15,7 @@ from whet.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from whet.config.section import Place
+from whet.config.section import Place, entry_at
 from whet.errors import ConfigError
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -107,10 +106,17 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         chosen = correction[name]
         reads = entry_at(registry, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
+            is_same = correction.old_log_probs == "rollout"
+            does = "uses the rollout's for both" if is_same else "has the former in the loss alone"
             yield (
                 f"algorithm.correction.{name}={chosen} compares the trainer's log-probs with the rollout's, but "
-                "algorithm.correction.old_log_probs=rollout uses the rollout's for both; unset one of these two keys"
+                f"algorithm.correction.old_log_probs={correction.old_log_probs} {does}; unset one of these two keys"
             )
+    if correction.old_log_probs == "interpolated" and algorithm.kl.where == "reward":
+        yield (
+            "algorithm.kl.where=reward reads old log-probs before the loss, but algorithm.correction.old_log_probs="
+            "interpolated has them in the loss alone; set algorithm.kl.where=loss, or unset one of these two keys"
+        )
 
 
 def group_rule(rollout: RolloutConfig, at: Place) -> Iterator[str]:

@@ -6,15 +6,14 @@ ConfigError. All rules run, so that a user sees every error at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
-from whet.config.choice import Choice, entry_at
-from whet.config.cluster_checks import cluster_rule, neighbours_rule, processes_rule
-from whet.config.engine_checks import engine_rule
+from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -34,10 +33,10 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from whet.config.section import Place
+from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
-from whet.registry import REWARDS
+from whet.registry import POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
@@ -94,17 +93,10 @@ def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool
         raise ConfigError("\n".join(found))
 
 
-def _lines(rule: Rule, section: Section, at: Place) -> Iterator[str]:
+def _lines(check: Callable[..., Iterable[str] | None], *arguments: Any, **named: Any) -> Iterator[str]:
+    """Yields the lines of a check, and the message of one that raises."""
     try:
-        yield from rule(section, at)
-    except ConfigError as error:
-        yield str(error)
-
-
-def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[str]:
-    """Yields the message of a check that raises."""
-    try:
-        each(*arguments, **named)
+        yield from check(*arguments, **named) or ()
     except ConfigError as error:
         yield str(error)
 
@@ -115,7 +107,7 @@ def _chosen(section: Section, at: Place) -> Iterator[str]:
         for choice in field.metadata:
             if isinstance(choice, Choice) and choice.is_checked:
                 options = section[choice.options] if choice.options else {}
-                yield from _refusal(choice.check, at.of(name), section[name], options)
+                yield from _lines(choice.check, at.of(name), section[name], options)
 
 
 def _model(model: ModelConfig, at: Place) -> Iterator[str]:
@@ -150,7 +142,7 @@ def _files(data: RowsConfig, at: Place) -> Iterator[str]:
     else:
         read = [("data.train_files", data.train_files, required), ("data.val_files", data.val_files, False)]
     for key, entries, is_required in read:
-        yield from _refusal(check_files, key, entries, data, required=is_required)
+        yield from _lines(check_files, key, entries, data, required=is_required)
 
 
 def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
@@ -221,11 +213,45 @@ def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
             yield f"{at.of(name)} has an empty string, which matches everywhere; remove it"
 
 
-def _rollout(rollout: RolloutConfig, at: Place) -> Iterator[str]:
-    if rollout.max_staleness > 0:
+def _staleness(rollout: RolloutConfig, at: Place) -> Iterator[str]:
+    """Requires, where responses are sampled while models train, ranks of their own and a correction."""
+    config = at.whole
+    if rollout.max_staleness == 0:
+        return
+    if not isinstance(config, TrainConfig):
+        yield f"rollout.max_staleness={rollout.max_staleness:g} has no effect, as nothing is trained here; unset it"
+        return
+    key, cluster, correction = (
+        f"rollout.max_staleness={rollout.max_staleness:g}",
+        config.cluster,
+        config.algorithm.correction,
+    )
+    if cluster.stays_here or cluster.pool_of("rollout") == cluster.pool_of("actor"):
         yield (
-            f"rollout.max_staleness={rollout.max_staleness:g} is not supported: whet does not sample and train at the "
-            "same time yet; set it to 0"
+            f"{key} samples while models train, and rollout and actor share their processes; give the rollout some of "
+            "its own: cluster.placement={trainer: {processes: 1, roles: [actor]}, sampler: {processes: 1, roles: "
+            "[rollout]}}"
+        )
+    if rollout.free_cache_engine:
+        yield f"{key} samples all the time, so rollout.free_cache_engine=true frees nothing; unset one of the two"
+    if correction.weight == "importance" and correction.weight_options.get("cap") == math.inf:
+        yield (
+            f"{key} with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound, and one may be "
+            "worth more than all others; set a cap, such as 2"
+        )
+    loss = POLICY_LOSSES[config.algorithm.policy_loss].columns
+    chosen = [
+        registry[name].columns
+        for registry, name in ((WEIGHTS, correction.weight), (REJECTIONS, correction.rejection))
+        if name is not None
+    ]
+    is_old_the_sampler = correction.old_log_probs == "rollout" and "old_log_probs" in loss
+    if not is_old_the_sampler and not any("rollout_log_probs" in columns for columns in (loss, *chosen)):
+        yield (
+            f"{key} trains on tokens that older weights sampled, and nothing in algorithm.correction corrects for it; "
+            "set algorithm.correction.weight=importance (truncated importance sampling; with several updates a step "
+            "decoupled PPO) or icepop, algorithm.correction.rejection=divergence, or, with a loss that clips its "
+            "ratio, algorithm.correction.old_log_probs=rollout"
         )
 
 
@@ -248,7 +274,7 @@ RULES: tuple[tuple[type[Section], Rule], ...] = (
     (ModelConfig, _model),
     (RowsConfig, _files),
     (SamplingConfig, _sampling),
-    (RolloutConfig, _rollout),
+    (RolloutConfig, _staleness),
     (RolloutConfig, group_rule),
     (RewardConfig, _reward),
     (AlgorithmConfig, algorithm_rule),

@@ -80,10 +80,6 @@ class Memory:
         tensors = self.device_tensor_bytes
         return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
 
-    def largest_phase(self, *, on_device: bool = False) -> str:
-        """The phase with the most bytes of tensors."""
-        return max(self.phases, key=lambda phase: self.total(phase, on_device=on_device))
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -186,6 +182,8 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
         kept.keep("rollout: weights", size, ("rollout",))
         kept.keep("rollout: weights", size, others, on_host=turns)
+        if config.rollout.max_staleness > 0:  # gathered while requests are sampled
+            kept.keep("rollout: weights that arrive", size, ("rollout",))
     planned = rollout_bytes(config, model.config, setup.lengths)
     kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
     kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
@@ -290,7 +288,8 @@ def inner_size(model: Any) -> int:
 
 def decoded_together(config: TrainConfig) -> int:
     """The number of sequences that one process decodes together."""
-    requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes_of("rollout"))
+    outstanding = config.data.train_batch_size * (1 + config.rollout.max_staleness) * config.rollout.n
+    requests = -(-int(outstanding) // config.cluster.processes_of("rollout"))
     return min(config.rollout.max_batch_size, requests)
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,12 +25,14 @@ from whet.data.samplers import make_loader
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.models.load import stop_token_ids
-from whet.planning.introduction import Counts, introduce
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
-from whet.rewards.build import build_scorer as build_scorer
-from whet.rewards.build import scorer_of as scorer_of
+from whet.rewards.pool import build_scorer as build_scorer
+from whet.rewards.pool import scorer_of as scorer_of
 from whet.rollout.build import build_collector, sampling_params
+from whet.rollout.collect import Collector
+from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
@@ -37,16 +40,16 @@ from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
-from whet.trainers.inputs import digests
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
+from whet.trainers.run_dir import digests
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, path_of, settings_of, settings_trained, tokenizer_of
 from whet.types import Prompt
-from whet.weight_sync.between_pools import weight_sync
+from whet.weight_sync.routes import weight_sync
 
 log = logging.getLogger(__name__)
 Rows = Iterable[Mapping[str, Any] | Prompt] | None
@@ -141,7 +144,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids),
+            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, total_steps),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -213,11 +216,18 @@ def _rollouts(
     workers: WorkerGroup,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
+    total_steps: int,
 ) -> Rollouts:
     engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
-    return Rollouts(
+    is_continuous = config.rollout.max_staleness > 0
+    kind = BackgroundCollector if is_continuous else Collector
+    make: Callable[..., Rollouts] = Rollouts
+    if is_continuous:
+        staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
+        make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
+    return make(
         loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed),
+        build_collector(config, tokenizer, engine, config.trainer.seed, kind),
         scorer,
         tokenizer,
         n=config.rollout.n,

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from whet.models.lora import adapter_of
 from whet.rollout.protocol import LoadsAdapter, RolloutEngine, SharesModule
-from whet.weight_sync.buckets import Weights, in_dtype
-from whet.weight_sync.digest import Digest
+from whet.weight_sync.buckets import Digest, Weights, in_dtype
 
 
 def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
