@@ -57,7 +57,7 @@ def random_model(folder: Path, arch: Arch, **options: Any) -> PreTrainedModel:
     init_model(folder / "plain", arch, "nano", alphabet=alphabet, max_position_embeddings=2048, **options)
     model = load_policy(folder / "plain")
     with torch.no_grad():
-        model.model.norm.weight.mul_(8)
+        model.model.norm.weight.mul_(4)
         if arch == "qwen2.5":
             model.config.tie_word_embeddings = False
             head = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)) * 0.02
