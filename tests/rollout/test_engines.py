@@ -64,16 +64,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return loaded
 
 
-SAMPLING: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 0.0},
-    {"top_k": 5},
-    {"top_p": 0.8, "temperature": 1.3},
-    {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0.8},
-    {"allowed_token_ids": tuple(range(4, 12)), "bad_words": ((5,), (4, 6), (6, 4, 8), (8, 8)), "top_p": 0.95},
-    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-]
+SAMPLING = suite.SAMPLING
 
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)

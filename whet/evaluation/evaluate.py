@@ -27,7 +27,7 @@ from whet.metrics import Metrics, counted, phase
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
-from whet.rollout.in_process import InProcessEngine
+from whet.rollout.protocol import RolloutEngine
 from whet.rollout.stream import Rollouts
 
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
@@ -117,12 +117,13 @@ def evaluate(
     return evaluation
 
 
-def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> InProcessEngine[Any]:
-    """Opens an engine in this process that samples from the model in the folder `model_path`."""
+def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> RolloutEngine:
+    """Opens an engine that samples from the model in the folder `model_path`."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
-    engine = rollout_engine(rollout, torch_dtype(rollout.dtype or model.dtype), load, device)
-    load_model(engine, own, device)
+    dtype = torch_dtype(rollout.dtype or model.dtype)
+    engine = rollout_engine(rollout, dtype, load, device, own)
+    load_model(engine, own, device, dtype)
     return engine
 
 

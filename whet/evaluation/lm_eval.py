@@ -18,7 +18,7 @@ import torch
 
 from whet import devices
 from whet.checkpoints.export import model_folder
-from whet.config.schema import RolloutConfig
+from whet.config.schema import ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
 from whet.keyed import key
@@ -27,7 +27,7 @@ from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout, position_ids
 from whet.rollout.build import rollout_engine
-from whet.rollout.protocol import Request, SamplingParams, generate
+from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
 from whet.types import Message
 
 try:
@@ -64,7 +64,9 @@ class WhetLM(TemplateLM):
             self.policy = load_policy(folder).to(devices.here(), torch_dtype(dtype))  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer)
         rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
-        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer, devices.here())
+        model = ModelConfig(path=path)
+        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer, devices.here(), model)
+        assert isinstance(self.engine, SharesModule)  # the engine of a config's defaults
         self.engine.attach(self.policy, version=0)
         self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)
 

@@ -146,6 +146,23 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.detach()
 
 
+def adapter_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights of a whole model's adapter, and its config, as an adapter's folder has them."""
+    layers = adapted_layers(model)
+    weights = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight.detach()
+        for name, weight in model.named_parameters()
+        if any(f".{part}." in name for part in TRAINED_PARTS)
+    }
+    first = next(iter(layers.values()))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": first.r[ADAPTER]}
+    config |= {
+        "lora_alpha": first.lora_alpha[ADAPTER],
+        "target_modules": sorted({n.rpartition(".")[2] for n in layers}),
+    }
+    return weights, config
+
+
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copies the model without its adapter."""
     memo: dict[int, Any] = {}

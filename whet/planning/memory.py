@@ -17,6 +17,7 @@ from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.rollout.planned import Decoding, Lengths, PlansMemory, RolloutBytes
+from whet.rollout.protocol import SharesModule
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Fitted to measured runs: memory of tokenizer, rows and libraries; and heap bytes for each byte of tensors, more where
@@ -190,9 +191,11 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether the rollout uses the actor's module: same pool, same dtype, no adapter."""
+    """Tells whether the rollout uses the actor's module: the engine can, same pool, same dtype, no adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
+        return False
+    if not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule):
         return False
     dtypes = config.rollout.dtype or config.model.dtype, config.model.dtype
     return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from whet.environments.host import Deadlines
+from whet.models.folder import split_adapters
 from whet.models.load import load_policy
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
-from whet.rollout.in_process import InProcessEngine
-from whet.rollout.protocol import RolloutEngine, SamplingParams
+from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 
 
 def rollout_engine(
@@ -24,24 +23,29 @@ def rollout_engine(
     dtype: torch.dtype,
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     device: torch.device,
-) -> InProcessEngine[Any]:
-    """The engine that the config names, without a model yet; only stop strings make it load a tokenizer."""
+    model: ModelConfig,
+) -> RolloutEngine:
+    """The engine that the config names: without a model yet where it samples from a module of this process, else it has
+    one of its own from the folder of `model`. Only stop strings make it load a tokenizer."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     given = {
         "dtype": dtype,
         "max_batch_size": config.max_batch_size,
         "load_tokenizer": load_tokenizer,
         "device": device,
+        "model": model,
     }
-    engine: InProcessEngine[Any] = entry.make(
-        given, entry.resolve_options(config.engine.options, "rollout.engine.options")
-    )
+    engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine
 
 
-def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.device) -> None:
-    """Gives an engine a model of its own, in the dtype that it computes in.  Raises: ModelError."""
+def load_model(engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives an engine a module of its own, in the dtype that it computes in. One that samples from no module here has
+    the weights of the model's folder, and gets others only where adapters are added in.  Raises: ModelError."""
     assert model.path is not None
+    _, adapters = split_adapters(model.path)
+    if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None:
+        return
     module = load_policy(
         model.path,
         adapter_path=model.lora.path,
@@ -49,7 +53,10 @@ def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.d
         trust_remote_code=model.trust_remote_code,
     )
     module.requires_grad_(False)
-    engine.attach(module.to(device, engine.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+    if isinstance(engine, SharesModule):
+        engine.attach(module.to(device, dtype), version=0, is_own=True)  # type: ignore[arg-type]
+    else:
+        engine.load(((name, weight.to(dtype)) for name, weight in module.named_parameters()), version=0)
 
 
 def build_collector(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -186,6 +186,19 @@ class SharesModule(Protocol):
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
+        ...
+
+
+@runtime_checkable
+class LoadsAdapter(Protocol):
+    """The ability to sample with an adapter beside weights that stay."""
+
+    takes_adapter: bool  # built for it
+
+    def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
+        """Replaces the adapter between two decode steps; `weights` and `config` are those of an adapter's folder.
+
+        Raises: as `load`."""
         ...
 
 

@@ -16,7 +16,7 @@ from whet.engines.protocol import TrainEngine
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.protocol import Event, Request, Status
+from whet.rollout.protocol import Event, LoadsAdapter, Request, SharesModule, Sleeps, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Digest, receive
@@ -25,7 +25,8 @@ from whet.weight_sync.routes import Route, Site, open_inlet
 
 
 class RolloutWorker(Worker):
-    """A rank that samples: from the module of an actor in its process where it can, else from one of its own."""
+    """A rank that samples: from the module of an actor in its process where its engine can, else from weights of its
+    own, which come by `load`."""
 
     def __init__(
         self, placement: Placement, config: RolloutConfig, dtype: str, tokenizer_path: str, model: ModelConfig
@@ -33,7 +34,7 @@ class RolloutWorker(Worker):
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype or dtype), model
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
-        self.engine = rollout_engine(config, self.dtype, load, self.device)
+        self.engine = rollout_engine(config, self.dtype, load, self.device, model)
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
         self._queue = deque[Request]()  # that the engine had no room for
@@ -86,21 +87,25 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor beside it: its module itself where it is whole on this rank,
-        computes in the same dtype, and has no adapter that slows down every token.  Returns their digest."""
+        """Takes the weights of `version` from the actor beside it: its module itself where the engine can sample from
+        it, it is whole on this rank, computes in the same dtype, and has no adapter that slows down every token.
+        Returns their digest."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
-        self._attached = (
-            module is not None
-            and module.dtype == self.dtype == torch_dtype(actor.settings.dtype)
-            and not adapted_layers(module)
-        )
-        if module is not None and self._attached:
-            return in_process.attach(self.engine, module, weights, version)
-        if module is not None and not self._owns_module:
-            self.engine.adopt(module)
-        elif not self._owns_module:
-            self._load()
+        if isinstance(self.engine, SharesModule):
+            self._attached = (
+                module is not None
+                and module.dtype == self.dtype == torch_dtype(actor.settings.dtype)
+                and not adapted_layers(module)
+            )
+            if module is not None and self._attached:
+                return in_process.attach(self.engine, module, weights, version)
+            if module is not None and not self._owns_module:
+                self.engine.adopt(module)
+            elif not self._owns_module:
+                self._load()
+        elif isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter and module is not None:
+            return in_process.copy_adapter(self.engine, module, version)
         self._owns_module = True
         return in_process.copy(self.engine, weights, version, self.dtype)
 
@@ -135,7 +140,7 @@ class RolloutWorker(Worker):
                 with self._turn:
                     self.engine.load(gathered, version)
         except BaseException:
-            self.close()  # the trainer, which waits for this rank, hears of it
+            self._close_link()  # the trainer, which waits for this rank, hears of it
             raise
         return str(digest)
 
@@ -144,22 +149,28 @@ class RolloutWorker(Worker):
         """Moves what is trained in this process off the device, but for the weights that this rank samples from."""
         for role, engine in self._engines_beside().items():
             engine.offload(weights=not (self._attached and role == "actor"))
-        self.engine.wake()
+        if isinstance(self.engine, Sleeps):
+            self.engine.wake()
 
     @register(Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
         """Undoes `rollout_mode`, and frees what sampling alone needs."""
-        self.engine.sleep()
+        if isinstance(self.engine, Sleeps):
+            self.engine.sleep()
         for engine in self._engines_beside().values():
             engine.onload()
 
     def close(self) -> None:
-        """Closes the link."""
+        """Closes the link and the engine."""
+        self._close_link()
+        self.engine.close()
+
+    def _close_link(self) -> None:
         if self._inlet is not None:
             self._inlet.close()
 
     def _load(self) -> None:
-        load_model(self.engine, self._model, self.device)
+        load_model(self.engine, self._model, self.device, self.dtype)
         self._owns_module = True
 
     def _engines_beside(self) -> dict[str, TrainEngine]:

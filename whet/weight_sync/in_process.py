@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from whet.rollout.protocol import RolloutEngine, SharesModule
+from whet.models.lora import adapter_of
+from whet.rollout.protocol import LoadsAdapter, RolloutEngine, SharesModule
 from whet.weight_sync.buckets import Digest, Weights, in_dtype
 
 
@@ -18,6 +19,16 @@ def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, ver
     for name, weight in weights:
         digest.add(name, weight)
     rollout.attach(module, version)
+    return str(digest)
+
+
+def copy_adapter(rollout: LoadsAdapter, module: PreTrainedModel, version: int) -> str:
+    """Copies the adapter of `module` into the rollout.  Returns the digest of its weights."""
+    weights, config = adapter_of(module)
+    digest = Digest()
+    for name, weight in weights.items():
+        digest.add(name, weight)
+    rollout.load_adapter(weights.items(), config, version)
     return str(digest)
 
 

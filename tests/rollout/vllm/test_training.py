@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose responses vLLM samples: equal to those of the native engine, which draws with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.trainers.build import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+log = logging.getLogger(__name__)
+MakeConfig = Callable[..., TrainConfig]
+ENGINE = {
+    "rollout.engine.name": "vllm",
+    "rollout.engine.options": {"kv_cache_bytes": 2**26, "threads": 1},
+    "trainer.total_steps": 4,
+    "actor.optim.lr": 1e-2,
+    "actor.mini_batch_size": 2,  # two updates a step, which need log-probs of the trainer
+    "data.max_response_length": 24,
+}
+APART = {"cluster.placement": {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}}
+CASES: dict[str, dict[str, Any]] = {
+    "beside the actor": {},
+    "in a pool of its own": APART,
+    "bfloat16": {"rollout.dtype": "bfloat16"},
+    "an adapter added in": {"model.lora.rank": 4},
+    "an adapter beside the weights": {"model.lora.rank": 4},
+}
+OPTIONS = {"an adapter beside the weights": {"adapter": True}}
+
+
+def pays_for_sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
+
+
+def metrics_of(config: TrainConfig, additions: list[dict[str, Any]]) -> list[dict[str, float]]:
+    train(config, reward=pays_for_sevens, data=additions)
+    lines = (Path(str(config.trainer.run_dir)) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_the_native_engine(
+    has_vllm: None, train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, case: str
+) -> None:
+    """Every step samples with the weights that the last one trained: the log-probs of both sides agree."""
+    settings = {**ENGINE, **CASES[case]}
+    settings["rollout.engine.options"] = {**ENGINE["rollout.engine.options"], **OPTIONS.get(case, {})}
+    run = metrics_of(train_config({**settings, "trainer.run_dir": tmp_path / "vllm"}), additions)
+    steps = [line for line in run if "correction/abs_max" in line]
+    worst = [line["correction/abs_max"] for line in steps]
+    log.info("%s: largest gap of log-probs at each step: %s", case, ", ".join(f"{each:.1e}" for each in worst))
+    assert len(steps) == 4
+    if case == "bfloat16":
+        assert max(worst) < 0.1 and max(line["correction/abs_mean"] for line in steps) < 0.01
+        return
+    assert max(worst) < 2e-5
+    native = {**settings, "rollout.engine.name": "native", "rollout.engine.options": {}}
+    other = metrics_of(train_config({**native, "trainer.run_dir": tmp_path / "native"}), additions)
+    for name in ("critic/rewards/mean", "response_length/mean", "actor/grad_norm"):
+        assert [line[name] for line in steps] == pytest.approx([line[name] for line in other if name in line], rel=1e-3)

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine `vllm`: requests to a vLLM server of its own, and weights through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from whet.config.schema import ModelConfig
+from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.models.folder import split_adapters
+from whet.models.load import outline
+from whet.options import Count, Positive
+from whet.registry import register_rollout
+from whet.rollout.constraints import check_rules
+from whet.rollout.planned import Decoding, RolloutBytes
+from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.vllm.environment import find_environment
+from whet.rollout.vllm.http import HttpError
+from whet.rollout.vllm.server import Server, command, environment, free_port
+from whet.rollout.vllm.translate import FIRST_VERSION, body_of, completion_of, versions_of
+from whet.rollout.vllm.weights import adapter_folder, as_in_checkpoints, weights_file
+from whet.types import Failure
+
+MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
+ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
+LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
+ADAPTER = "trained"  # its name in the server
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+LOST = (OSError, EOFError)  # connections that broke
+UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
+
+
+@dataclass(eq=False)
+class Live:
+    """An unfinished request, and the call of the server that answers it."""
+
+    request: Request
+    name: str  # of this attempt, for the server
+    submitted_at: float = field(default_factory=time.monotonic)
+    is_sent: bool = False
+    is_replaced: bool = False  # by a later attempt: its end is no event
+    call: Future[None] = field(default_factory=Future)
+
+
+@register_rollout("vllm")
+class VLLMEngine:
+    """vLLM, in a server process from an environment of its own (`make vllm`); float32 requests give the same tokens in
+    any company.
+
+    python: interpreter of the environment; unset: $WHET_VLLM_PYTHON, else .venv-vllm of the checkout.
+    kv_cache_bytes: memory for keys and values.
+    compile: compiles the model: slower to start, faster to run.
+    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    adapter: samples with the trained adapter beside the weights, instead of adding it in and sending all weights.
+    threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
+    port: port of the server on 127.0.0.1; unset: any free one.
+    start_seconds: deadline for the server's start.
+    answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    server: further engine arguments of vLLM by name, such as max_model_len.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        device: torch.device,
+        model: ModelConfig,
+        *,
+        python: str | None = None,
+        kv_cache_bytes: Count = 1_073_741_824,
+        compile: bool = False,  # noqa: A002  # the option's name
+        keep_cache: bool = False,
+        adapter: bool = False,
+        threads: Count | None = None,
+        port: Count | None = None,
+        start_seconds: Positive = 600.0,
+        answer_seconds: Positive = 300.0,
+        server: dict[str, Any] | None = None,
+    ) -> None:
+        assert model.path is not None
+        self.dtype, self.keep_cache, self.version = dtype, keep_cache, FIRST_VERSION
+        base, _ = split_adapters(model.path)  # adapters come by `load`
+        self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
+        with torch.device("meta"):
+            whole: Any = outline(base, trust_remote_code=model.trust_remote_code)
+        self._outline: PreTrainedModel = whole
+        config = whole.config.get_text_config()
+        self.vocab_size, positions = int(config.vocab_size), int(config.max_position_embeddings)
+        arguments = {
+            **_where_found(base, model),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_num_seqs": max_batch_size,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enforce_eager": not compile,
+            "enable_sleep_mode": device.type == "cuda",
+            "trust_remote_code": model.trust_remote_code,
+            "worker_extension_cls": "whet_vllm.Extension",
+            "weight_transfer_config": {"backend": "whet"},
+            "generation_config": "vllm",  # no defaults of the folder's generation_config.json
+            "logprobs_mode": "raw_logprobs",
+            **(_for_adapter(model) if adapter else {}),
+        }
+        found = find_environment(python)
+        found.check_arguments(server or {}, arguments)
+        self.max_length = _max_length(server or {}, positions)
+        self._live: dict[str, Live] = {}  # by uid, the oldest first
+        self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
+        self._room = asyncio.Semaphore(max_batch_size + max_batch_size // 4)  # in the server, so that it need not wait
+        self._names, self._paused, self._is_ready = 0, False, False
+        self.takes_adapter = adapter
+        self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
+        self._coming: int | None = None  # the version that is being loaded, or was when it broke off
+        self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
+        port = free_port(port)
+        index = device.index or 0 if device.type == "cuda" else None
+        line = command(found.python, port, arguments | (server or {}))
+        self.server = Server(line, environment(threads or torch.get_num_threads(), index), port)
+
+    @classmethod
+    def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """The whole cache, which the server reserves at its start."""
+        cache, rows = options["kv_cache_bytes"], decoding.rows
+        needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
+        smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
+        return RolloutBytes(cache, min(cache, needed), True, rows, max(decoding.lengths.prompts), smaller)
+
+    def submit(self, request: Request) -> bool:
+        """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
+        earlier = self._live.get(request.uid)
+        if earlier is not None and request.attempt <= earlier.request.attempt:
+            return True
+        if earlier is None and len(self._live) >= MAX_UNFINISHED:
+            return False
+        self._check(request)
+        if earlier is not None:
+            earlier.is_replaced = True
+            self._end([earlier])
+        self._ready()
+        if not self._live:
+            self._seen = (-1, time.monotonic())
+        self._names += 1
+        live = self._live[request.uid] = Live(request, str(self._names))
+        live.call = self.server.client.start(self._answer(live))
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Returns the events as soon as there are any.  Raises: EngineError, WeightSyncError."""
+        until, events = time.monotonic() + timeout_seconds, list[Event]()
+        while True:
+            self._require_whole_weights()
+            left = until - time.monotonic()
+            events += self._taken(min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
+            if events or not self._live or self._paused:
+                return events
+            self._look()
+            if left <= TICK_SECONDS:
+                return events
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
+        self._end([self._live[uid] for uid in uids if uid in self._live])
+
+    def pause(self) -> None:
+        """Stops sampling; every request with tokens gives them as Partial.  Raises: EngineError."""
+        self._ready()
+        self._call("POST", "/pause?mode=keep&clear_cache=false")
+        self._paused = True
+        by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
+        for found in self._call("GET", "/whet/requests"):
+            if (live := by_name.get(found["request_id"])) is not None and found["token_ids"]:
+                request, versions = live.request, versions_of(found["weight_versions"])
+                where = request.uid, request.attempt, len(request.sampled_ids)
+                partial = Partial(*where, tuple(found["token_ids"]), tuple(found["log_probs"]), versions)
+                self._ended.put((None, partial))
+
+    def resume(self) -> None:
+        """Goes on after `pause`.  Raises: EngineError."""
+        self._paused, self._seen = False, (-1, time.monotonic())
+        if self._coming is None:
+            self._call("POST", "/resume")
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
+        self._ready()
+        with weights_file(as_in_checkpoints(weights, self._outline)) as path, self._between_two_steps(version):
+            self._call("POST", "/start_weight_update")
+            self._call("POST", "/update_weights", {"update_info": {"path": path}})
+            self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+            self._has_adapter = False
+
+    def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
+        """Samples with an adapter beside the first weights, from now on.  Raises: as `load`."""
+        self._ready()
+        with adapter_folder(weights, config) as folder, self._between_two_steps(version):
+            if not self._is_adapter_known:
+                self._call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
+            else:  # the front would name the path with every request, and the worker read it for each
+                self._call("POST", "/collective_rpc", {"method": "replace_adapter", "args": [ADAPTER, folder]})
+            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._has_adapter = self._is_adapter_known = True
+
+    @contextmanager
+    def _between_two_steps(self, version: int) -> Iterator[None]:
+        """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
+        self._coming = version
+        self._call("POST", f"/pause?mode=keep&clear_cache={str(not self.keep_cache).lower()}")
+        try:
+            yield
+        except HttpError as error:
+            why = self.server.failure("did not take them")
+            raise WeightSyncError(
+                f"version {version} of the weights does not fit vLLM's model: {error}; trainer and rollout were built "
+                f"from different models, or vLLM cannot reload this one: let both load model.path. {why}"
+            ) from error
+        self.version, self._coming = version, None
+        if not self._paused:
+            self._call("POST", "/resume")
+
+    def sleep(self) -> None:
+        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
+        self._ready()
+        self._call("POST", "/sleep?level=1&mode=keep")
+
+    def wake(self) -> None:
+        """Undoes `sleep`.  Raises: EngineError."""
+        self._ready()
+        self._call("POST", "/wake_up")
+
+    def status(self) -> Status:
+        """Version of the weights, and what runs and waits."""
+        unfinished = list(self._live.values())  # at once: another thread may submit
+        running, oldest = sum(live.is_sent for live in unfinished), next(iter(unfinished), None)
+        return Status(
+            version=self.version,
+            running=running,
+            waiting=len(unfinished) - running,
+            oldest=None if oldest is None else oldest.request.uid,
+            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
+        )
+
+    def close(self) -> None:
+        """Ends the server; unfinished requests are lost."""
+        self._live.clear()
+        self.server.close()
+
+    def _check(self, request: Request) -> None:
+        """Raises: EngineError for a request that can never be sampled."""
+        params, uid = request.params, request.uid
+        needed = len(request.prompt_ids) + params.max_new_tokens
+        if request.media:
+            raise EngineError(f"request {uid} has {request.media[0].kind}s, and this rollout engine reads text")
+        if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
+            raise EngineError(
+                f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "
+                f"and {len(request.sampled_ids)} tokens sampled earlier; it needs a prompt token and room for one more"
+            )
+        if needed > self.max_length:
+            raise EngineError(
+                f"request {uid} may need {needed} tokens, and vLLM takes {self.max_length}; shorten prompts or "
+                "responses, or raise rollout.engine.options.server.max_model_len"
+            )
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise EngineError(
+                f"request {uid} has temperature {params.temperature:g}, which vLLM raises to {LEAST_TEMPERATURE}; "
+                "expected 0 (greedy) or at least that: change rollout.temperature"
+            )
+        if params.allowed_token_ids is not None or params.bad_words:
+            check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
+
+    async def _answer(self, live: Live) -> None:
+        """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""
+        request = live.request
+        try:
+            async with asyncio.timeout(request.deadline_seconds), self._room:
+                live.is_sent = True
+                body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None)
+                answer = await self.server.client.answer("POST", "/inference/v1/generate", body, seconds=None)
+            event: Event = Finished(request.uid, request.attempt, completion_of(answer, request))
+        except TimeoutError:
+            why = f"its deadline of {request.deadline_seconds:g} s was over"
+            event = Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))
+        except (EngineError, *LOST, *UNREADABLE) as error:
+            event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
+        self._ended.put((live, event))
+
+    def _taken(self, timeout_seconds: float) -> list[Event]:
+        """The events that have come, of requests that were not replaced."""
+        events = []
+        with _empty_is_fine():
+            live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
+            while True:
+                if isinstance(event, Failed) and not event.failure.timed_out:
+                    self.server.examine(event.failure.message)
+                if live is None or self._live.get(event.uid) is live:
+                    events.append(event)
+                if live is not None and self._live.get(event.uid) is live:
+                    del self._live[event.uid]
+                    self._seen = (-1, time.monotonic())
+                live, event = self._ended.get_nowait()
+        return events
+
+    def _end(self, chosen: list[Live]) -> None:
+        """Ends requests, and returns when all have come to their end."""
+        until = time.monotonic() + self._answer_seconds
+        for live in chosen:
+            if not live.is_sent and live.call.cancel():
+                request = live.request
+                self._ended.put((live, Finished(request.uid, request.attempt, completion_of(None, request))))
+        while sent := [live for live in chosen if not live.call.done()]:
+            # The id as the server names it; a plain one is answered with success, and nothing happens.
+            self._call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{live.name}" for live in sent]})
+            wait([live.call for live in sent], timeout=ABORT_SECONDS)
+            if time.monotonic() > until:
+                raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
+
+    def _ready(self) -> None:
+        """Waits for the server's start.  Raises: EngineError."""
+        if not self._is_ready:
+            self.server.wait(self._start_seconds)
+            self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            self._is_ready = True
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        """Calls the server and returns its answer.  Raises: HttpError; EngineError where it is gone or hangs."""
+        self.server.check()
+        try:
+            return self.server.client.call(method, path, body, seconds=self._answer_seconds)
+        except TimeoutError as error:
+            raise self.server.failure(f"did not answer {path} within {self._answer_seconds:g} s") from error
+        except LOST as error:
+            raise self.server.failure(f"closed the connection ({error}) at {path}") from error
+
+    def _look(self) -> None:
+        """Raises: EngineError where the server has ended, or no running request got a token in time."""
+        self.server.check()
+        now, (tokens, changed_at) = time.monotonic(), self._seen
+        if now - changed_at < self._answer_seconds / 4:
+            return
+        count = self._call("GET", "/whet/requests?count")["tokens"]
+        if count != tokens:
+            self._seen = count, now
+        elif now - changed_at > self._answer_seconds:
+            raise self.server.failure(f"gave no token to {len(self._live)} requests for {self._answer_seconds:g} s")
+
+    def _require_whole_weights(self) -> None:
+        if self._coming is not None:
+            raise WeightSyncError(
+                f"version {self._coming} of the weights did not arrive whole, and what is left of version "
+                f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
+            )
+
+
+@contextmanager
+def _empty_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except queue.Empty:
+        return
+
+
+def _where_found(base: str, model: ModelConfig) -> dict[str, Any]:
+    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
+    paths = {"model": base, "tokenizer": model.tokenizer_path or base}
+    return {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in paths.items()}
+
+
+def _for_adapter(model: ModelConfig) -> dict[str, Any]:
+    """The arguments for the adapter that a run trains.  Raises: ConfigError for one that vLLM cannot sample with."""
+    rank = model.lora.rank
+    if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
+        raise ConfigError(
+            f"rollout.engine.options.adapter=true with model.lora.rank={rank}; expected a rank of 1 to {RANKS[-1]} "
+            "over the weights of a whole model's folder, without another adapter: set it to false"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
+
+
+def _max_length(server: Mapping[str, Any], positions: int) -> int:
+    """The longest sequence that vLLM is to take.  Raises: ConfigError for one that the model cannot have."""
+    length = server.get("max_model_len", positions)
+    if not isinstance(length, int) or not 0 < length <= positions:
+        raise ConfigError(
+            f"rollout.engine.options.server.max_model_len={length!r}; expected 1 to {positions}, the positions of the "
+            "model: lower it, or leave it out"
+        )
+    return length

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Additions to the worker of vLLM 0.32 (--worker-extension-cls), loaded in its process; nothing of whet is imported.
+
+- Weights: a transfer back end that loads a safetensors file into the live model. On a CPU linear layers compute with
+  their own parameters: vLLM packs a copy of them once, which later weights would not reach.
+- Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
+  with a random number that is a function of the request's key and the token's place in the response, as in
+  whet/rollout/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm import _custom_ops
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+
+GREEDY = 1e-5  # temperatures below are greedy, as in vLLM
+MASK = 2**64 - 1
+
+
+class Extension:
+    """Base class that vLLM adds to its worker; importing this module does the rest of the work."""
+
+    model_runner: Any
+
+    def replace_adapter(self, name: str, path: str) -> None:
+        """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
+        self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
+
+
+# -- weights
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """An empty start: the file of an update is all that a transfer needs."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The file of one update."""
+
+    path: str = ""
+
+
+class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads weights under their checkpoint names from a safetensors file."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Does nothing."""
+
+    def start_weight_update(self) -> None:
+        """Begins an update; an accelerator's kernels may want weights in another layout, which vLLM itself restores."""
+        if not current_platform.is_cpu():
+            initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, info: UpdateInfo) -> None:
+        """Loads all weights of the file.  Raises: ValueError where one of the model's is not among them."""
+        with safe_open(info.path, "pt") as file:
+            names = list(file.keys())
+            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)
+        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
+        if loaded is not None and (missing := sorted(own - loaded)):
+            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Ends an update: puts weights into the layout that the kernels want."""
+        if current_platform.is_cpu():
+            _pack_experts(self.model)
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Does nothing."""
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Packs experts for the CPU's kernel again: vLLM does so once, and an update writes the checkpoint's layout."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+            continue
+        config = experts.moe_config
+        if experts._padded_intermediate_size(config) != config.intermediate_size_per_partition:
+            raise ValueError(
+                f"experts of intermediate size {config.intermediate_size_per_partition} are padded on a CPU, and "
+                "cannot be updated in place"
+            )
+        weights: Any = module.w13_weight, module.w2_weight
+        for weight in weights:
+            weight.data.copy_(_custom_ops.cpu_prepack_moe_weight(weight.data.clone(), experts.isa))
+
+
+def _plain_products() -> None:
+    """Makes linear layers of a CPU compute with their parameters, instead of a packed copy."""
+    packing = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            packing(layer, remove_weight)
+
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+# -- sampling
+
+
+class KeyedSampler(Sampler):
+    """vLLM's sampler with the log-probs and the random numbers of whet."""
+
+    rows: Sequence[Any] = ()  # the requests of the batch, in the order of its rows; empty where vLLM warms up
+    _temperature: torch.Tensor | None = None  # while log-probs of sampled tokens are computed
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *rest: Any, **more: Any) -> Any:
+        """Logits [S, V] -> tokens and log-probs."""
+        if len(self.rows) == len(logits) and any(_given(row, "sampled", 0) for row in self.rows):
+            sampling_metadata = _with_earlier_tokens(sampling_metadata, self.rows)
+        self._temperature = sampling_metadata.temperature
+        try:
+            return super().forward(logits, sampling_metadata, *rest, **more)
+        finally:
+            self._temperature = None
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """[S, V] -> log_softmax(logits / temperature), temperature 1 where greedy."""
+        logits = logits.to(torch.float32)
+        if self._temperature is not None:
+            logits = logits / self._temperature.where(self._temperature >= GREEDY, 1.0)[:, None]
+        return logits.log_softmax(-1)
+
+    def sample(self, logits: torch.Tensor, sampling_metadata: Any, *rest: Any) -> Any:
+        """Draws tokens [S] with each row's own random number."""
+        if sampling_metadata.all_greedy or len(self.rows) != len(logits):
+            return super().sample(logits, sampling_metadata, *rest)
+        greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
+        temperature = sampling_metadata.temperature
+        logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        drawn = _draw(logits, torch.tensor([_number(row) for row in self.rows], device=logits.device))
+        return (drawn if greedy is None else torch.where(temperature < GREEDY, greedy, drawn)), None
+
+
+def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token of each row where its cumulated probability first exceeds its number.   [S, V], [S] -> [S]"""
+    probs = logits.softmax(-1)
+    cumulated = probs.cumsum(-1)
+    tokens = torch.searchsorted(cumulated, numbers[:, None] * cumulated[:, -1:], right=True).squeeze(1)
+    last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(-1)
+    return torch.minimum(tokens, last)
+
+
+def _number(row: Any) -> float:
+    """The random number in [0, 1) of a request's next token: splitmix64's hash of key and place."""
+    place = _given(row, "sampled", 0) + len(row.output_token_ids)
+    key = _given(row, "key", None)
+    x = ((random.getrandbits(64) if key is None else key) + (place + 1) * 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((x ^ (x >> 31)) >> 40) * 2.0**-24
+
+
+def _with_earlier_tokens(metadata: Any, rows: Sequence[Any]) -> Any:
+    """The metadata with tokens of the response that an earlier attempt sampled, and that came with the prompt."""
+    if not metadata.output_token_ids:
+        return metadata  # nothing reads them
+    earlier = [row.prompt_token_ids[len(row.prompt_token_ids) - _given(row, "sampled", 0) :] for row in rows]
+    together = [[*before, *after] for before, after in zip(earlier, metadata.output_token_ids, strict=True)]
+    return replace(metadata, output_token_ids=together)
+
+
+def _given(row: Any, name: str, default: Any) -> Any:
+    """An extra argument of a request's sampling parameters."""
+    return (row.sampling_params.extra_args or {}).get(name, default)
+
+
+def _key_the_sampler() -> None:
+    """Puts KeyedSampler into the model runner, and gives it the requests of each batch."""
+    gpu_model_runner.Sampler = KeyedSampler
+    runner, batch = gpu_model_runner.GPUModelRunner, gpu_input_batch.InputBatch
+    plain_sample, plain_add = runner._sample, batch.add_request
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sampler.rows = [self.requests[name] for name in self.input_batch.req_ids]
+        return plain_sample(self, *args, **kwargs)
+
+    def add_request(self: Any, request: Any) -> Any:
+        if request.sampling_params is not None and (words := _given(request, "bad_words", None)):
+            request.sampling_params._bad_words_token_ids = words
+        return plain_add(self, request)
+
+    runner._sample, batch.add_request = sample, add_request
+
+
+if "whet" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("whet", FileTransfer)
+    _plain_products()
+    _key_the_sampler()

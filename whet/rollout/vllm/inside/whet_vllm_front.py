@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Additions to the front of a vLLM 0.32 server (--middleware), loaded in its process; nothing of whet is imported."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm.entrypoints.generate.structured_decisions import api_router
+
+
+class Requests:
+    """Middleware: GET /whet/requests gives id, tokens, log-probs and weight versions of each unfinished request, and
+    /whet/requests?count the number of their tokens."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers, or passes on what is for others."""
+        if scope["type"] != "http" or scope["path"] != "/whet/requests":
+            await self.app(scope, receive, send)
+            return
+        states = scope["app"].state.engine_client.output_processor.request_states.values()
+        if scope["query_string"] == b"count":
+            answer: Any = {"tokens": sum(len(state.detokenizer.output_token_ids) for state in states)}
+        else:
+            answer = [_tokens_so_far(state) for state in states]
+        body = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _tokens_so_far(state: Any) -> dict[str, Any]:
+    tokens, chosen = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+    spans = (state._weight_version_spans() or []) if tokens else []
+    return {
+        "request_id": state.external_req_id,
+        "token_ids": tokens,
+        "log_probs": [each[token].logprob for token, each in zip(tokens, chosen, strict=True)],
+        "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
+    }
+
+
+def _no_decisions(*_: Any) -> None:
+    """Leaves out vLLM's /v1/systemone, which fails at the start where a tokenizer has no token for some words."""
+
+
+api_router.init_structured_decisions_state = _no_decisions

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and completions in the words of vLLM's /inference/v1/generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from whet.errors import EngineError
+from whet.rollout.protocol import Completion, Request
+from whet.types import FinishReason, Versions
+
+FIRST_VERSION = 0  # of the weights that the server itself loaded, which it calls "default"
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def body_of(request: Request, name: str, version: int, adapter: str | None = None) -> dict[str, Any]:
+    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+    params, sampled = request.params, len(request.sampled_ids)
+    return {
+        "request_id": name,
+        "model": adapter,
+        "token_ids": [*request.prompt_ids, *request.sampled_ids],
+        "cache_salt": f"version {version}",  # prompts that were computed with other weights are not shared
+        "sampling_params": {
+            "max_tokens": params.max_new_tokens - sampled,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "stop_token_ids": list(params.stop_token_ids),
+            "stop": list(params.stop),
+            "include_stop_str_in_output": True,
+            "detokenize": bool(params.stop),
+            "allowed_token_ids": None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+            "ignore_eos": True,  # stop_token_ids has all that end a response
+            "logprobs": 0,  # of the sampled token alone
+            # Not vLLM's seed: on a CPU a seeded request fails whose prompt is computed in several parts.
+            "extra_args": {
+                "key": request.key,
+                "sampled": sampled,
+                "bad_words": [list(word) for word in params.bad_words],
+            },
+        },
+    }
+
+
+def completion_of(answer: Any, request: Request) -> Completion:
+    """The completion in an answer of the server; without one that of a request never sent.  Raises: EngineError."""
+    if answer is None:
+        return Completion((), (), "abort", ())
+    [choice] = answer["choices"]
+    tokens, reason = tuple(choice["token_ids"] or ()), choice["finish_reason"]
+    log_probs = tuple(each["logprob"] for each in (choice["logprobs"] or {}).get("content") or ())
+    versions = versions_of(choice["weight_versions"] or ())
+    if reason not in REASONS or len(log_probs) != len(tokens) or sum(count for _, count in versions) != len(tokens):
+        raise EngineError(
+            f"vLLM answered request {request.uid} with {len(tokens)} tokens, {len(log_probs)} log-probs, versions "
+            f"{versions} and finish_reason {reason!r}; expected as many of each, and stop, length or abort: see its log"
+        )
+    stop = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
+    return Completion(tokens, log_probs, REASONS[reason], versions, stop)
+
+
+def versions_of(spans: Sequence[Any]) -> Versions:
+    """Runs of (version, tokens) from vLLM's spans."""
+    return tuple(
+        (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
+        for span in spans
+    )

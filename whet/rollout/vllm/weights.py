@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as one safetensors file in shared memory, which vLLM's processes read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from whet.errors import WeightSyncError
+
+HEADER_BYTES = 2**22  # names, dtypes and places of some ten thousand weights; the rest is spaces
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number of its layer
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@contextmanager
+def weights_file(weights: Weights) -> Iterator[str]:
+    """Writes weights as they come, and yields the path of the file. It has no name that could remain after a crash: it
+    is a descriptor of this process, and the kernel frees it with the last process that has it open.
+
+    Raises: what `weights` raises; WeightSyncError where there is no memory for them."""
+    file = os.memfd_create("whet-vllm-weights")
+    try:
+        header, end = dict[str, object](), 0
+        for name, weight in weights:
+            octets = weight.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
+            _write(file, octets.data, HEADER_BYTES + end)
+            place = [end, end + len(octets)]
+            header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": place}
+            end += len(octets)
+        text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
+        _write(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _write(file: int, octets: memoryview, offset: int) -> None:
+    try:
+        while octets:
+            written = os.pwrite(file, octets, offset)
+            octets, offset = octets[written:], offset + written
+    except OSError as error:
+        raise WeightSyncError(
+            f"weights for vLLM cannot be written to shared memory at byte {offset} ({error.strerror}); expected "
+            "room for the weights once more: use a machine with more memory"
+        ) from error
+
+
+def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
+    """The weights under the names of checkpoints: where transformers keeps weights of a layer together, such as those
+    of its experts, they are split; `model` may be on meta."""
+    if not get_model_conversion_mapping(model, add_legacy=False):
+        return weights
+    return _split(weights, model)
+
+
+@contextmanager
+def adapter_folder(weights: Weights, config: Mapping[str, Any]) -> Iterator[str]:
+    """Writes an adapter's folder, in shared memory where there is some, and yields its path."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=memory if memory.is_dir() else None) as folder:
+        save_file({name: each.detach().cpu().contiguous() for name, each in weights}, f"{folder}/{ADAPTER_WEIGHTS}")
+        Path(folder, "adapter_config.json").write_text(json.dumps(dict(config)))
+        yield folder
+
+
+def _split(weights: Weights, model: PreTrainedModel) -> Weights:
+    for _, group in groupby(weights, key=_layer):
+        whole = {name: weight.clone() for name, weight in group}  # a weight may be a view that the next one overwrites
+        yield from revert_weight_conversion(model, whole).items()
+
+
+def _layer(named: tuple[str, torch.Tensor]) -> str:
+    found = LAYER.match(named[0])
+    return named[0] if found is None else found.group()
