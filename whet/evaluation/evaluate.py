@@ -116,12 +116,14 @@ def evaluate(
     return evaluation
 
 
-def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> InProcessEngine[Any]:
-    """Opens an engine in this process that samples from the model in the folder `model_path`."""
+def open_engine(
+    rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0
+) -> InProcessEngine[Any]:
+    """Opens an engine in this process that samples from the model in the folder `model_path`, as `version`."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     engine = rollout_engine(rollout, torch_dtype(rollout.dtype or model.dtype), load, device)
-    load_model(engine, own, device)
+    load_model(engine, own, device, version=version)
     return engine
 
 

@@ -39,8 +39,8 @@ def rollout_engine(
     return engine
 
 
-def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.device) -> None:
-    """Gives an engine a model of its own, in the dtype that it computes in.  Raises: ModelError."""
+def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.device, *, version: int = 0) -> None:
+    """Gives an engine a model of its own, as `version`, in the dtype that it computes in.  Raises: ModelError."""
     assert model.path is not None
     module = load_policy(
         model.path,
@@ -49,7 +49,7 @@ def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.d
         trust_remote_code=model.trust_remote_code,
     )
     module.requires_grad_(False)
-    engine.attach(module.to(device, engine.dtype), version=0, is_own=True)  # type: ignore[arg-type]
+    engine.attach(module.to(device, engine.dtype), version=version, is_own=True)  # type: ignore[arg-type]
 
 
 def build_collector(

@@ -19,7 +19,7 @@ from whet.models.lora import plain_copy
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import StopStrings
-from whet.types import Failure, FinishReason, Versions
+from whet.types import Failure, FinishReason, Versions, last_versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 
@@ -61,13 +61,9 @@ class LiveRequest:
         """Its tokens that no Partial has had, the newest sampled by `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
-        versions, left = list[tuple[int, int]](), len(self.tokens) - first
-        for sampled_by, count in reversed(self.versions):
-            if left:
-                versions.insert(0, (sampled_by, min(count, left)))
-                left -= versions[0][1]
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
-        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, tuple(versions))
+        versions = last_versions(self.versions, len(tokens))
+        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions)
 
 
 L = TypeVar("L", bound=LiveRequest)
