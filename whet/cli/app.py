@@ -27,6 +27,7 @@ from whet.cli.init_model import init_model
 from whet.cli.lm_eval import lm_eval
 from whet.cli.plan import plan
 from whet.cli.quickstart import quickstart
+from whet.cli.serve import serve
 from whet.cli.train import sft, train
 from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
@@ -52,6 +53,7 @@ for panel, name, function in (
     (AFTER, "generate", generate),
     (AFTER, "compare", compare),
     (AFTER, "lm-eval", lm_eval),
+    (AFTER, "serve", serve),
     (AFTER, "export", export),
     (LOOK, "doctor", doctor),
     (LOOK, "plan", plan),

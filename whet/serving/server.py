@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet serve`: loads a model or a run into a rollout engine, serves it over HTTP, and follows its training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from whet.checkpoints import checkpoint
+from whet.checkpoints.export import find_model, model_folder
+from whet.config.schema import Dtype, ModelConfig, RolloutConfig, RolloutEngineConfig
+from whet.errors import CheckpointError, ConfigError
+from whet.evaluation.evaluate import open_engine
+from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids
+from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
+from whet.serving.app import App, Limits
+from whet.serving.bodies import BodyReader
+from whet.serving.engine_thread import EngineThread
+
+log = logging.getLogger(__name__)
+FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a server."""
+
+    path: str  # a Hugging Face folder or hub name, a checkpoint, or a run
+    name: str | None = None  # of the model for clients; the last part of the path
+    engine: str = "native"
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: Dtype = "float32"
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: a free one
+    api_key: str | None = None
+    follow: bool = False  # load new checkpoints of the run
+    best: bool = False  # the run's checkpoint with the best validation, not the newest
+    max_tokens: int = 2048  # of a response whose request names no limit
+    limits: Limits = field(default_factory=Limits)
+    stop_seconds: float = 30.0  # for running requests to end, once the server is to stop
+    trust_remote_code: bool = False
+
+
+def serve(settings: Settings) -> None:
+    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+    with ExitStack() as stack:
+        bound = stack.enter_context(_bound(settings.host, settings.port))
+        source = _source(settings)
+        trusted = settings.trust_remote_code
+        folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
+        model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
+        chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.engine_options))
+        rollout = RolloutConfig(engine=chosen, max_batch_size=settings.limits.max_running)
+        tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+        reader = BodyReader(
+            name=settings.name or Path(settings.path).expanduser().resolve().name,
+            tokenizer=tokenizer,
+            stop_ids=stop_token_ids(folder, tokenizer),
+            context=context_length(folder, trust_remote_code=trusted),
+            vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
+            max_tokens=settings.max_tokens,
+        )
+        step = _step(source)
+        engine = open_engine(rollout, model, folder, version=0 if step is None else step)
+        server = _Server(settings, reader, engine, source)
+        server.run(bound)
+
+
+class _Server:
+    """A loaded engine, its thread, and the HTTP server in front of it."""
+
+    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str) -> None:
+        self._settings, self._name, self._source = settings, reader.name, source
+        self._engine = EngineThread(engine, on_death=lambda error: self._end())
+        try:
+            warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
+            self._engine.call(lambda: generate(engine, [warm_up])).result()  # makes the cache, compiles the kernels
+        except BaseException:
+            self._engine.stop()
+            raise
+        app = App(reader, self._engine, settings.limits, settings.api_key, lambda: {"root": self._source})
+        app.asgi.router.lifespan_context = self._lifespan
+        self._http = uvicorn.Server(
+            uvicorn.Config(
+                app.asgi,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
+            )
+        )
+
+    def run(self, bound: socket.socket) -> None:
+        """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
+        try:
+            self._announce(*bound.getsockname()[:2])
+            with _signals_end_quietly():
+                self._http.run(sockets=[bound])
+            death = self._engine.death
+        finally:
+            self._engine.stop()
+        if death is not None:
+            raise death
+
+    def _end(self) -> None:
+        self._http.should_exit = True
+
+    def _announce(self, host: str, port: int) -> None:
+        settings = self._settings
+        log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
+        log.info("Ctrl-C ends it; requests that run then have %g s", settings.stop_seconds)
+        if settings.host not in LOCAL and settings.api_key is None:
+            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        follower = asyncio.create_task(self._follow()) if self._settings.follow else None
+        yield
+        if follower is not None:
+            follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await follower
+
+    async def _follow(self) -> None:
+        """Loads each new checkpoint of the run, between two decode steps."""
+        run, last = Path(self._settings.path).expanduser(), _step(self._source) or 0
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            newest = checkpoint.newest(run)
+            if newest is None or (step := checkpoint.step_of(newest)) <= last:
+                continue
+            last = step
+            try:
+                await asyncio.to_thread(self._load, str(newest), step)
+            except CheckpointError as error:
+                log.warning("%s; the server goes on with %s", error, self._source)
+            else:
+                self._source = str(newest)
+                log.info("serving %s from now on", newest)
+
+    def _load(self, source: str, version: int) -> None:
+        trusted = self._settings.trust_remote_code
+        with model_folder(source, trust_remote_code=trusted) as folder:
+            module = load_policy(folder, trust_remote_code=trusted)
+        self._engine.call(lambda: self._engine.engine.load(module.named_parameters(), version)).result()
+
+
+def _source(settings: Settings) -> str:
+    """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
+    run = Path(settings.path).expanduser()
+    found = find_model(settings.path)
+    is_run = found != settings.path and Path(found) != run
+    if (settings.follow or settings.best) and not is_run:
+        option = "--follow" if settings.follow else "--best"
+        raise ConfigError(f"{option} is set and {settings.path} is no folder of a run; name one, or leave {option} out")
+    if settings.follow and settings.best:
+        raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
+    if not settings.best:
+        return found
+    best = checkpoint.best(run / "checkpoints")
+    if best is None:
+        raise ConfigError(f"no checkpoint of {run} has a validation score; leave --best out to serve the newest")
+    return str(best)
+
+
+def _step(source: str) -> int | None:
+    """The step of a checkpoint; None for a model."""
+    folder = Path(source).expanduser()
+    return checkpoint.step_of(folder) if (folder / checkpoint.MANIFEST).exists() else None
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket with the address, before the model is loaded.  Raises: ConfigError."""
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(1)
+            yield bound
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {host}:{port} ({error.strerror}); name another address with --host, or "
+            "another port with --port (0: a free one)"
+        ) from error
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
