@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,9 +42,8 @@ class Running:
         """A plain client."""
         return httpx.Client(base_url=self.address, timeout=60)
 
-    def stop(self, number: int = signal.SIGINT) -> tuple[int, str]:
-        """Its exit status after the signal, and all that it printed."""
-        self.process.send_signal(number)
+    def ended(self) -> tuple[int, str]:
+        """Waits for its end.  Returns the exit status, and all that it printed."""
         rest, _ = self.process.communicate(timeout=60)
         return self.process.returncode, "".join(self.lines) + rest
 

@@ -17,7 +17,9 @@ class Dtype(StrEnum):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="a model folder, a hub name, a checkpoint, or a run (its newest)")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, a checkpoint, or a run (its newest)")
+    ],
     name: Annotated[
         str | None, typer.Option(help="name of the model for clients; unset: the last part of MODEL")
     ] = None,
@@ -47,7 +49,9 @@ def serve(
         bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
     ] = False,
 ) -> None:
-    """Serve a model or a run to OpenAI clients: /v1/chat/completions, /v1/completions."""
+    """Serve a model or a run to OpenAI clients.
+
+    It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
     from whet.errors import ConfigError, pip_install
     from whet.registry import ROLLOUT_ENGINES
 

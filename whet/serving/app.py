@@ -28,7 +28,7 @@ from whet.serving.answers import Answer, ChatAnswer, Piece, Sample, TextAnswer, 
 from whet.serving.api_error import ApiError, of_failure, of_refusal
 from whet.serving.bodies import Asked, BodyReader
 from whet.serving.counters import Counters
-from whet.serving.engine_thread import EngineThread
+from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
@@ -183,9 +183,9 @@ class App:
             left = len(requests)
             while left:
                 event = await queue.get()
+                if isinstance(event, EngineStoppedError):
+                    raise ApiError(503, f"the request was ended: {event}", code="stopped")
                 if isinstance(event, WhetError):
-                    if self._engine.death is not None:
-                        raise ApiError(503, f"the engine has stopped: {event}", code="engine_stopped") from event
                     raise of_refusal(event)
                 if isinstance(event, Failed):
                     raise of_failure(event.failure)

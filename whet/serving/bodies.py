@@ -245,8 +245,8 @@ class BodyReader:
         if room < (limit or 1):
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and {limit or 1} more are asked for, over the model's context of "
-                f"{self.context} tokens; shorten the prompt or lower max_tokens",
+                f"the prompt has {len(prompt)} tokens and the response may have {limit or 1}, over the model's context "
+                f"of {self.context} tokens; shorten the prompt or lower max_tokens",
                 param="max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
                 code="context_length_exceeded",
             )

@@ -23,6 +23,10 @@ T = TypeVar("T")
 Deliver = Callable[[Event | WhetError], None]  # called in the engine's thread
 
 
+class EngineStoppedError(EngineError):
+    """The end of all requests: the engine failed, or the server is stopping."""
+
+
 class EngineThread:
     """Runs an engine until `stop`. All methods but `run` may be called from other threads and return at once.
 
@@ -68,6 +72,15 @@ class EngineThread:
 
         self.call(leave)
 
+    def end_requests(self) -> None:
+        """Ends all requests, with an error."""
+
+        def end() -> None:
+            self.engine.abort(list(self._deliver))
+            self._tell_all(EngineError("the server is stopping"))
+
+        self.call(end)
+
     def stop(self) -> None:
         """Ends the thread and closes the engine."""
 
@@ -86,7 +99,7 @@ class EngineThread:
                 for event in self.engine.poll(POLL_SECONDS if self._deliver else 0.0):
                     self._pass_on(event)
         except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
-            self._die(_named(error))
+            self._die(named(error))
         else:
             self.engine.close()
             self._die(EngineError("the server is stopping"), is_expected=True)
@@ -124,12 +137,16 @@ class EngineThread:
     def _die(self, error: WhetError, *, is_expected: bool = False) -> None:
         """Tells all who wait."""
         self.death = error
-        for deliver in self._deliver.values():
-            deliver(error)
-        self._deliver.clear()
+        self._tell_all(error)
         self._refuse_calls(error)
         if not is_expected:
             self._on_death(error)
+
+    def _tell_all(self, error: WhetError) -> None:
+        for deliver in self._deliver.values():
+            deliver(EngineStoppedError(str(error)))
+        self._deliver.clear()
+        self._waiting.clear()
 
     def _refuse_calls(self, error: WhetError) -> None:
         while True:
@@ -140,7 +157,7 @@ class EngineThread:
             future.set_exception(error)
 
 
-def _named(error: Exception) -> WhetError:
+def named(error: Exception) -> WhetError:
     """The error of an engine, as one that a user can act on."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return EngineError(

@@ -25,10 +25,11 @@ from whet.models.load import context_length, load_config, load_policy, load_toke
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
 from whet.serving.app import App, Limits
 from whet.serving.bodies import BodyReader
-from whet.serving.engine_thread import EngineThread
+from whet.serving.engine_thread import EngineThread, named
 
 log = logging.getLogger(__name__)
 FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
+END_SECONDS = 5.0  # for clients to read an error
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -86,20 +87,14 @@ class _Server:
         try:
             warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
             self._engine.call(lambda: generate(engine, [warm_up])).result()  # makes the cache, compiles the kernels
-        except BaseException:
+        except Exception as error:
             self._engine.stop()
-            raise
+            raise named(error) from error
         app = App(reader, self._engine, settings.limits, settings.api_key, lambda: {"root": self._source})
         app.asgi.router.lifespan_context = self._lifespan
-        self._http = uvicorn.Server(
-            uvicorn.Config(
-                app.asgi,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
-            )
-        )
+        config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, server_header=False)
+        config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
+        self._http = _HttpServer(config, self._engine, settings.stop_seconds)
 
     def run(self, bound: socket.socket) -> None:
         """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
@@ -119,7 +114,7 @@ class _Server:
     def _announce(self, host: str, port: int) -> None:
         settings = self._settings
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
-        log.info("Ctrl-C ends it; requests that run then have %g s", settings.stop_seconds)
+        log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
         if settings.host not in LOCAL and settings.api_key is None:
             log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
 
@@ -154,6 +149,19 @@ class _Server:
         with model_folder(source, trust_remote_code=trusted) as folder:
             module = load_policy(folder, trust_remote_code=trusted)
         self._engine.call(lambda: self._engine.engine.load(module.named_parameters(), version)).result()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, which ends requests with an error where they take too long after a signal."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, stop_seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._stop_seconds = engine, stop_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections, and waits for requests to end."""
+        asyncio.get_running_loop().call_later(self._stop_seconds, self._engine.end_requests)
+        await super().shutdown(sockets)
 
 
 def _source(settings: Settings) -> str:
