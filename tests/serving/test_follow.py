@@ -13,10 +13,10 @@ import pytest
 import torch
 from server_processes import Running, Start
 
-from whet.trainers.build import train
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.models.load import load_policy
+from whet.trainers.build import train
 
 TrainConfigs = Callable[..., TrainConfig]
 LORA = {"model.lora.rank": 4}
