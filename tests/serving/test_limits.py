@@ -67,7 +67,8 @@ def test_a_body_that_is_too_large(http: httpx.Client, is_chunked: bool) -> None:
     ("body", "kind", "status", "message"),
     [
         (b"{", "application/json", 400, "the body is not JSON"),
-        (b'{"model": NaN}', "application/json; charset=utf-8", 400, "NaN is no JSON number"),
+        (b'{"model": NaN}', "application/json; charset=utf-8", 400, "model is nan: input should be a valid string"),
+        (b'{"model": "m", "\\ud800": 1}', "application/json", 400, "unknown parameter \\ud800; remove it"),
         (b"[" * 9000, "application/json", 400, "the body is not JSON"),
         (b"\xff", "application/json", 400, "the body is not JSON"),
         (b"[1]", "application/json", 400, "the body is a JSON list; expected an object"),

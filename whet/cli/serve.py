@@ -17,6 +17,7 @@ class Dtype(StrEnum):
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, a checkpoint, or a run (its newest)")
     ],
@@ -58,32 +59,14 @@ def serve(
     options = _options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     try:
-        from whet.serving.app import Limits
-        from whet.serving.server import Settings
         from whet.serving.server import serve as run
+        from whet.serving.settings import Settings
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
-    limits = Limits(max_running, max_waiting, round(max_body_mib * 2**20), deadline_seconds)
-    run(
-        Settings(
-            path=model,
-            name=name,
-            engine=engine,
-            engine_options=options,
-            dtype=dtype.value,
-            host=host,
-            port=port,
-            api_key=api_key,
-            follow=follow,
-            best=best,
-            max_tokens=max_tokens,
-            limits=limits,
-            stop_seconds=stop_seconds,
-            trust_remote_code=trust_remote_code,
-        )
-    )
+    # The fields of the settings have the names of the parameters.
+    run(Settings(**{**context.params, "option": options, "dtype": dtype.value}))
 
 
 def _options(words: list[str]) -> dict[str, Any]:

@@ -31,13 +31,14 @@ class Piece:
 
 
 class Sample:
-    """One choice of a response, whose tokens come in parts."""
+    """A choice of a response, whose tokens come in parts."""
 
     def __init__(self, index: int, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.index, self.prompt_ids = index, asked.prompts[index // asked.n]
+        number = index // asked.body.n
+        self.index, self.prompt_ids = index, asked.prompts[number]
         self.num_tokens = self.num_calls = self.num_pieces = 0  # given so far
         self.num_characters = 0  # of the tokens so far, one by one
-        self._text, self._cut = TextStream(tokenizer), StopCut(asked.params[index // asked.n].stop)
+        self._text, self._cut = TextStream(tokenizer), StopCut(asked.params[number].stop)
         self._tools = ToolText() if asked.tools else None
 
     def add(
@@ -70,20 +71,17 @@ class Answer:
 
     def whole(self, samples: Sequence[tuple[Sample, Piece]]) -> Json:
         """The response."""
-        choices = [
-            {**self._choice(sample, piece), "logprobs": self._log_probs(sample, piece), **self._ids(sample, piece)}
-            for sample, piece in samples
-        ]
+        choices = [self._full(self._choice(sample, piece), sample, piece) for sample, piece in samples]
         usage = self._usage([sample for sample, _ in samples])
         return {**self._frame(self.kind, [piece for _, piece in samples]), "choices": choices, "usage": usage}
 
     def chunk(self, sample: Sample, piece: Piece) -> Json | None:
         """The chunk with a piece; None for a piece in which a client would see nothing."""
-        shows_tokens = piece.token_ids and (self.asked.logprobs or self.asked.return_token_ids)
+        shows_tokens = piece.token_ids and (self.asked.has_log_probs or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
             sample.num_pieces -= 1
             return None
-        choice = {**self._delta(sample, piece), "logprobs": self._log_probs(sample, piece), **self._ids(sample, piece)}
+        choice = self._full(self._delta(sample, piece), sample, piece)
         frame = {**self._frame(self.chunk_kind, [piece]), "choices": [choice]}
         return {**frame, "usage": None} if self.asked.include_usage else frame
 
@@ -107,11 +105,15 @@ class Answer:
         prompt, completion = sum(map(len, self.asked.prompts)), sum(sample.num_tokens for sample in samples)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _ids(self, sample: Sample, piece: Piece) -> Json:
-        if not self.asked.return_token_ids:
-            return {}
-        first = {"prompt_token_ids": list(sample.prompt_ids)} if sample.num_pieces == 1 else {}
-        return {**first, "token_ids": list(piece.token_ids), "weight_versions": [list(run) for run in piece.versions]}
+    def _full(self, choice: Json, sample: Sample, piece: Piece) -> Json:
+        """A choice with all that both kinds of responses have."""
+        choice |= {"index": sample.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if self.asked.has_log_probs:
+            choice["logprobs"] = self._log_probs(sample, piece)
+        if self.asked.body.return_token_ids:
+            choice |= {"prompt_token_ids": list(sample.prompt_ids)} if sample.num_pieces == 1 else {}
+            choice |= {"token_ids": list(piece.token_ids), "weight_versions": [list(run) for run in piece.versions]}
+        return choice
 
     def _choice(self, sample: Sample, piece: Piece) -> Json:
         raise NotImplementedError
@@ -119,7 +121,7 @@ class Answer:
     def _delta(self, sample: Sample, piece: Piece) -> Json:
         raise NotImplementedError
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Json | None:
+    def _log_probs(self, sample: Sample, piece: Piece) -> Json:
         raise NotImplementedError
 
 
@@ -133,7 +135,7 @@ class ChatAnswer(Answer):
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if piece.calls:
             message["tool_calls"] = [call.to_dict() for call in piece.calls]
-        return {"index": sample.index, "message": message, "finish_reason": piece.finish_reason}
+        return {"message": message}
 
     def _delta(self, sample: Sample, piece: Piece) -> Json:
         delta: Json = {"role": "assistant", "content": ""} if sample.num_pieces == 1 else {}
@@ -142,11 +144,9 @@ class ChatAnswer(Answer):
         if piece.calls:
             first = sample.num_calls - len(piece.calls)
             delta["tool_calls"] = [{"index": first + at, **call.to_dict()} for at, call in enumerate(piece.calls)]
-        return {"index": sample.index, "delta": delta, "finish_reason": piece.finish_reason}
+        return {"delta": delta}
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Json | None:
-        if not self.asked.logprobs:
-            return None
+    def _log_probs(self, sample: Sample, piece: Piece) -> Json:
         content = []
         for token, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
             text, utf8 = self._texts[token]
@@ -161,25 +161,19 @@ class TextAnswer(Answer):
     prefix = "cmpl"
 
     def _choice(self, sample: Sample, piece: Piece) -> Json:
-        return {"index": sample.index, "text": piece.text, "finish_reason": piece.finish_reason}
+        return {"text": piece.text}
 
     def _delta(self, sample: Sample, piece: Piece) -> Json:
         return self._choice(sample, piece)
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Json | None:
-        if not self.asked.logprobs:
-            return None
+    def _log_probs(self, sample: Sample, piece: Piece) -> Json:
         tokens = [self._texts[token].text for token in piece.token_ids]
         offsets = []
         for text in tokens:
             offsets.append(sample.num_characters)
             sample.num_characters += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": list(piece.log_probs),
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+        log_probs = list(piece.log_probs)
+        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
 
 
 def fingerprint(version: int) -> str:

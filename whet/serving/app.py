@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,38 +28,25 @@ from whet.serving.api_error import ApiError, of_failure, of_refusal
 from whet.serving.bodies import Asked, BodyReader
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
+from whet.serving.settings import Settings
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
 T = TypeVar("T")
+Samples = AsyncGenerator[tuple[Sample, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes before it refuses."""
-
-    max_running: int = 256  # samples decoded together
-    max_waiting: int = 1024  # samples beyond these
-    max_body_bytes: int = 4 * 2**20
-    deadline_seconds: float = 600.0  # of a request
 
 
 class App:
     """An OpenAI-compatible application for one model; `asgi` is what a server runs."""
 
     def __init__(
-        self,
-        reader: BodyReader,
-        engine: EngineThread,
-        limits: Limits,
-        api_key: str | None = None,
-        described: Callable[[], dict[str, Any]] = dict,
+        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], dict[str, Any]]
     ) -> None:
-        self._reader, self._engine, self._limits = reader, engine, limits
-        self._api_key, self._described = api_key, described
+        """`described` gives more fields of the model's card."""
+        self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
         self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
         self._created, self._unfinished = int(time.time()), 0  # samples
         # The tokenizer and the chat template have a thread of their own, so that a long text holds up no other request.
@@ -73,7 +59,7 @@ class App:
             self._route(CHAT, partial(self._answer, CHAT), "POST"),
             self._route(TEXT, partial(self._answer, TEXT), "POST"),
         ]
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_here, Exception: _bug})
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
 
     def _route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
         """The endpoint behind the API key; errors become responses, and every request is counted."""
@@ -96,10 +82,11 @@ class App:
         return Route(path, counted, methods=[method])
 
     def _check_key(self, request: Request) -> None:
-        if self._api_key is None or request.url.path == HEALTH:
+        key = self._settings.api_key
+        if not key or request.url.path == HEALTH:
             return
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
             what = "another API key than the server's" if given else "no API key"
             raise ApiError(401, f"the request has {what}; send Authorization: Bearer KEY", code="invalid_api_key")
 
@@ -139,21 +126,21 @@ class App:
         uid = uuid.uuid4().hex
         answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
         events = self._events(uid, asked)
-        if not asked.stream:
+        if not asked.body.stream:
             body = await _unless_gone(request, self._whole(events, answer))
             self._counters.whole_request.observe(time.monotonic() - started)
             return JSONResponse(body)
         first = await _unless_gone(request, anext(events))
         self._counters.first_token.observe(time.monotonic() - started)
-        seconds = self._limits.deadline_seconds + ANSWER_SECONDS
-        return EventStream(self._chunks(first, events, answer, path, started), seconds)
+        seconds = self._settings.deadline_seconds + ANSWER_SECONDS
+        return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
     async def _body(self, request: Request) -> bytes:
         """The body.  Raises: ApiError for one that is too large, too slow, or not JSON by its type."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no page in a browser sends to another origin unasked
             raise ApiError(415, f"the content type is {kind or 'missing'}; send Content-Type: application/json")
-        most, body = self._limits.max_body_bytes, bytearray()
+        most, body = round(self._settings.max_body_mib * 2**20), bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
@@ -164,13 +151,13 @@ class App:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from error
         return bytes(body)
 
-    async def _events(self, uid: str, asked: Asked) -> AsyncGenerator[tuple[Sample, Event], None]:
+    async def _events(self, uid: str, asked: Asked) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
-        requests = asked.requests(uid, self._limits.deadline_seconds)
+        requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
-        room = self._limits.max_running + self._limits.max_waiting
+        room = self._settings.max_running + self._settings.max_waiting
         if len(requests) > room:
             raise ApiError(400, f"the request asks for {len(requests)} samples; the server takes {room}", param="n")
         if self._unfinished + len(requests) > room:
@@ -198,30 +185,24 @@ class App:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
 
-    async def _whole(self, events: AsyncGenerator[tuple[Sample, Event], None], answer: Answer) -> dict[str, Any]:
+    async def _whole(self, events: Samples, answer: Answer) -> dict[str, Any]:
         async with aclosing(events):
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
         return answer.whole(sorted(pieces, key=lambda each: each[0].index))
 
     async def _chunks(
-        self,
-        first: tuple[Sample, Event],
-        events: AsyncGenerator[tuple[Sample, Event], None],
-        answer: Answer,
-        path: str,
-        started: float,
+        self, first: tuple[Sample, Event], events: Samples, answer: Answer, path: str, started: float
     ) -> AsyncGenerator[str, None]:
         """The lines of a stream."""
         samples, status = dict[int, Sample](), 499
         found: tuple[Sample, Event] | None = first
         try:
-            async with aclosing(events):
-                while found is not None:
-                    sample, event = found
-                    samples[sample.index] = sample
-                    if (chunk := answer.chunk(sample, self._piece(sample, event))) is not None:
-                        yield _line(chunk)
-                    found = await anext(events, None)  # type: ignore[arg-type]  # of typeshed's overload
+            while found is not None:
+                sample, event = found
+                samples[sample.index] = sample
+                if (chunk := answer.chunk(sample, self._piece(sample, event))) is not None:
+                    yield _line(chunk)
+                found = await anext(events, None)  # type: ignore[arg-type]  # of typeshed's overload
             if (end := answer.end(list(samples.values()))) is not None:
                 yield _line(end)
             yield "data: [DONE]\n\n"
@@ -247,11 +228,11 @@ class App:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. The generator is closed when the client leaves or reads too slowly."""
+    """Server-sent events. Lines and samples are ended when the client leaves, or takes too long to read."""
 
-    def __init__(self, lines: AsyncGenerator[str, None], seconds: float) -> None:
+    def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._lines, self._seconds = lines, seconds
+        self._lines, self._samples, self._seconds = lines, samples, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the lines."""
@@ -261,6 +242,7 @@ class EventStream(StreamingResponse):
                     await super().__call__(scope, receive, send)
         finally:
             await self._lines.aclose()
+            await self._samples.aclose()
 
 
 def _pass_on(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[T], event: T) -> None:
@@ -291,13 +273,9 @@ async def _disconnected(request: Request) -> None:
 def _parsed(body: bytes) -> object:
     """The JSON of a body.  Raises: ApiError."""
     try:
-        return json.loads(body, parse_constant=_no_constant)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _line(content: dict[str, Any]) -> str:
@@ -310,8 +288,3 @@ async def _not_here(request: Request, error: Exception) -> Response:
     expected = f"the server has POST {CHAT}, POST {TEXT}, GET /v1/models, /v1/models/MODEL, {HEALTH} and /metrics"
     message = f"{request.method} {request.url.path}: {error.detail}; {expected}"
     return JSONResponse(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    """The response where the server itself failed; the traceback is in its log."""
-    return JSONResponse(ApiError(500, f"the server failed: {error!r}").to_dict(), 500)

@@ -111,30 +111,35 @@ class TextBody(Body):
 class Asked:
     """A checked request of a client."""
 
+    body: ChatBody | TextBody
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]  # of each prompt
-    n: int
-    seed: int | None
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    return_token_ids: bool
-    tools: bool  # the response may have tool calls
+    tools: bool = False  # the response may have tool calls
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream ends with the usage."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    @property
+    def has_log_probs(self) -> bool:
+        """The response has the log-probs of its tokens."""
+        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
         """The engine's requests, n for each prompt. Equal seeds give equal draws, the j-th sample its own."""
-        seed = secrets.randbits(62) if self.seed is None else self.seed
+        n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
         return [
             Request(
-                uid=f"{uid}:{number * self.n + sample}",
+                uid=f"{uid}:{number * n + sample}",
                 prompt_ids=prompt,
                 params=params,
                 key=key(seed, "serve", sample),
                 deadline_seconds=deadline_seconds,
-                streams=self.stream,
+                streams=self.body.stream,
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True))
-            for sample in range(self.n)
+            for sample in range(n)
         ]
 
 
@@ -159,8 +164,8 @@ class BodyReader:
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
         prompt = self._rendered(messages, tools, body.chat_template_kwargs)
-        limit = body.max_completion_tokens or body.max_tokens
-        return self._asked(body, [prompt], limit, self.max_tokens, logprobs=body.logprobs, tools=bool(tools))
+        params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
+        return Asked(body, (tuple(prompt),), (params,), tools=bool(tools))
 
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
@@ -172,23 +177,27 @@ class BodyReader:
             given = [given]
         if isinstance(given[0], str):
             given = encode_texts(self.tokenizer, given, add_special_tokens=True)
-        has_logprobs = body.logprobs is not None
-        return self._asked(body, given, body.max_tokens, DEFAULT_TEXT_TOKENS, logprobs=has_logprobs, tools=False)
+        params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
+        return Asked(body, tuple(map(tuple, given)), tuple(params))
 
     def _checked(self, kind: type[B], raw: object) -> B:
         """The body, where its fields have the right form and this model is asked for."""
         if not isinstance(raw, dict):
             raise ApiError(400, f"the body is a JSON {type(raw).__name__}; expected an object")
         given = {name: value for name, value in raw.items() if value is not None}
-        for name in UNSUPPORTED.keys() & given.keys() - kind.model_fields.keys():
+        for name in [name for name in given if name in UNSUPPORTED and name not in kind.model_fields]:
             neutral, why = UNSUPPORTED[name]
             if not any(value == given[name] and type(value) is type(given[name]) for value in neutral):
                 raise unsupported(name, given[name], why)
             del given[name]
+        for unknown in [name for name in given if name not in kind.model_fields]:
+            near, name = difflib.get_close_matches(unknown, kind.model_fields, n=1), ascii(unknown)[1:-1]
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            raise ApiError(400, f"unknown parameter {name}; {hint}", param=name, code="unknown_parameter")
         try:
             body = kind.model_validate(given)
         except ValidationError as error:
-            raise _invalid(kind, error) from error
+            raise _invalid(error) from error
         if body.model != self.name:
             message = f"the model {body.model!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -210,29 +219,6 @@ class BodyReader:
         text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
         [ids] = encode_rendered(self.tokenizer, [text])
         return ids
-
-    def _asked(
-        self,
-        body: Body,
-        prompts: Sequence[Sequence[int]],
-        limit: int | None,
-        default: int,
-        *,
-        logprobs: bool,
-        tools: bool,
-    ) -> Asked:
-        params = [self._params(body, prompt, limit, default) for prompt in prompts]
-        return Asked(
-            prompts=tuple(map(tuple, prompts)),
-            params=tuple(params),
-            n=body.n,
-            seed=body.seed,
-            stream=body.stream,
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
-            logprobs=logprobs,
-            return_token_ids=body.return_token_ids,
-            tools=tools,
-        )
 
     def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:
         """The sampling parameters of one prompt."""
@@ -268,14 +254,10 @@ class BodyReader:
         )
 
 
-def _invalid(kind: type[Body], error: ValidationError) -> ApiError:
+def _invalid(error: ValidationError) -> ApiError:
     """The error for the first field that is wrong."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        near = difflib.get_close_matches(name, kind.model_fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
-        return ApiError(400, f"unknown parameter {name}; {hint}", param=name, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))

@@ -7,50 +7,29 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import find_model, model_folder
-from whet.config.schema import Dtype, ModelConfig, RolloutConfig, RolloutEngineConfig
+from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.evaluate import open_engine
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
-from whet.serving.app import App, Limits
+from whet.serving.app import App
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
+from whet.serving.settings import Settings
 
 log = logging.getLogger(__name__)
 FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
 END_SECONDS = 5.0  # for clients to read an error
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of a server."""
-
-    path: str  # a Hugging Face folder or hub name, a checkpoint, or a run
-    name: str | None = None  # of the model for clients; the last part of the path
-    engine: str = "native"
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: Dtype = "float32"
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: a free one
-    api_key: str | None = None
-    follow: bool = False  # load new checkpoints of the run
-    best: bool = False  # the run's checkpoint with the best validation, not the newest
-    max_tokens: int = 2048  # of a response whose request names no limit
-    limits: Limits = field(default_factory=Limits)
-    stop_seconds: float = 30.0  # for running requests to end, once the server is to stop
-    trust_remote_code: bool = False
 
 
 def serve(settings: Settings) -> None:
@@ -61,11 +40,11 @@ def serve(settings: Settings) -> None:
         trusted = settings.trust_remote_code
         folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
         model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
-        chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.engine_options))
-        rollout = RolloutConfig(engine=chosen, max_batch_size=settings.limits.max_running)
+        chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
+        rollout = RolloutConfig(engine=chosen, max_batch_size=settings.max_running)
         tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
         reader = BodyReader(
-            name=settings.name or Path(settings.path).expanduser().resolve().name,
+            name=settings.name or Path(settings.model).expanduser().resolve().name,
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(folder, tokenizer),
             context=context_length(folder, trust_remote_code=trusted),
@@ -90,7 +69,7 @@ class _Server:
         except Exception as error:
             self._engine.stop()
             raise named(error) from error
-        app = App(reader, self._engine, settings.limits, settings.api_key, lambda: {"root": self._source})
+        app = App(reader, self._engine, settings, lambda: {"root": self._source})
         app.asgi.router.lifespan_context = self._lifespan
         config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
@@ -115,7 +94,7 @@ class _Server:
         settings = self._settings
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
         log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
-        if settings.host not in LOCAL and settings.api_key is None:
+        if settings.host not in LOCAL and not settings.api_key:
             log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
 
     @asynccontextmanager
@@ -129,7 +108,7 @@ class _Server:
 
     async def _follow(self) -> None:
         """Loads each new checkpoint of the run, between two decode steps."""
-        run, last = Path(self._settings.path).expanduser(), _step(self._source) or 0
+        run, last = Path(self._settings.model).expanduser(), _step(self._source) or 0
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             newest = checkpoint.newest(run)
@@ -160,18 +139,21 @@ class _HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more connections, and waits for requests to end."""
+        log.info("the server ends with its running requests; Ctrl-C again ends it at once")
         asyncio.get_running_loop().call_later(self._stop_seconds, self._engine.end_requests)
         await super().shutdown(sockets)
 
 
 def _source(settings: Settings) -> str:
     """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
-    run = Path(settings.path).expanduser()
-    found = find_model(settings.path)
-    is_run = found != settings.path and Path(found) != run
+    run = Path(settings.model).expanduser()
+    found = find_model(settings.model)
+    is_run = found != settings.model and Path(found) != run
     if (settings.follow or settings.best) and not is_run:
         option = "--follow" if settings.follow else "--best"
-        raise ConfigError(f"{option} is set and {settings.path} is no folder of a run; name one, or leave {option} out")
+        raise ConfigError(
+            f"{option} is set and {settings.model} is no folder of a run; name one, or leave {option} out"
+        )
     if settings.follow and settings.best:
         raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
     if not settings.best:

@@ -16,7 +16,7 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # 
 
 
 class TokenText(NamedTuple):
-    """One token by itself."""
+    """A token by itself."""
 
     text: str  # with the replacement character for a part of a character
     utf8: tuple[int, ...]
