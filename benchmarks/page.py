@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from benchmarks import (
     algorithms,
+    asynchronous,
     cold_start,
     exactness,
     grpo_step,
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "packing": packing,
     "exactness": exactness,
     "scaling": scaling,
+    "asynchronous": asynchronous,
     "cold_start": cold_start,
 }
 

@@ -51,6 +51,10 @@ class Metrics:
         """The smallest value."""
         self._record("min", name, value)
 
+    def seconds(self, name: str, value: float) -> None:
+        """Adds to the seconds under a name, which `timings` returns."""
+        self._record("seconds", name, value)
+
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Records the seconds of the block on the host's clock, also if it raises; `timings` returns them.
@@ -62,7 +66,7 @@ class Metrics:
             try:
                 yield
             finally:
-                self._record("seconds", name, time.perf_counter() - start)
+                self.seconds(name, time.perf_counter() - start)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
         """Adds all numbers of `other`, with `prefix` before their names; `other` does not change."""

@@ -28,7 +28,7 @@ def main() -> None:
     config = load_config(TrainConfig, None, overrides(settings), given={"reward", "data"}).config
     rows = [{"prompt": text, "answer": ""} for text in settings["texts"]]
     run = build(config, build_scorer(config.reward, compute_score), rows)
-    run.rollouts.collector.engine = WithLengths(run.rollouts.collector.engine, settings["lengths"])
+    run.rollouts.collector.driver.engine = WithLengths(run.rollouts.collector.engine, settings["lengths"])
 
     def end_turn(run: Run, step: int, numbers: Mapping[str, float]) -> None:
         turns.done(

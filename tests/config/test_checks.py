@@ -46,6 +46,7 @@ def test_a_config_without_mistakes_has_no_problems(folder: Path) -> None:
     check(train_config())
 
 
+APART = "cluster: {placement: {a: {roles: [actor]}, b: {roles: [rollout]}}}"
 SECTIONS_AND_REFUSALS = [
     ("model: {path: null}", "model.path is not set; name a model folder"),
     ("model: {path: ./nowhere}", "model.path=./nowhere is not a folder"),
@@ -165,7 +166,41 @@ SECTIONS_AND_REFUSALS = [
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",
         "rollout.engine.options: rollout engine 'native' has no option 'kv_cache_byte'; did you mean 'kv_cache_bytes'?",
     ),
-    ("rollout: {max_staleness: 1}", "rollout.max_staleness=1 is not supported: whet does not sample and train at the"),
+    (
+        "{rollout: {max_staleness: 1}, algorithm: {correction: {weight: importance}}}",
+        "rollout.max_staleness=1 samples while models train, and rollout and actor share their processes",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 0.5}}, {APART}}}",
+        "rollout.max_staleness=0.5 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: {{correction: {{weight: top_entropy}}}}}}",
+        "rollout.max_staleness=1 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
+        "{correction: {weight: importance, weight_options: {cap: .inf}}}}",
+        "rollout.max_staleness=1 with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound",
+    ),
+    (
+        "algorithm: {correction: {old_log_probs: interpolated, weight: importance}}",
+        "algorithm.correction.weight=importance compares the trainer's log-probs with the rollout's, but "
+        "algorithm.correction.old_log_probs=interpolated has the former in the loss alone; unset",
+    ),
+    (
+        "algorithm: {correction: {old_log_probs: interpolated}, kl: {where: reward}}",
+        "algorithm.kl.where=reward reads old log-probs before the loss",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: {{correction: {{old_log_probs: interpolated}}}}}}",
+        "rollout.max_staleness=1 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+    ),
+    (
+        f"{{rollout: {{max_staleness: 1, free_cache_engine: true}}, {APART}, algorithm: "
+        "{correction: {old_log_probs: rollout}}}",
+        "rollout.max_staleness=1 samples all the time, so rollout.free_cache_engine=true frees nothing",
+    ),
     (
         "algorithm: {kl: {controller: adaptive, where: loss}}",
         "algorithm.kl.controller=adaptive needs the KL in the reward, but algorithm.kl.where is loss",
@@ -291,7 +326,7 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
         in problems(EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}}))[0]
     )
     stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
-    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 is not supported")
+    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 has no effect")
     asked = {"model": {"path": "model"}, "input": "train.jsonl", "output": "answers.jsonl"}
     assert problems(GenerateConfig.model_validate(asked)) == []
     assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []

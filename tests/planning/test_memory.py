@@ -222,3 +222,13 @@ def test_each_pool_is_planned_for_the_roles_in_it(train_config: MakeConfig) -> N
     host, first, second = rooms(replace(setup, device=DEVICE))
     assert (first.name, second.name) == ("each accelerator of the pool train", "each accelerator of the pool sample")
     assert first.needed > 2**30 and first.memory.phases == ("actor update",)
+
+
+def test_weights_that_arrive_while_others_sample_are_a_copy_more(train_config: MakeConfig) -> None:
+    apart = {"cluster.placement": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}
+    stale = {**apart, "rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}
+    synchronous, ahead = (plan_memory(build.setup(train_config(each), (16,)), "b") for each in (apart, stale))
+    weights = item(synchronous, "rollout: weights", "rollout")
+    assert item(ahead, "rollout: weights that arrive", "rollout") == weights > 0
+    assert item(synchronous, "rollout: weights that arrive", "rollout") == 0
+    assert item(ahead, "rollout: logits", "rollout") > item(synchronous, "rollout: logits", "rollout"), "more at once"

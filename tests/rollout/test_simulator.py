@@ -183,19 +183,20 @@ def run_stream(seed: int, shuffled: bool, max_refills: int) -> tuple[HandOut, li
     def observe(groups: Sequence[Group]) -> None:
         rounds.append([group.prompt.uid for group in groups])
 
-    stream = Stream(3, Filter(mixed, {}, max_refills=max_refills), observe)
-    command: Start | HandOut | None = stream.ask(6)
+    stream = Stream(3, 6, 0, Filter(mixed, {}, max_refills=max_refills), observe)
+    [command] = stream.ask(1)
     while isinstance(command, Start):
+        assert command.step == 1
         started = [next(source) for _ in range(command.count)]
-        stream.started(started)
+        stream.started(started, command.step)
         coming = [scored(prompt, sample, seed) for prompt in started for sample in range(3)]
         if shuffled:
             draw.shuffle(coming)
             coming += coming[:2]  # heard twice
             coming = coming[-2:] + coming[:-2]
         for trajectory in coming:
-            if isinstance(after := stream.on_scored(trajectory), Start | HandOut):
-                command = after
+            if commands := stream.on_scored(trajectory):
+                [command] = commands
                 break
     assert isinstance(command, HandOut)
     return command, rounds
@@ -217,10 +218,10 @@ def test_groups_come_in_the_order_of_their_admission_whatever_the_order_of_score
 
 
 def test_a_round_in_which_all_fail_is_not_refilled() -> None:
-    stream = Stream(1, Filter(mixed, {}))
+    stream = Stream(1, 1, 0, Filter(mixed, {}))
     [prompt] = prompts(1)
-    assert stream.ask(1) == Start(1)
-    stream.started([prompt])
+    assert stream.ask(1) == [Start(1, 1)]
+    stream.started([prompt], 1)
     failed = replace(scored(prompt, 0, 0), failure=Failure("environment", "gone"))
-    handed_out = stream.on_scored(failed)
+    [handed_out] = stream.on_scored(failed)
     assert isinstance(handed_out, HandOut) and handed_out.kept == [] and len(handed_out.dropped) == 1

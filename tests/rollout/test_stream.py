@@ -184,7 +184,10 @@ def test_the_reward_is_given_the_whole_answer_and_its_ids(tokenizer: PreTrainedT
 def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: PreTrainedTokenizerBase) -> None:
     straight, stopped, resumed = (rollouts(tokenizer, "0", "1") for _ in range(3))
     straight.take(4, step=1)
-    stopped.take(4, step=1)
+    first = stopped.take(4, step=1).groups
+    resumed.load_state(stopped.state())  # before the step was trained: its groups come again
+    assert [group.prompt.uid for group in resumed.take(4, step=1).groups] == [group.prompt.uid for group in first]
+    stopped.on_weights(1)
     resumed.load_state(stopped.state())
     expected, got = straight.take(4, step=2).groups, resumed.take(4, step=2).groups
     assert (

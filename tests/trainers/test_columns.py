@@ -276,7 +276,7 @@ def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config
     )
     sampler = run.roles["rollout"]
     run.roles = {name: Waited(name, events) for name in run.roles} | {"rollout": sampler}  # type: ignore[assignment,dict-item]
-    run.rollouts.collector.engine = SixTokens(run.tokenizer, "")
+    run.rollouts.collector.driver.engine = SixTokens(run.tokenizer, "")
     batch = sample(run, 1, Metrics())
     sampler.close()
     assert events == [
@@ -354,3 +354,17 @@ def test_no_shipped_recipe_has_keys_that_nothing_reads(name: str, model_folder: 
     files = {"model.path": str(model_folder), "trainer.val_freq": 0}
     config = load_config(TrainConfig, name, files, given={"data", "reward"}).config
     assert unread(config, plan(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "planned"), [("trainer", True), ("rollout", True), ("interpolated", False)], ids=str
+)
+def test_stale_samples_always_have_old_log_probs(source: str, planned: bool, train_config: MakeConfig) -> None:
+    """With one update a step a synchronous run needs no column: the samples are the current policy's."""
+    key = "algorithm.correction.old_log_probs"
+    assert "old_log_probs" not in {column.name for column in plan(train_config()).providers}
+    apart = {"cluster.placement": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}
+    loss = "ppo_clip" if source == "rollout" else "decoupled_ppo"
+    stale = {**apart, "rollout.max_staleness": 0.5, "algorithm.policy_loss": loss, key: source}
+    columns = {column.name for column in plan(train_config(stale)).providers}
+    assert ("old_log_probs" in columns) is planned

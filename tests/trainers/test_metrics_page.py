@@ -29,7 +29,7 @@ PACKAGE = Path(whet.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\S+)` \| (.+) \| (.+) \| (\w+) \|$", PAGE, re.MULTILINE)
 TABLE = {name: reduction for name, _, _, reduction in ROWS}
-KINDS = {"mean", "sum", "max", "min", "time"}
+KINDS = {"mean", "sum", "max", "min", "time", "seconds"}
 Rows = list[dict[str, str]]
 
 
@@ -162,6 +162,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "data.max_response_length": 60,
         "rollout.engine.options.kv_cache_bytes": 9 * 16384,
     },  # nine blocks
+    "sampled ahead": {
+        "rollout.max_staleness": 1,
+        "algorithm.correction.weight": "icepop",
+        "cluster.placement": {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}},
+    },
     "a deadline": {"reward.num_workers": 1, "reward.timeout_seconds": 0.5},
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES
 from whet.trainers.build import train
-from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective
+from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective, interpolated
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -153,6 +154,26 @@ def test_without_old_log_probs_they_are_the_current_ones() -> None:
     assert metrics.reduce()["actor/ppo_kl"] == 0.0
     assert log_probs.grad is not None  # the policy gradient: -A / 4 tokens
     torch.testing.assert_close(log_probs.grad, -BATCH["advantages"] * MASK / 4)
+
+
+def test_interpolated_old_log_probs_by_hand() -> None:
+    """l - u = 0.6 for tokens that the weights before the update sampled, those one version and two versions before."""
+    log_probs, sampler = torch.full((1, 3), -1.0), torch.full((1, 3), -1.6)
+    old = interpolated(log_probs, sampler, torch.tensor([[0, 1, 2]]))
+    assert torch.allclose(old, torch.tensor([[-1.6, -1.3, -1.2]]))
+
+    objective = PolicyObjective("ppo_clip", interpolates=True)
+    batch = {
+        "response_mask": torch.ones(1, 3, dtype=torch.int64),
+        "advantages": torch.ones(1, 3),
+        "rollout_log_probs": sampler,
+        "policy_version": torch.tensor([[7, 6, 5]], dtype=torch.int32),
+    }
+    outputs = {"log_probs": log_probs, "entropy": torch.zeros(1, 3)}
+    counts = objective.counts(batch)
+    loss, _ = replace(objective, version=7).loss(outputs, batch, counts)
+    ratios = torch.tensor([0.6, 0.3, 0.2]).exp().clamp(max=1.2)  # ppo_clip's default bound
+    assert loss.item() == pytest.approx(-ratios.mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("rows", SPLITS, ids=str)

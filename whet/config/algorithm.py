@@ -43,10 +43,16 @@ class OverlongConfig(Section):
     buffer_length: PositiveInt = key(64, "tokens before the limit over which the penalty grows from 0")
 
 
+OLD_LOG_PROBS = (
+    "source of old_log_probs; rollout: of the weights that sampled, which saves a pass; interpolated: in the loss, "
+    "between these and the policy, by the age of a token (AReaL), which saves it too"
+)
+
+
 class CorrectionConfig(Section):
     """Correction of the mismatch between the rollout engine's and the trainer's probabilities of the same tokens."""
 
-    old_log_probs: Literal["trainer", "rollout"] = key("trainer", "source of old_log_probs; rollout saves a pass")
+    old_log_probs: Literal["trainer", "rollout", "interpolated"] = key("trainer", OLD_LOG_PROBS)
     weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = key(
         None, "registered weight of each token in the loss: importance, ...; unset: none"
     )

@@ -107,10 +107,17 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         chosen = correction[name]
         reads = entry_at(registry, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
+            is_same = correction.old_log_probs == "rollout"
+            does = "uses the rollout's for both" if is_same else "has the former in the loss alone"
             yield (
                 f"algorithm.correction.{name}={chosen} compares the trainer's log-probs with the rollout's, but "
-                "algorithm.correction.old_log_probs=rollout uses the rollout's for both; unset one of these two keys"
+                f"algorithm.correction.old_log_probs={correction.old_log_probs} {does}; unset one of these two keys"
             )
+    if correction.old_log_probs == "interpolated" and algorithm.kl.where == "reward":
+        yield (
+            "algorithm.kl.where=reward reads old log-probs before the loss, but algorithm.correction.old_log_probs="
+            "interpolated has them in the loss alone; set algorithm.kl.where=loss, or unset one of these two keys"
+        )
 
 
 def group_rule(rollout: RolloutConfig, at: Place) -> Iterator[str]:

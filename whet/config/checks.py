@@ -6,6 +6,7 @@ ConfigError. All rules run, so that a user sees every error at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +38,7 @@ from whet.config.schema import (
 from whet.config.section import Place
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
-from whet.registry import REWARDS
+from whet.registry import POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
@@ -221,11 +222,45 @@ def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
             yield f"{at.of(name)} has an empty string, which matches everywhere; remove it"
 
 
-def _rollout(rollout: RolloutConfig, at: Place) -> Iterator[str]:
-    if rollout.max_staleness > 0:
+def _staleness(rollout: RolloutConfig, at: Place) -> Iterator[str]:
+    """Requires, where responses are sampled while models train, ranks of their own and a correction."""
+    config = at.whole
+    if rollout.max_staleness == 0:
+        return
+    if not isinstance(config, TrainConfig):
+        yield f"rollout.max_staleness={rollout.max_staleness:g} has no effect, as nothing is trained here; unset it"
+        return
+    key, cluster, correction = (
+        f"rollout.max_staleness={rollout.max_staleness:g}",
+        config.cluster,
+        config.algorithm.correction,
+    )
+    if cluster.stays_here or cluster.pool_of("rollout") == cluster.pool_of("actor"):
         yield (
-            f"rollout.max_staleness={rollout.max_staleness:g} is not supported: whet does not sample and train at the "
-            "same time yet; set it to 0"
+            f"{key} samples while models train, and rollout and actor share their processes; give the rollout some of "
+            "its own: cluster.placement={trainer: {processes: 1, roles: [actor]}, sampler: {processes: 1, roles: "
+            "[rollout]}}"
+        )
+    if rollout.free_cache_engine:
+        yield f"{key} samples all the time, so rollout.free_cache_engine=true frees nothing; unset one of the two"
+    if correction.weight == "importance" and correction.weight_options.get("cap") == math.inf:
+        yield (
+            f"{key} with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound, and one may be "
+            "worth more than all others; set a cap, such as 2"
+        )
+    loss = POLICY_LOSSES[config.algorithm.policy_loss].columns
+    chosen = [
+        registry[name].columns
+        for registry, name in ((WEIGHTS, correction.weight), (REJECTIONS, correction.rejection))
+        if name is not None
+    ]
+    is_old_the_sampler = correction.old_log_probs == "rollout" and "old_log_probs" in loss
+    if not is_old_the_sampler and not any("rollout_log_probs" in columns for columns in (loss, *chosen)):
+        yield (
+            f"{key} trains on tokens that older weights sampled, and nothing in algorithm.correction corrects for it; "
+            "set algorithm.correction.weight=importance (truncated importance sampling; with several updates a step "
+            "decoupled PPO) or icepop, algorithm.correction.rejection=divergence, or, with a loss that clips its "
+            "ratio, algorithm.correction.old_log_probs=rollout"
         )
 
 
@@ -248,7 +283,7 @@ RULES: tuple[tuple[type[Section], Rule], ...] = (
     (ModelConfig, _model),
     (RowsConfig, _files),
     (SamplingConfig, _sampling),
-    (RolloutConfig, _rollout),
+    (RolloutConfig, _staleness),
     (RolloutConfig, group_rule),
     (RewardConfig, _reward),
     (AlgorithmConfig, algorithm_rule),

@@ -130,6 +130,12 @@ class RolloutEngineConfig(Section):
     options: dict[str, Any] = key({}, ENGINE_OPTIONS)
 
 
+MAX_STALENESS = (
+    "most versions of the weights between the sampling of a token and its training; 0: sample, wait, train; 1: sample "
+    "the next step while this one trains; 1.5: at most half of a batch is 2 versions old"
+)
+
+
 class RolloutConfig(SamplingConfig):
     """Sampling of responses."""
 
@@ -138,7 +144,7 @@ class RolloutConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(1.0, "sampling temperature; 0 is greedy")
     length_stages: dict[int, PositiveInt] = key({}, "length limit of responses by first step; empty: one limit")
     dtype: Dtype | None = key(None, "dtype of sampling; unset: model.dtype")
-    max_staleness: NonNegativeFloat = key(0.0, "most policy versions between sampling and training; must be 0 for now")
+    max_staleness: NonNegativeFloat = key(0.0, MAX_STALENESS)
     max_batch_size: PositiveInt = key(256, "most sequences that are decoded together")
     free_cache_engine: bool = key(False, HYBRID)
     deadline_seconds: PositiveFloat = key(3600.0, "longest time to sample one step, in seconds")

@@ -125,6 +125,10 @@ class PromptLoader(OrderLoader[Prompt]):
         """Draws the next n prompts, into the next epoch if needed."""
         return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
+    def find(self, uid: str) -> Prompt:
+        """The prompt of a uid.  Raises: DataError."""
+        return found(self.items, uid)
+
     def observe(self, groups: Sequence[Group]) -> None:
         """Does nothing: a fixed order does not depend on scores."""
 
@@ -165,6 +169,10 @@ class SamplerLoader:
         chosen = [self.prompts[row] for row in rows]
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
 
+    def find(self, uid: str) -> Prompt:
+        """The prompt of a uid.  Raises: DataError."""
+        return found(self.prompts, uid)
+
     def observe(self, groups: Sequence[Group]) -> None:
         """Passes scored groups to the sampler."""
         self.sampler.observe(groups)
@@ -179,6 +187,18 @@ class SamplerLoader:
             raise DataError(f"the checkpoint has no state of {self._name}; data.sampler changed since: restore it")
         self._drawn = state["drawn"]
         self.sampler.load_state(state["sampler"])
+
+
+def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
+    """The prompt whose row number ends the uid, under that uid.  Raises: DataError."""
+    index = uid.rpartition(":")[2]
+    for prompt in prompts:
+        if str(prompt.index) == index:
+            return replace(prompt, uid=uid)
+    raise DataError(
+        f"the checkpoint has responses to row {index}, which is not among the {len(prompts)} prompts; the data files, "
+        "data.filter or data.max_prompt_length changed since: restore them, or set trainer.resume=never"
+    )
 
 
 def checked_rows(given: object, count: int, name: str) -> Rows:

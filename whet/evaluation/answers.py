@@ -79,6 +79,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "stop": last.stop if last is not None else None,
         "mean_log_prob": _mean([value for turn in trajectory.turns for value in turn.log_probs]),
         "policy_version": last.policy_version if last is not None else None,
+        **({"policy_versions": [turn.versions for turn in trajectory.turns]} if _is_mixed(trajectory) else {}),
         "failure": None if trajectory.failure is None else asdict(trajectory.failure),
     }
 
@@ -146,6 +147,11 @@ def output_errors(path: Path) -> Iterator[None]:
 
 def _lines(rows: Iterable[Record]) -> str:
     return "".join(map(json_line, rows))
+
+
+def _is_mixed(trajectory: Trajectory) -> bool:
+    """Tells whether weights changed while the trajectory was sampled."""
+    return len({version for turn in trajectory.turns for version, _ in turn.versions}) > 1
 
 
 def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:

@@ -185,6 +185,8 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
         kept.keep("rollout: weights", size, ("rollout",))
         kept.keep("rollout: weights", size, others, on_host=turns)
+        if config.rollout.max_staleness > 0:  # gathered while requests are sampled
+            kept.keep("rollout: weights that arrive", size, ("rollout",))
     planned = rollout_bytes(config, model.config, setup.lengths)
     kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
     kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
@@ -287,7 +289,8 @@ def inner_size(model: Any) -> int:
 
 def decoded_together(config: TrainConfig) -> int:
     """The number of sequences that one process decodes together."""
-    requests = -(-config.data.train_batch_size * config.rollout.n // config.cluster.processes_of("rollout"))
+    outstanding = config.data.train_batch_size * (1 + config.rollout.max_staleness) * config.rollout.n
+    requests = -(-int(outstanding) // config.cluster.processes_of("rollout"))
     return min(config.rollout.max_batch_size, requests)
 
 

@@ -89,6 +89,10 @@ class Combined:
         by_function = [future.result() for future in self.pending]
         return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
 
+    def done(self) -> bool:
+        """Tells whether `result` returns at once."""
+        return all(future.done() for future in self.pending)
+
 
 class WeightedRewards:
     """Weighted sum of several score functions: reward = sum_i weight_i * reward_i.

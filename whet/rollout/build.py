@@ -53,10 +53,14 @@ def load_model(engine: InProcessEngine[Any], model: ModelConfig, device: torch.d
 
 
 def build_collector(
-    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, seed: int
+    config: TrainConfig | EvalConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine,
+    seed: int,
+    kind: type[Collector] = Collector,
 ) -> Collector:
     """Builds the collector of the config's environment on an engine."""
-    return Collector(
+    return kind(
         engine,
         tokenizer,
         environment=config.environment.name,

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The synchronous driver of episodes: runs them side by side, none waiting for another, until all are over."""
+"""The driver of episodes: runs them side by side, none waiting for another."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, render_chat
-from whet.environments.host import Deadlines, open_host
+from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.keyed import key
 from whet.metrics import counted
 from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
-from whet.rollout.protocol import POLL_SECONDS, Failed, Finished, RolloutEngine, SamplingParams, drop, late
+from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
 
 
@@ -73,110 +75,184 @@ class Collector:
         episode_seconds: float = 3600.0,
         environment_seconds: Deadlines | None = None,
     ) -> None:
-        self.engine, self.max_turns, self.seed = engine, max_turns, seed
+        self.max_turns, self.seed = max_turns, seed
         self.environments = open_host(environment, environment_options, deadlines=environment_seconds)
         self.codec = TemplateCodec(
             tokenizer, apply_chat_template=apply_chat_template, chat_template_kwargs=chat_template_kwargs
         )
-        self.deadline_seconds, self.episode_seconds = deadline_seconds, episode_seconds
+        self.deadline_seconds = deadline_seconds
+        self.driver = Driver(engine, self.environments, episode_seconds)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that its episodes are sampled by."""
+        return self.driver.engine
+
+    def episodes(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
+    ) -> list[Episode]:
+        """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
+        rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
+        seeds = [key(self.seed, "environment", purpose, step, prompt.uid) for prompt in prompts]
+        return [
+            Episode(prompt, sample, rules, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for sample in range(n)
+        ]
 
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
         """n trajectories of each prompt in order, not scored yet.  Raises: DeadlineError; what the engine raises."""
-        rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
-        episodes = []
-        for prompt in prompts:
-            seed = key(self.seed, "environment", purpose, step, prompt.uid)
-            episodes += [Episode(prompt, sample, rules, seed) for sample in range(n)]
-        done = _Running(self, episodes).trajectories()
-        return [done[start : start + n] for start in range(0, len(done), n)]
+        episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
+        done, total, until = dict[str, Trajectory](), len(episodes), time.monotonic() + self.deadline_seconds
+        try:
+            self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
+            while len(done) < total:
+                self.driver.turn(POLL_SECONDS)
+                counted(len(done), total)
+                if time.monotonic() > until and len(done) < total:
+                    raise late(self.engine, self.deadline_seconds, total - len(done), total)
+        except BaseException:
+            self.driver.drop()
+            raise
+        return by_prompt([done[episode.uid] for episode in episodes], n)
 
     def close(self) -> None:
         """Ends the environments' processes."""
         self.environments.shutdown()
 
 
-class _Running:
-    """The episodes of one call, and what they wait for."""
+def by_prompt(trajectories: Sequence[Trajectory], n: int) -> list[list[Trajectory]]:
+    """Splits trajectories into those of each prompt."""
+    return [list(trajectories[start : start + n]) for start in range(0, len(trajectories), n)]
 
-    def __init__(self, collector: Collector, episodes: Sequence[Episode]) -> None:
-        self.engine, self.environments, self._limits = collector.engine, collector.environments, collector
-        self.episodes = {episode.uid: episode for episode in episodes}
-        self.done: dict[str, Trajectory] = {}
+
+@dataclass(frozen=True)
+class _Open:
+    episode: Episode
+    on_done: Callable[[Trajectory], None]
+    late_at: float
+
+
+class Driver:
+    """Carries out the commands of episodes, which may be added at any time. One thread owns it."""
+
+    def __init__(self, engine: RolloutEngine, environments: EnvironmentHost, episode_seconds: float) -> None:
+        self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
+        self._open: dict[str, _Open] = {}  # by id of the episode, the oldest first
         self._unsent = deque[Sample]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
-        self._stepping = 0  # resets and steps under way
+        self._stepping: set[str] = set()  # ids of episodes whose environment has the turn
 
-    def trajectories(self) -> list[Trajectory]:
-        """Runs all episodes to their end."""
-        began, total = time.monotonic(), len(self.episodes)
-        try:
-            for episode in self.episodes.values():
-                self._carry_out(episode.start())
-            while len(self.done) < total:
-                self._send()
-                self._take_observations(0.0 if self._sampling else POLL_SECONDS)
-                self._take_completions(0.0 if self._stepping or self._unsent else POLL_SECONDS)
-                counted(len(self.done), total)
-                seconds = time.monotonic() - began
-                if seconds > self._limits.episode_seconds:
-                    self._fail_all(f"the episode took longer than {self._limits.episode_seconds:g} s")
-                if seconds > self._limits.deadline_seconds and len(self.done) < total:
-                    raise late(self.engine, self._limits.deadline_seconds, total - len(self.done), total)
-        except BaseException:
-            drop(self.engine, list(self._sampling))
-            for uid in self.episodes.keys() - self.done.keys():
-                self.environments.close(uid)
-            raise
-        return [self.done[uid] for uid in self.episodes]
+    @property
+    def is_idle(self) -> bool:
+        """Tells whether there is nothing to wait for."""
+        return not self._open
+
+    @property
+    def episodes(self) -> Iterator[Episode]:
+        """Episodes that are not over."""
+        return (each.episode for each in self._open.values())
+
+    @property
+    def is_sampling(self) -> bool:
+        """Tells whether the engine has something to do."""
+        return bool(self._sampling)
+
+    def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
+        """Begins episodes; `on_done` gets the trajectory of each."""
+        for episode in episodes:
+            self._open[episode.id] = _Open(episode, on_done, time.monotonic() + self.episode_seconds)
+            self._carry_out(episode.start())
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Sends requests, and waits for observations and completions up to `timeout_seconds`.
+
+        Raises: what the engine raises."""
+        self._send()
+        self._take_observations(0.0 if self._sampling else timeout_seconds)
+        self._take_completions(0.0 if self._stepping or self._unsent else timeout_seconds)
+        self._fail_late_episodes()
+
+    def drop(self) -> None:
+        """Ends all episodes without a word, after an error."""
+        drop(self.engine, list(self._sampling))
+        for uid in self._open:
+            self.environments.close(uid)
+        self._open, self._sampling, self._stepping = {}, {}, set()
+        self._unsent.clear()
+
+    def note_partials(self) -> None:
+        """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
+        self.engine.pause()
+        events = self.engine.poll(0.0)
+        self.engine.resume()
+        self._handle(events)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Sample):
                 self._unsent.append(command)
             elif isinstance(command, Score):
-                self.done[command.trajectory.uid] = command.trajectory
+                self._open.pop(command.episode).on_done(command.trajectory)
             elif isinstance(command, Close):
-                self.environments.close(command.uid)
+                self.environments.close(command.episode)
             elif isinstance(command, Step):
-                self._stepping += 1
-                self.environments.step(command.uid, command.answer)
+                self._stepping.add(command.episode)
+                self.environments.step(command.episode, command.answer)
             else:
-                self._stepping += 1
-                self.environments.start(command.uid, command.prompt, command.seed)
+                self._stepping.add(command.episode)
+                self.environments.start(command.episode, command.prompt, command.seed)
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
         while self._unsent and self.engine.submit(self._unsent[0].request):
             sample = self._unsent.popleft()
-            self._sampling[sample.request.uid] = self.episodes[sample.uid]
+            self._sampling[sample.request.uid] = self._open[sample.episode].episode
 
     def _take_observations(self, timeout_seconds: float) -> None:
         if not self._stepping:
             return
         for uid, result in self.environments.poll(timeout_seconds):
-            self._stepping -= 1
-            episode = self.episodes[uid]
+            self._stepping.discard(uid)
+            episode = self._open[uid].episode
             if isinstance(result, Failure):
                 self._carry_out(episode.on_failure(result))
             else:
                 self._carry_out(episode.on_observation(result))
 
     def _take_completions(self, timeout_seconds: float) -> None:
-        if not self._sampling:
-            return
-        for event in self.engine.poll(timeout_seconds):
-            if isinstance(event, Finished) and event.uid in self._sampling:
-                self._carry_out(self._sampling.pop(event.uid).on_completion(event.completion))
-            elif isinstance(event, Failed) and event.uid in self._sampling:
-                self._carry_out(self._sampling.pop(event.uid).on_failure(event.failure))
+        if self._sampling:
+            self._handle(self.engine.poll(timeout_seconds))
 
-    def _fail_all(self, why: str) -> None:
-        """Ends the episodes that are not over."""
-        drop(self.engine, list(self._sampling))
-        self._sampling.clear()
-        self._unsent.clear()
-        self._stepping = 0
-        for episode in self.episodes.values():
+    def _handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            episode = self._sampling.get(event.uid)
+            if episode is None:
+                continue
+            if isinstance(event, Partial):
+                episode.on_partial(event)
+                continue
+            del self._sampling[event.uid]
+            if isinstance(event, Finished):
+                self._carry_out(episode.on_completion(event.completion))
+            else:
+                self._carry_out(episode.on_failure(event.failure))
+
+    def _fail_late_episodes(self) -> None:
+        """Fails the episodes whose time is over."""
+        now = time.monotonic()
+        late = [each.episode for each in takewhile(lambda each: now > each.late_at, self._open.values())]
+        if not late:
+            return
+        ids = {episode.id for episode in late}
+        requests = [uid for uid, episode in self._sampling.items() if episode.id in ids]
+        self.engine.abort(requests)  # others go on: what comes of these is not listened to
+        for uid in requests:
+            del self._sampling[uid]
+        self._unsent = deque(sample for sample in self._unsent if sample.episode not in ids)
+        self._stepping -= ids
+        why = f"the episode took longer than {self.episode_seconds:g} s"
+        for episode in late:
             self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))

@@ -15,7 +15,7 @@ from whet.data.chat import check_message
 from whet.environments.protocol import Answer, Observation
 from whet.errors import DataError
 from whet.keyed import key
-from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
 
 
@@ -57,7 +57,7 @@ class Rules:
 class Reset:
     """Make the environment of an episode."""
 
-    uid: str
+    episode: str  # its id
     prompt: Prompt
     seed: int
 
@@ -66,7 +66,7 @@ class Reset:
 class Sample:
     """Submit a request of an episode to the rollout engine."""
 
-    uid: str
+    episode: str  # its id
     request: Request
 
 
@@ -74,7 +74,7 @@ class Sample:
 class Step:
     """Give a completion to the environment of an episode."""
 
-    uid: str
+    episode: str  # its id
     answer: Answer
 
 
@@ -82,7 +82,7 @@ class Step:
 class Close:
     """Let the environment of an episode go; nothing follows from it."""
 
-    uid: str
+    episode: str  # its id
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Score:
     """The episode is over: score its trajectory, unless that carries a failure."""
 
     trajectory: Trajectory
+    episode: str
 
 
 Command = Reset | Sample | Step | Close | Score
@@ -109,17 +110,19 @@ class Episode:
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _attempt: int = 0
+    _noted: Completion | None = None  # of the attempt that is running
     _turn_limit: int | None = None  # tokens that the environment allows the next response
 
     def __post_init__(self) -> None:
         self.uid = f"{self.prompt.uid}:{self.sample}"  # names the trajectory in the run
+        self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
         # The model reads a context: a conversation, its ids (the first `_row_start` of which are no response), media.
         self.context_ids, self._row_start = self.prompt.token_ids, len(self.prompt.token_ids)
         self._conversation, self._media = list(self.prompt.messages), self.prompt.media
 
     def start(self) -> list[Command]:
         """Begins."""
-        return [Reset(self.uid, self.prompt, self.seed)]
+        return [Reset(self.id, self.prompt, self.seed)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
@@ -143,7 +146,7 @@ class Episode:
         self._read(observation)
         if len(self.turns) == self.rules.max_turns or self._left < 1:
             return self._end()
-        return [Sample(self.uid, self._request())]
+        return [Sample(self.id, self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
         """Reads the response of the engine; of one that was aborted the next attempt samples the rest."""
@@ -151,15 +154,31 @@ class Episode:
             return []
         whole = completion if self._partial is None else joined(self._partial, completion)
         if completion.finish_reason == "abort":
-            self._partial, self._attempt = whole, self._attempt + 1
-            return [Sample(self.uid, self._request())]
-        self._partial, self._attempt = None, 0
+            self._partial, self._attempt, self._noted = whole, self._attempt + 1, None
+            return [Sample(self.id, self._request())]
+        self._partial, self._attempt, self._noted = None, 0, None
         text = self.rules.codec.decode(whole.token_ids)
         self.turns.append(Turn(self.context_ids, **vars(whole)))  # a turn has all fields of a completion
         message = Message("assistant", text)
         self.messages.append(message)
         self._conversation.append(message)
-        return [Step(self.uid, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
+        return [Step(self.id, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
+
+    def on_partial(self, partial: Partial) -> None:
+        """Notes tokens of the running attempt."""
+        if partial.attempt == self._attempt:
+            self._noted = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
+
+    def go_on_from(self, sampled: Completion) -> None:
+        """Lets the first turn begin with tokens that an earlier run sampled."""
+        self._partial, self._attempt = sampled, self._attempt + 1
+
+    @property
+    def sampled(self) -> Completion | None:
+        """The tokens so far of the turn that is being sampled, as far as they are known; None without any."""
+        if self._noted is None or self._partial is None:
+            return self._noted or self._partial
+        return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
         """Ends the episode with a failure of its environment or of the engine."""
@@ -190,7 +209,7 @@ class Episode:
         most = self._left if self._turn_limit is None else min(self._left, self._turn_limit)
         whole = most == rules.params.max_new_tokens
         return Request(
-            uid=f"{rules.purpose}:{rules.step}:{self.uid}:{turn}",
+            uid=f"{self.id}:{turn}",
             prompt_ids=self.context_ids,
             params=rules.params if whole else replace(rules.params, max_new_tokens=most),
             key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
@@ -210,7 +229,7 @@ class Episode:
             messages=tuple(self.messages),
             fields=self.fields,
         )
-        return [Close(self.uid), Score(trajectory)]
+        return [Close(self.id), Score(trajectory, self.id)]
 
 
 def joined(first: Completion, rest: Completion) -> Completion:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of groups as a state machine: scored trajectories go in; prompts to start and groups to train on come out.
+"""The stream of groups as a state machine: scored trajectories and versions of the weights go in; prompts to start and
+groups to train on come out.
 
-It has no clock, thread or socket, and the order in which trajectories come in changes nothing.
+It has no clock, thread or socket. Groups are handed out in the order of their admission, whatever the order in which
+trajectories come in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,70 +34,195 @@ class Filter:
 
 @dataclass(frozen=True)
 class Start:
-    """Take the next `count` prompts, tell `started` which, and run their episodes."""
+    """Take the next `count` prompts, tell `started` which, and run their episodes; `step` names their random draws."""
 
     count: int
+    step: int
 
 
 @dataclass(frozen=True)
 class HandOut:
     """The step has its groups: those that were kept and, in the order of admission, all that were `dropped`."""
 
+    step: int
     wanted: int
     kept: list[Group]
     dropped: list[Group]
 
 
+Command = Start | HandOut
+
+
+@dataclass
+class Admitted:
+    """A prompt that was started and is not handed out."""
+
+    prompt: Prompt
+    step: int  # names its random draws: the one that it was admitted for
+    samples: dict[int, Trajectory] = field(default_factory=dict)  # those that are scored
+    is_kept: bool | None = None  # unknown until all are scored
+
+    @property
+    def group(self) -> Group:
+        """The group of its samples."""
+        return Group(self.prompt, tuple(self.samples[sample] for sample in sorted(self.samples)))
+
+
 @dataclass
 class Stream:
-    """Groups for one step after the other: asked for n, it starts n prompts and, as long as the filter drops groups and
-    leaves refills, as many again as are short. Groups are handed out in the order of their admission."""
+    """Groups for one step after the other, sampled ahead as far as `max_staleness` allows.
+
+    With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
+    and not yet part of the weights that sample. Then no token is more than ceil(k) versions older than the weights that
+    are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
+
+    With k = 0 prompts are started when a step asks for them: B and, while the filter drops groups, up to `max_refills`
+    times as many as are short, in rounds. With k > 0 they are started as soon as there is room, while fewer than
+    (1 + `max_refills`) B + floor(k B) are admitted and not handed out. A step gets fewer than B groups only where that
+    came to nothing.
+    """
 
     n: int  # trajectories of a prompt
+    batch_size: int  # groups of a step
+    max_staleness: float = 0.0
     group_filter: Filter | None = None
-    observe: Callable[[Sequence[Group]], None] = lambda groups: None  # is shown every complete round
-    _wanted: int = 0
-    _refills: int = 0
-    _kept: list[Group] = field(default_factory=list)
-    _dropped: list[Group] = field(default_factory=list)
-    _missing: int = 0  # trajectories of the round
-    _round: dict[str, tuple[Prompt, dict[int, Trajectory]]] = field(default_factory=dict)  # by uid of the prompt
+    observe: Callable[[Sequence[Group]], None] = lambda groups: None  # is shown groups when they are complete
+    version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
+    last_step: float = math.inf  # no prompt is started for a later one
+    queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
+    untrained: list[HandOut] = field(default_factory=list)  # handed out for weights that do not sample yet
+    _asked: int | None = None  # the step that waits for groups
+    _incomplete: int = 0  # groups of which not all trajectories are scored
+    _rounds: list[int] = field(default_factory=list)  # prompts of each Start that it led to
 
-    def ask(self, count: int) -> Start:
-        """Begins a step of `count` groups."""
-        self._wanted, self._refills, self._kept, self._dropped = count, 0, [], []
-        return Start(count)
+    @property
+    def next_step(self) -> int:
+        """The step for which groups are handed out next."""
+        return (self.untrained[-1].step if self.untrained else self.version) + 1
 
-    def started(self, prompts: Sequence[Prompt]) -> None:
-        """Notes the prompts that are being sampled, in the order of their admission."""
-        self._round = {prompt.uid: (prompt, {}) for prompt in prompts}
-        self._missing = self.n * len(self._round)
+    @property
+    def outstanding(self) -> int:
+        """Groups that are admitted, not dropped, and not yet part of the weights that sample."""
+        return self._live + sum(len(each.kept) for each in self.untrained)
 
-    def on_scored(self, trajectory: Trajectory) -> Start | HandOut | None:
-        """Notes a scored trajectory, or one with a failure."""
-        samples = self._round[trajectory.prompt.uid][1]
-        self._missing -= trajectory.sample not in samples
-        samples[trajectory.sample] = trajectory
-        if self._missing:
-            return None
-        groups = [
-            Group(prompt, tuple(samples[sample] for sample in range(self.n)))
-            for prompt, samples in self._round.values()
-        ]
+    @property
+    def ready(self) -> int:
+        """Groups that wait to be handed out."""
+        return sum(each.is_kept is True for each in self.queue.values())
+
+    def ask(self, step: int) -> list[Command]:
+        """Asks for the groups of a step; the answer is a HandOut, now or later."""
+        assert step == self.next_step, f"step {step} asks for groups, expected step {self.next_step}"
+        self._asked, self._rounds = step, []
+        return self._advance()
+
+    def started(self, prompts: Sequence[Prompt], step: int) -> None:
+        """Notes the prompts that a Start led to, in their order."""
+        self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
+        self._rounds.append(len(prompts))
+        self._incomplete += len(prompts)
+
+    def on_scored(self, trajectory: Trajectory) -> list[Command]:
+        """Notes a scored trajectory, or one with a failure; one that is there already changes nothing."""
+        admitted = self.queue.get(trajectory.prompt.uid)
+        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.samples:
+            return []
+        admitted.samples[trajectory.sample] = trajectory
+        if len(admitted.samples) < self.n:
+            return []
+        self._incomplete -= 1
+        if self._samples_in_rounds and self._incomplete:
+            return []
+        complete = (
+            [each for each in self.queue.values() if each.is_kept is None] if self._samples_in_rounds else [admitted]
+        )
+        groups = [each.group for each in complete]
         self.observe(groups)
-        return self._after_round(groups)
+        for each, group in zip(complete, groups, strict=True):
+            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
+        return self._advance()
 
-    def _after_round(self, groups: Sequence[Group]) -> Start | HandOut:
-        if self.group_filter is None:
-            return HandOut(self._wanted, list(groups), [])
-        for group in groups:
-            (self._kept if self.group_filter.keep(group) else self._dropped).append(group)
-        short = self._wanted - len(self._kept)
-        all_failed = all(each.failure is not None for group in groups for each in group.trajectories)
-        if short == 0 or all_failed or self._refills == self.group_filter.max_refills:
-            return HandOut(self._wanted, self._kept, self._dropped)
-        self._refills += 1
-        return Start(short)
+    def on_version(self, version: int) -> list[Command]:
+        """Notes that every replica samples with these weights."""
+        self.version = version
+        self.untrained = [each for each in self.untrained if each.step > version]
+        return self._advance()
+
+    def restart(self, version: int, queue: Sequence[Admitted]) -> None:
+        """Begins again behind `version`, with the groups of a checkpoint in the order of their admission."""
+        self.version, self.untrained, self._asked = version, [], None
+        self.queue = {each.prompt.uid: each for each in queue}
+        self._incomplete = sum(each.is_kept is None for each in queue)
+
+    @property
+    def _samples_in_rounds(self) -> bool:
+        return self.max_staleness == 0
+
+    @property
+    def _most_admitted(self) -> float:
+        """Groups in the queue, dropped ones included."""
+        if self.group_filter is None or self._samples_in_rounds:
+            return math.inf
+        return math.floor((1 + self.group_filter.max_refills + self.max_staleness) * self.batch_size)
+
+    @property
+    def _live(self) -> int:
+        """Groups in the queue that are not dropped."""
+        return sum(each.is_kept is not False for each in self.queue.values())
+
+    def _advance(self) -> list[Command]:
+        handed_out = self._hand_out()
+        return [*handed_out, *self._start()]
+
+    def _start(self) -> list[Command]:
+        """Fills the room, step by step of the draws' names."""
+        live, wanted = self._live, self.batch_size
+        ahead = math.floor(self.max_staleness * wanted)
+        taken = wanted * len(self.untrained)  # a step takes its place even with fewer groups
+        room = int(min(wanted + ahead - taken - live, self._most_admitted - len(self.queue)))
+        if self._samples_in_rounds and (self._asked is None or self._incomplete):
+            room = 0
+        steps: dict[int, int] = {}
+        for place in range(live, live + room):
+            step = self.next_step + place // wanted
+            if step <= self.last_step:
+                steps[step] = steps.get(step, 0) + 1
+        return [Start(count, step) for step, count in steps.items()]
+
+    def _hand_out(self) -> list[Command]:
+        """The groups that are asked for, as soon as nothing in front of them is undecided."""
+        if self._asked is None:
+            return []
+        read: list[Admitted] = []
+        kept = 0
+        for each in self.queue.values():
+            if each.is_kept is None or kept == self.batch_size:
+                break
+            read.append(each)
+            kept += each.is_kept
+        if kept < self.batch_size and not self._is_exhausted:
+            return []
+        for each in read:
+            del self.queue[each.prompt.uid]
+        sorted_ = {keeps: [each.group for each in read if each.is_kept is keeps] for keeps in (True, False)}
+        handed_out = HandOut(self._asked, self.batch_size, sorted_[True], sorted_[False])
+        self.untrained.append(handed_out)
+        self._asked = None
+        return [handed_out]
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """Tells whether a step goes on with fewer groups than it wants: all that it may have are decided."""
+        if self.group_filter is None or not self.queue or self._incomplete:
+            return False
+        if not self._samples_in_rounds:
+            return len(self.queue) >= self._most_admitted
+        last_round = [*self.queue.values()][-self._rounds[-1] :]
+        return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))
+
+
+def _failed(admitted: Admitted) -> bool:
+    return all(each.failure is not None for each in admitted.samples.values())
 
 
 def _metric(trajectory: Trajectory, name: str) -> float:

@@ -48,9 +48,7 @@ class Replicas:
             replies = [reply for call in self._calls.values() for reply in call.replies.values()]
             wait(replies, timeout=timeout_seconds + GATHER_SECONDS, return_when=FIRST_COMPLETED)
         for rank in [rank for rank, call in self._calls.items() if call.done()]:
-            found = self._calls.pop(rank).result()
-            self._given[rank] -= {event.uid for event in found if not isinstance(event, Partial)}
-            self._events += found
+            self._take(rank)
         events, self._events = self._events, []
         return events
 
@@ -65,8 +63,15 @@ class Replicas:
             to_abort |= given & chosen
 
     def pause(self) -> None:
-        """Stops sampling on all ranks."""
+        """Stops sampling on all ranks; the next `poll` has the tokens so far of all requests."""
+        for rank in list(self._calls):
+            self._take(rank)
         self._group.pause()
+        for rank, given in enumerate(self._given):
+            if given:
+                self._calls[rank] = self._group.start_on(rank, "serve", (), (), 0.0, False)
+        for rank in list(self._calls):
+            self._take(rank)
 
     def resume(self) -> None:
         """Goes on after `pause`."""
@@ -91,6 +96,12 @@ class Replicas:
     def close(self) -> None:
         """Closes the workers."""
         self._group.close()
+
+    def _take(self, rank: int) -> None:
+        """Takes the events of a rank, and waits for them."""
+        found = self._calls.pop(rank).result()
+        self._given[rank] -= {event.uid for event in found if not isinstance(event, Partial)}
+        self._events += found
 
     def _call(self, timeout_seconds: float) -> None:
         """Asks every rank that has work and is not asked yet."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from whet.errors import DataError, EngineError, RewardError, SandboxError, WhetE
 from whet.metrics import Metrics
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
-from whet.rollout.groups import Filter, HandOut, Start, Stream
+from whet.rollout.groups import Command, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
 from whet.types import Failure, FailureSource, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
@@ -32,6 +33,10 @@ class Outcomes(Protocol):
 
     def result(self) -> list[Outcome]:
         """Returns an outcome for each item, in order; waits for them."""
+        ...
+
+    def done(self) -> bool:
+        """Tells whether `result` returns at once."""
         ...
 
 
@@ -52,6 +57,10 @@ class PromptSource(Protocol):
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
+        ...
+
+    def find(self, uid: str) -> Prompt:
+        """The prompt that `take` gave under this uid.  Raises: DataError."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -114,6 +123,7 @@ class Rollouts:
         self.sampling = sampling  # entered while the engine is to sample
         self.failures = FailureWatch()
         self._kept_some = True
+        self._before: Mapping[str, Any] | None = None  # state of the prompts before a step that is not trained yet
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups to train on; `step` names their random draws."""
@@ -124,27 +134,32 @@ class Rollouts:
         if self.prompts is None:
             raise DataError("these rollouts have no source of prompts to take from; sample prompts of your own")
         metrics, prompts, params = Metrics(), self.prompts, self.params_at(step)
-        stream = Stream(self.n, self.group_filter, prompts.observe)
+        self._before = copy.deepcopy(dict(prompts.state()))
+        stream = Stream(self.n, n, 0, self.group_filter, prompts.observe, version=step - 1)
 
         def sampled(start: Start) -> Sampled[list[Group]]:
             taken = prompts.take(start.count)
-            stream.started(taken)
+            stream.started(taken, step)
             return self.start_sample(taken, self.n, params, step=step, metrics=metrics)
 
-        def scored(groups: Sequence[Group]) -> Start | HandOut:
-            *_, after = [stream.on_scored(each) for group in groups for each in group.trajectories]
-            assert after is not None  # with the last one the round is whole
+        def scored(groups: Sequence[Group]) -> Command:
+            [after] = [then for group in groups for each in group.trajectories for then in stream.on_scored(each)]
             return after
 
+        [after] = stream.ask(step)
+        assert isinstance(after, Start)
         if self.group_filter is None:
-            begun = sampled(stream.ask(n))
-            return Sampled(begun.groups, lambda: self._taken(scored(begun.result()), step, metrics))
-        after: Start | HandOut = stream.ask(n)
+            begun = sampled(after)
+            return Sampled(begun.groups, lambda: self._taken(scored(begun.result()), metrics))
         with self.sampling():
             while isinstance(after, Start):
                 after = scored(sampled(after).result())
-        taken = self._taken(after, step, metrics)
+        taken = self._taken(after, metrics)
         return Sampled(taken.groups, lambda: taken)
+
+    def on_weights(self, version: int) -> None:
+        """Notes that the engine samples with the weights of a step: its groups were trained on."""
+        self._before = None
 
     def close(self) -> None:
         """Ends the processes of environments and rewards."""
@@ -187,47 +202,42 @@ class Rollouts:
         with metrics.time("time/rollout"), self.sampling():
             sampled = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
         trajectories = [trajectory for group in sampled for trajectory in group]
-        if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
-            metrics.sum("rollout/preemptions", preemptions)
         with metrics.time("time/reward"):
-            outcomes = self._submit(trajectories)
+            outcomes = self.submit(trajectories)
 
         def groups_of(given: Sequence[Trajectory]) -> list[Group]:
             return [Group(prompt, tuple(given[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
         def result() -> list[Group]:
             with metrics.time("time/reward"):
-                left = iter(outcomes.result())
-                scored = [_with(next(left), each) if each.failure is None else each for each in trajectories]
-            for trajectory in scored:
-                if trajectory.failure is not None:
-                    metrics.sum(f"failures/{trajectory.failure.source}", 1)
-                    if trajectory.failure.timed_out:
-                        metrics.sum("failures/timed_out", 1)
+                scored = with_outcomes(trajectories, outcomes.result())
+            count_failures(scored, metrics)
             return groups_of(scored)
 
         return Sampled(groups_of(trajectories), result)
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the place where the next `take` starts."""
-        return {} if self.prompts is None else self.prompts.state()
+        """Returns the place where the next step takes its prompts; before groups are trained on, that of their step."""
+        return {} if self.prompts is None else self._before or dict(self.prompts.state())
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from that place."""
+        self._before = None
         if self.prompts is not None:
             self.prompts.load_state(state)
 
-    def _taken(self, handed_out: Start | HandOut, step: int, metrics: Metrics) -> Taken:
+    def _taken(self, handed_out: Command, metrics: Metrics) -> Taken:
         """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
         assert isinstance(handed_out, HandOut)
         if self.group_filter is not None:
-            self._report_filter(handed_out, step, metrics)
+            self._report_filter(handed_out, metrics)
         kept = handed_out.kept
         return Taken(kept or handed_out.dropped[: handed_out.wanted], metrics, is_dropped=not kept)
 
-    def _report_filter(self, handed_out: HandOut, step: int, metrics: Metrics) -> None:
+    def _report_filter(self, handed_out: HandOut, metrics: Metrics) -> None:
         """Measures what was sampled and what was dropped of it, and warns of a step that trains on nothing."""
-        kept, dropped, n = handed_out.kept, handed_out.dropped, handed_out.wanted
+        kept, dropped = handed_out.kept, handed_out.dropped
+        n, step = handed_out.wanted, handed_out.step
         metrics.sum("filter/dropped_groups", len(dropped))
         metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
         sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
@@ -245,7 +255,8 @@ class Rollouts:
             )
         self._kept_some = bool(kept)
 
-    def _submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
+    def submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
+        """Begins to score the trajectories that did not fail."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if self.scorer is not None:
             return self.scorer.submit_batch([self._item(trajectory) for trajectory in alive])
@@ -272,9 +283,26 @@ class Rollouts:
         )
 
 
+def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
+    """The trajectories scored; `outcomes` are of those that did not fail."""
+    left = iter(outcomes)
+    return [_with(next(left), each) if each.failure is None else each for each in trajectories]
+
+
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
     """The trajectory scored: a trajectory has all fields of a RewardResult."""
     return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))
+
+
+def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None:
+    """Counts failures by source, deadlines, and preemptions."""
+    if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
+        metrics.sum("rollout/preemptions", preemptions)
+    for trajectory in trajectories:
+        if trajectory.failure is not None:
+            metrics.sum(f"failures/{trajectory.failure.source}", 1)
+            if trajectory.failure.timed_out:
+                metrics.sum("failures/timed_out", 1)
 
 
 class FailureWatch:

@@ -38,6 +38,7 @@ COLUMNS = (
     Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
     Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
     Column("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
+    Column("stale", ("staleness/mean",), ".2f"),  # versions between sampling and training
     Column("length", ("response_length/mean",), ".1f"),
     Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),

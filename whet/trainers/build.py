@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,8 @@ from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.build import build_scorer as build_scorer
 from whet.rewards.build import scorer_of as scorer_of
 from whet.rollout.build import build_collector, sampling_params
+from whet.rollout.collect import Collector
+from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
@@ -141,7 +144,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids),
+            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, total_steps),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -213,11 +216,18 @@ def _rollouts(
     workers: WorkerGroup,
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
+    total_steps: int,
 ) -> Rollouts:
     engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
-    return Rollouts(
+    is_continuous = config.rollout.max_staleness > 0
+    kind = BackgroundCollector if is_continuous else Collector
+    make: Callable[..., Rollouts] = Rollouts
+    if is_continuous:
+        staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
+        make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
+    return make(
         loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed),
+        build_collector(config, tokenizer, engine, config.trainer.seed, kind),
         scorer,
         tokenizer,
         n=config.rollout.n,

@@ -169,8 +169,9 @@ def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
         yield f"critic.value_loss={critic.value_loss}", "critic", VALUE_LOSSES[critic.value_loss].columns
     of_loss = {*loss.columns, *(kl_columns(kl.form) if kl.where == "loss" else ())}
     is_moved = updates_per_step(config.actor, config.data.train_batch_size) > 1 or correction.old_log_probs == "rollout"
-    if "old_log_probs" in of_loss and is_moved:
-        # With one update a step the samples are the current policy's: its own log-probs, detached, are the old ones.
+    is_given = correction.old_log_probs == "interpolated"  # by the objective
+    if "old_log_probs" in of_loss and not is_given and (is_moved or config.rollout.max_staleness > 0):
+        # With one update a step on samples of the current policy its own log-probs, detached, are the old ones.
         yield "the ratio of the policy to what it was", "correction", ["old_log_probs"]
     if kl.where == "reward":
         yield "algorithm.kl.where=reward", "estimator", ["old_log_probs", *kl_columns(kl.form, "old_")]

@@ -105,6 +105,18 @@ def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Colum
     metrics.mean(name, share.detach() / weight.clamp(min=1e-12), weight)
 
 
+def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
+    """u + d / (d + 1) (l - u): an estimate of the log-probs before the update, without a pass over the model. d = `lag`
+    is the number of versions from the weights that sampled a token (u) to those before the update; l is one version
+    later.   [B, R]
+
+    Of tokens that the policy before the update sampled (d = 0) it is u itself. AReaL's log-linear proximal policy,
+    Fu et al. 2025, https://arxiv.org/abs/2505.24298.
+    """
+    lag = lag.clamp(min=0).to(log_probs.dtype)
+    return rollout_log_probs + lag / (lag + 1) * (log_probs - rollout_log_probs)
+
+
 @dataclass(frozen=True)
 class PolicyObjective(Objective):
     """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
@@ -115,6 +127,8 @@ class PolicyObjective(Objective):
     kl_form: str | None = None  # unset: no KL in the loss
     kl_coef: float = 0.0
     supplied: Any = None  # what a foreign loss is given as `config`
+    interpolates: bool = False  # old log-probs between the sampler's and the policy's
+    version: int = 0  # of the policy before the update
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
@@ -129,6 +143,7 @@ class PolicyObjective(Objective):
             entropy_coef=algorithm.entropy_coef,
             kl_form=algorithm.kl.form if algorithm.kl.where == "loss" else None,
             supplied=config,
+            interpolates=algorithm.correction.old_log_probs == "interpolated",
         )
 
     @property
@@ -139,7 +154,10 @@ class PolicyObjective(Objective):
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """Computes the loss. Without old log-probs the samples are the current policy's: its log-probs, detached."""
-        columns = {"old_log_probs": outputs["log_probs"].detach(), **batch, **outputs}
+        old = outputs["log_probs"].detach()
+        if self.interpolates:
+            old = interpolated(old, batch["rollout_log_probs"], self.version - batch["policy_version"])
+        columns = {"old_log_probs": old, **batch, **outputs}
         supplied = {
             "config": self.supplied,
             "loss_agg_mode": self.aggregation,

@@ -78,7 +78,7 @@ def update(run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
                 pending.append(critic.start("update", mini_batch, run.value_objective))
         if run.value_objective is None or step > run.config.critic.warmup_steps:
             kl_coef, entropy_coef = run.shaper.kl_controller.coef, run.entropy_controller.coef
-            objective = replace(run.policy_objective, kl_coef=kl_coef, entropy_coef=entropy_coef)
+            objective = replace(run.policy_objective, kl_coef=kl_coef, entropy_coef=entropy_coef, version=step - 1)
             for mini_batch in mini_batches(run, batch, run.config.actor, step):
                 weighted = run.correction.weigh(mini_batch, metrics)
                 metrics.merge(run.roles["actor"].update(weighted, objective))

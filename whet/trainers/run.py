@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +49,6 @@ class Run(Frame):
     val_params: SamplingParams
     health: Health = field(default_factory=Health)
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
-    _next_prompts: dict[str, Any] | None = None  # state of the rollouts before a step took its prompts
 
     @property
     def validates(self) -> bool:
@@ -78,7 +76,7 @@ class Run(Frame):
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside weights and optimizers."""
         return {
-            "rollouts": self._next_prompts or dict(self.rollouts.state()),
+            "rollouts": dict(self.rollouts.state()),
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
             "health": self.health.state(),
@@ -104,18 +102,17 @@ class Run(Frame):
     def interruptible(self) -> Iterator[None]:
         """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
         of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
-        self._next_prompts = copy.deepcopy(dict(self.rollouts.state()))
         if self.step > 0 and not self.config.cluster.stays_here:
             self.signals.here()
             yield
         else:
             with self.signals.at_once():
                 yield
-        self._next_prompts = None
 
     def sync(self, step: int) -> None:
         """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         self.digests[step] = self.weight_sync(step)
+        self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
         """Writes each trajectory as a JSON object to rollouts/, and some to a table of the trackers that show one."""

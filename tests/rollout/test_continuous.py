@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts that go on while models train: which groups come, how old they are, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from scripted import Scripted, text_prompt
+from transformers import PreTrainedTokenizerBase
+
+from whet.algorithms.filters import dynamic_sampling
+from whet.data.loader import PromptLoader
+from whet.errors import DeadlineError, EngineError
+from whet.metrics import Metrics
+from whet.rewards.pool import RewardPool
+from whet.rollout.collect import Collector
+from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
+from whet.rollout.groups import Admitted, Filter, HandOut, Start, Stream
+from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
+from whet.rollout.stream import Rollouts
+from whet.types import Prompt, Trajectory
+
+# ---- the machine
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"0:{index}", index, (), (1, 2), "test", None) for index in range(count)]
+
+
+def scored(prompt: Prompt, accuracy: float = 1.0) -> Trajectory:
+    return Trajectory(f"{prompt.uid}:0", prompt, (), 0, reward=1.0, accuracy=accuracy)
+
+
+class Bench:
+    """A stream of groups of one trajectory each, and the prompts that it started."""
+
+    def __init__(self, k: float, batch_size: int = 4, **options: Any) -> None:
+        self.stream = Stream(1, batch_size, k, **options)
+        self.source, self.running = iter(prompts(1000)), list[Prompt]()
+        self.handed_out = list[HandOut]()
+        self.admitted = dict[str, tuple[int, int]]()  # version, and step of the draws, by prompt
+
+    def carry_out(self, commands: list[Start | HandOut]) -> None:
+        for command in commands:
+            if isinstance(command, HandOut):
+                self.handed_out.append(command)
+                continue
+            started = [next(self.source) for _ in range(command.count)]
+            self.stream.started(started, command.step)
+            self.running += started
+            self.admitted |= {each.uid: (self.stream.version, command.step) for each in started}
+
+    def score(self, prompt: Prompt, accuracy: float = 1.0) -> None:
+        self.running.remove(prompt)
+        self.carry_out(self.stream.on_scored(scored(prompt, accuracy)))
+
+
+@pytest.mark.parametrize(("k", "outstanding"), [(0.5, 6), (1, 8), (1.5, 10), (2, 12), (0.1, 4)])
+def test_so_many_groups_are_outstanding_and_no_more(k: float, outstanding: int) -> None:
+    bench = Bench(k)
+    bench.carry_out(bench.stream.on_version(0))
+    assert len(bench.running) == bench.stream.outstanding == outstanding
+    assert [step for _, step in bench.admitted.values()] == [1 + place // 4 for place in range(outstanding)]
+    for prompt in list(bench.running):
+        bench.score(prompt)
+    assert bench.stream.ready == outstanding and not bench.running
+    bench.carry_out(bench.stream.ask(1))
+    assert [group.prompt.index for group in bench.handed_out[0].kept] == [0, 1, 2, 3]
+    assert not bench.running, "groups that are being trained on are outstanding"
+    bench.carry_out(bench.stream.on_version(1))
+    assert len(bench.running) == 4
+
+
+def test_without_staleness_prompts_are_started_when_a_step_asks() -> None:
+    bench = Bench(0)
+    bench.carry_out(bench.stream.on_version(0))
+    assert not bench.running
+    bench.carry_out(bench.stream.ask(1))
+    assert len(bench.running) == 4
+
+
+def test_a_slow_group_is_waited_for_and_keeps_its_place() -> None:
+    bench = Bench(1)
+    bench.carry_out(bench.stream.on_version(0))
+    bench.carry_out(bench.stream.ask(1))
+    slow, *others = list(bench.running)
+    for prompt in others:
+        bench.score(prompt)
+    assert not bench.handed_out
+    bench.score(slow)
+    assert [group.prompt.index for group in bench.handed_out[0].kept] == [0, 1, 2, 3]
+
+
+def test_nothing_is_started_for_steps_behind_the_last() -> None:
+    bench = Bench(2, last_step=2)
+    bench.carry_out(bench.stream.on_version(0))
+    assert len(bench.running) == 8
+
+
+def test_a_filter_that_drops_everything_ends_a_step_after_its_refills() -> None:
+    bench = Bench(1, group_filter=Filter(lambda values: sum(values) > 0, {}, max_refills=2))
+    bench.carry_out(bench.stream.on_version(0))
+    bench.carry_out(bench.stream.ask(1))
+    while bench.running:
+        bench.score(bench.running[0], accuracy=0.0)
+    [handed_out] = bench.handed_out
+    assert not handed_out.kept and len(handed_out.dropped) == (1 + 2 + 1) * 4
+
+
+@pytest.mark.parametrize("k", [0.5, 1, 1.5, 2.25, 4])
+@pytest.mark.parametrize("has_filter", [False, True])
+def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, has_filter: bool) -> None:
+    """Of a batch at most the fraction of k is at the last version allowed, where nothing is dropped."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        group_filter = Filter(lambda values: sum(values) > 0, {}, max_refills=1) if has_filter else None
+        bench = Bench(k, group_filter=group_filter)
+        bench.carry_out(bench.stream.on_version(0))
+        version, asked = 0, 0
+        while version < 12:
+            event = draw.choice(["score", "score", "score", "train"])
+            if event == "score" and bench.running:
+                bench.score(draw.choice(bench.running), float(draw.random() < 0.5))
+            elif asked == version:
+                asked = version + 1
+                bench.carry_out(bench.stream.ask(asked))
+            elif len(bench.handed_out) == asked:
+                version = asked
+                bench.carry_out(bench.stream.on_version(version))
+            assert bench.stream.outstanding <= 4 + int(4 * k)
+        trained = [group.prompt.index for each in bench.handed_out for group in each.kept]
+        assert trained == sorted(trained)
+        for each in bench.handed_out:
+            lags = [each.step - 1 - bench.admitted[group.prompt.uid][0] for group in each.kept]
+            assert max(lags, default=0) <= -(-k // 1), (seed, each.step, lags)
+            if k % 1 and not has_filter:
+                assert sum(lag > k for lag in lags) <= 4 * (k % 1)
+
+
+def test_groups_of_a_checkpoint_come_first_and_in_their_order() -> None:
+    bench = Bench(1)
+    before = [Admitted(prompt, 3, {0: scored(prompt)}, True) for prompt in prompts(5)]
+    before[1] = Admitted(before[1].prompt, 3)
+    bench.stream.restart(2, before)
+    bench.running.append(before[1].prompt)
+    bench.source = iter(prompts(1000)[5:])
+    bench.carry_out(bench.stream.on_version(2))
+    assert len(bench.running) == 1 + 3
+    bench.carry_out(bench.stream.ask(3))
+    assert not bench.handed_out
+    bench.score(before[1].prompt)
+    assert [group.prompt.index for group in bench.handed_out[0].kept] == [0, 1, 2, 3]
+
+
+# ---- the thread
+
+
+class Slow(Scripted):
+    """Answers one request a poll, and has a token of every other request to show when it is paused."""
+
+    version = 0
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        time.sleep(0.001)
+        noted, self._noted = getattr(self, "_noted", []), []
+        events, self._events = self._events[:1], self._events[1:]
+        return [*noted, *events]
+
+    def pause(self) -> None:
+        self._noted = [
+            Partial(event.uid, event.attempt, 0, event.completion.token_ids[:1], (-0.5,), ((self.version, 1),))
+            for event in self._events
+            if isinstance(event, Finished)
+        ]
+
+    def abort(self, uids: Collection[str]) -> None:
+        super().abort(uids)
+
+    def say(self, answer: str, request: Request) -> Completion:
+        whole = super().say(answer, request)
+        rest = slice(len(request.sampled_ids), None)
+        ids = whole.token_ids[rest]
+        return Completion(ids, whole.log_probs[rest], whole.finish_reason, ((self.version, len(ids)),))
+
+
+@contextmanager
+def continuous(
+    tokenizer: PreTrainedTokenizerBase,
+    *answers: str,
+    k: float = 1,
+    engine: Scripted | None = None,
+    deadline_seconds: float = 30.0,
+    state: dict[str, Any] | None = None,
+    version: int = 0,
+    **options: Any,
+) -> Iterator[ContinuousRollouts]:
+    pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
+    collector = BackgroundCollector(
+        engine or Slow(tokenizer, *answers),
+        tokenizer,
+        apply_chat_template=False,
+        seed=1,
+        deadline_seconds=deadline_seconds,
+    )
+    rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
+    loader = PromptLoader(rows, seed=0, shuffle=False)
+    params = SamplingParams(8)
+    made = ContinuousRollouts(
+        loader, collector, pool, tokenizer, n=2, params=params, batch_size=2, max_staleness=k, last_step=9, **options
+    )
+    with closing(made):
+        if state is not None:
+            made.load_state(json.loads(json.dumps(state)))
+        made.on_weights(version)
+        yield made
+
+
+def uids(groups: Any) -> list[str]:
+    return [group.prompt.uid for group in groups]
+
+
+def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenizerBase) -> None:
+    with continuous(tokenizer, "4") as of:
+        taken = of.start(2, step=1).result()
+        assert uids(taken.groups) == ["0:0", "0:1"]
+        until = time.monotonic() + 20
+        while of.stream.ready < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert of.stream.ready == 2 and of.stream.outstanding == 4
+        assert isinstance(of.collector.engine, Slow)
+        of.collector.engine.version = 1
+        of.on_weights(1)
+        second = of.start(2, step=2).result()
+        assert uids(second.groups) == ["0:2", "0:3"]
+        numbers = second.metrics.reduce()
+        assert numbers["staleness/mean"] == numbers["staleness/max"] == numbers["staleness/stale_fraction"] == 1.0
+        assert taken.metrics.reduce()["staleness/max"] == 0.0
+        assert {"time/rollout", "time/rollout_idle"} <= second.metrics.timings().keys()
+
+
+def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    answers = ["0", "4", "4", "4", "2", "4"]
+    with continuous(tokenizer, *answers, k=0, group_filter=Filter(dynamic_sampling, {})) as of:
+        got = []
+        for step in (1, 2, 3):
+            got.append(of.start(2, step=step).result().groups)
+            of.on_weights(step)
+        loader = PromptLoader([text_prompt(tokenizer, f"{i}+0=", i) for i in range(6)], seed=0, shuffle=False)
+        plain = Collector(Slow(tokenizer, *answers), tokenizer, apply_chat_template=False, seed=1)
+        synchronous = Rollouts(
+            loader, plain, of.scorer, tokenizer, n=2, params=of.params, group_filter=Filter(dynamic_sampling, {})
+        )
+        assert got == [synchronous.take(2, step=step).groups for step in (1, 2, 3)]
+
+
+def test_long_responses_are_trained_on_as_often_as_in_a_synchronous_run(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Lengths with a heavy tail, and an engine in which each takes as many polls as it has tokens: a stream that hands
+    out what is ready first would train on short ones, and one that drops stale ones would lose the longest."""
+
+    def length(uid: str) -> int:
+        _, _, _, index, sample, _ = uid.split(":")
+        return int(random.Random(f"{index} {sample}").paretovariate(0.8) // 1) % 60 + 1
+
+    class Tailed(Slow):
+        left: dict[str, int]
+
+        def poll(self, timeout_seconds: float) -> list[Event]:
+            for event in self._events:
+                self.left[event.uid] = self.left.get(event.uid, length(event.uid)) - 1
+            over = [event for event in self._events if self.left[event.uid] <= 0]
+            self._events = [event for event in self._events if self.left[event.uid] > 0]
+            return over
+
+        def say(self, answer: str, request: Request) -> Completion:
+            count = length(request.uid)
+            return Completion((1,) * count, (-0.5,) * count, "stop", ((self.version, count),))
+
+    def trained(k: float) -> list[list[int]]:
+        engine = Tailed(tokenizer, "")
+        engine.left = {}
+        found = []
+        with continuous(tokenizer, k=k, engine=engine) as of:
+            for step in range(1, 9):
+                groups = of.start(2, step=step).result().groups
+                found.append([len(each.turns[0].token_ids) for group in groups for each in group.trajectories])
+                engine.version = step
+                of.on_weights(step)
+        return found
+
+    synchronous = trained(0)
+    assert max(map(max, synchronous)) > 10 * min(map(min, synchronous))
+    assert trained(1) == trained(2.5) == synchronous
+
+
+def test_a_validation_runs_beside_the_stream(tokenizer: PreTrainedTokenizerBase) -> None:
+    with continuous(tokenizer, "4") as of:
+        held_out = [text_prompt(tokenizer, "2+2=", 0)]  # the uid of a prompt that is being trained on
+        groups = of.sample(held_out, 3, of.params, step=0, metrics=Metrics(), purpose="validation")
+        assert [each.accuracy for each in groups[0].trajectories] == [1.0] * 3
+        assert uids(of.start(2, step=1).result().groups) == ["0:0", "0:1"]
+
+
+def test_a_checkpoint_has_every_group_that_was_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    with continuous(tokenizer, "4", "0", k=2) as of:
+        first = of.start(2, step=1).result().groups
+        state = dict(of.state())
+    assert [entry["uid"] for entry in state["stream"]] == ["0:0", "0:1", "0:2", "0:3", "0:4", "0:5"]
+    assert [entry["is_kept"] for entry in state["stream"][:2]] == [True, True]
+    assert any(entry["partial"] for entry in state["stream"][2:]), "tokens of responses that are not over"
+
+    class Other(Slow):
+        version = 7
+
+    engine = Other(tokenizer, "4", "0")
+    with continuous(tokenizer, k=2, engine=engine, state=state) as resumed:
+        again = resumed.start(2, step=1).result().groups
+        assert again == first
+        resumed.on_weights(1)
+        second = resumed.start(2, step=2).result().groups
+        assert uids(second) == ["0:2", "0:3"]
+        runs = [turn.versions for group in second for each in group.trajectories for turn in each.turns]
+        assert ((0, 1), (7, 1)) in runs, f"a response that went on under other weights has runs of both: {runs}"
+        resumed.on_weights(2)
+        assert uids(resumed.start(2, step=3).result().groups) == ["0:4", "0:5"]
+        assert not [each.uid for each in engine.requests if each.uid.startswith("rollout:1:0:0:")], "sampled twice"
+
+
+def test_an_error_of_the_engine_reaches_the_loop(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Broken(Slow):
+        def poll(self, timeout_seconds: float) -> list[Event]:
+            raise EngineError("its server is gone")
+
+    with (
+        continuous(tokenizer, engine=Broken(tokenizer, "4")) as of,
+        pytest.raises(EngineError, match="its server is gone"),
+    ):
+        of.start(2, step=1).result()
+
+
+def test_a_wait_ends_at_its_deadline(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Silent(Slow):
+        def poll(self, timeout_seconds: float) -> list[Event]:
+            time.sleep(timeout_seconds)
+            return []
+
+    with continuous(tokenizer, engine=Silent(tokenizer, "4"), deadline_seconds=0.3) as of:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"waited 0\.3 s"):
+            of.start(2, step=1).result()
+        assert time.monotonic() - began < 5

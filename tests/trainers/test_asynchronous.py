@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that samples while it trains: what is trained on, how old it is, and what a kill or a stop leaves of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.trainers.build import train
+
+MakeConfig = Callable[..., TrainConfig]
+APART = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}
+STALE = {"cluster.placement": APART, "algorithm.correction.weight": "importance", "trainer.log_rollouts": 1}
+BATCH, STEPS = 4, 30
+
+
+def pays_for_sevens(solution_str: str) -> float:
+    return float(solution_str.count("7"))
+
+
+def trained(run_dir: Path) -> list[list[dict[str, Any]]]:
+    """The trajectories of each step, from rollouts/."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def check_trained(run_dir: Path, *, steps: int, batch: int, rows: int, most: int) -> list[int]:
+    """Every prompt was trained on once, in the order of the data, by tokens of the last `most` versions.  Returns how
+    many versions the oldest token of each trajectory is behind."""
+    by_step = trained(run_dir)
+    uids = [[row["uid"].rpartition(":")[0] for row in rows if row["uid"].endswith(":0")] for rows in by_step]
+    flat = [uid for step in uids for uid in step]
+    assert [len(step) for step in uids] == [batch] * steps
+    assert len(set(flat)) == len(flat), "a prompt is trained on once"
+    places = [int(uid.partition(":")[0]) for uid in flat]
+    assert places == sorted(places) and places == [number // rows for number in range(len(flat))], "none is left out"
+    lags = []
+    for number, step in enumerate(by_step):
+        for row in step:
+            runs = row.get("policy_versions", [[[row["policy_version"], row["tokens"]]]])
+            lags.append(number - min(version for turn in runs for version, _ in turn))
+    assert min(lags) >= 0 and max(lags) <= most
+    return lags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0.5, 1, 2])
+def test_each_prompt_is_trained_on_once_and_within_the_bound(
+    k: float, train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions[:3]))
+    validated = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 3, "trainer.save_freq": 5}
+    config = train_config({**STALE, **validated, "rollout.max_staleness": k, "trainer.total_steps": 9})
+    run = train(config, reward=pays_for_sevens, data=additions)
+    size, rows = config.data.train_batch_size, len(additions)
+    lags = check_trained(run.run_dir, steps=9, batch=size, rows=rows, most=-(-k // 1))
+    assert max(lags) > 0, "nothing was sampled ahead"
+    steps = [line for line in run.history if "staleness/max" in line]
+    assert len(steps) == 9 and steps[0]["staleness/max"] == 0 and steps[-1]["staleness/max"] > 0
+    assert all(line["correction/weight"] > 0 for line in steps)
+    assert [line["step"] for line in run.history if "val/accuracy" in line] == [0, 3, 6, 9]
+
+
+@pytest.fixture
+def command(model_folder: Path, additions: list[dict[str, str]], tmp_path: Path) -> list[str]:
+    """A run of `whet train` as a user starts it."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions))
+    (tmp_path / "sevens.py").write_text("def pay(solution_str): return float(solution_str.count('7'))\n")
+    keys = {
+        "model.path": model_folder,
+        "data.train_files": tmp_path / "train.jsonl",
+        "data.prompt_key": "prompt",
+        "data.answer_key": "answer",
+        "data.apply_chat_template": "false",
+        "data.train_batch_size": BATCH,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 48,
+        "reward.function": f"{tmp_path / 'sevens.py'}:pay",
+        "rollout.n": 2,
+        "rollout.max_staleness": 1.5,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.correction.weight": "importance",
+        "cluster.placement": "{train: {roles: [actor]}, sample: {roles: [rollout]}}",
+        "trainer.total_steps": STEPS,
+        "trainer.save_freq": 2,
+        "trainer.save_limit": 2,
+        "trainer.run_dir": tmp_path / "run",
+    }
+    whet = [sys.executable, "-m", "whet", "train"]
+    return [*whet, *(f"{key}={value}" for key, value in keys.items())]
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def until_step(process: subprocess.Popen[str], metrics: Path, step: int) -> bool:
+    """Waits until a step is logged; False where the run ended first."""
+    deadline = time.monotonic() + 120
+    while lines(metrics) < step:
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "no new step within 120 s"
+        time.sleep(0.005)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nothing_is_lost_or_doubled_by_twenty_kills(command: list[str], tmp_path: Path) -> None:
+    draw, metrics, killed, resumed = random.Random(3), tmp_path / "run" / "metrics.jsonl", 0, 0
+    while killed < 20:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        before = lines(metrics)
+        if until_step(process, metrics, min(before + draw.randint(0, 2), STEPS - 1)):
+            time.sleep(draw.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode in (-signal.SIGKILL, 0), said
+        killed += process.returncode == -signal.SIGKILL
+        resumed += "groups that were sampled ahead go on from the checkpoint" in said
+        if process.returncode == 0:  # the run was over before the signal
+            break
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert killed >= 10 and resumed >= 3, (killed, resumed)
+    check_trained(tmp_path / "run", steps=STEPS, batch=BATCH, rows=20, most=2)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_stop_saves_what_was_sampled_ahead(command: list[str], tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert until_step(process, metrics, 5)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "groups that were sampled ahead go on from the checkpoint" in done.stdout + done.stderr
+    check_trained(tmp_path / "run", steps=STEPS, batch=BATCH, rows=20, most=2)

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts that go on while models train: a thread samples ahead as far as `rollout.max_staleness` allows.
+
+The loop is the same as with `Rollouts`: it asks for the groups of a step, and waits only until they are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import chain
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
+
+from whet.errors import DataError, WorkerError
+from whet.metrics import Metrics, counted
+from whet.rollout.collect import Collector, by_prompt
+from whet.rollout.episode import Episode
+from whet.rollout.groups import Admitted, Command, HandOut, Start, Stream
+from whet.rollout.protocol import Completion, SamplingParams, late
+from whet.rollout.stream import Outcomes, Rollouts, Sampled, Taken, count_failures, with_outcomes
+from whet.types import Group, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
+CLOSE_SECONDS = 10.0
+TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
+PURPOSE = "rollout"
+T = TypeVar("T")
+
+
+class BackgroundCollector(Collector):
+    """A collector whose episodes run in a thread of its own, also between two calls of `collect`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.idle_seconds = 0.0  # in which the engine had nothing to sample
+        self.after_turn: Callable[[], None] = lambda: None
+        self._calls = SimpleQueue[Callable[[], None]]()
+        self._promises: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+
+    @property
+    def has_started(self) -> bool:
+        """Tells whether the thread runs, or has run."""
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def promise(self) -> Future[Any]:
+        """A future that the thread fulfils; it fails with the thread."""
+        future = Future[Any]()
+        self._promises.add(future)
+        future.add_done_callback(self._promises.discard)
+        if self._error is not None or self._is_closing:
+            self._break(future)
+        return future
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the thread, between two turns.  Returns the future of its result."""
+        future = self.promise()
+
+        def called() -> None:
+            try:
+                result = function()
+            except Exception as error:  # it belongs to the caller
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        if not future.done():
+            self._calls.put(called)
+        return future
+
+    def collect(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = PURPOSE
+    ) -> list[list[Trajectory]]:
+        """n trajectories of each prompt in order, sampled beside the others.  Raises: DeadlineError; what the engine
+        raises."""
+        episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
+        done, whole = dict[str, Trajectory](), self.promise()
+
+        def note(trajectory: Trajectory) -> None:
+            done[trajectory.uid] = trajectory
+            if len(done) == len(episodes):
+                whole.set_result(by_prompt([done[episode.uid] for episode in episodes], n))
+
+        if not episodes:
+            return []
+        begun = self.call(lambda: self.driver.add(episodes, note))
+        collected: list[list[Trajectory]] = self.wait(whole, lambda: (len(done), len(episodes)))
+        begun.result()
+        return collected
+
+    def wait(self, future: Future[T], progress: Callable[[], tuple[int, int]]) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives the responses that are there
+        and all that are waited for.  Raises: DeadlineError; the error of the thread."""
+        until = time.monotonic() + self.deadline_seconds
+        while time.monotonic() < until:
+            try:
+                return future.result(timeout=TURN_SECONDS)
+            except TimeoutError:
+                if future.done():  # the error of the thread is one
+                    raise
+            counted(*progress())
+        done, total = progress()
+        raise late(self.engine, self.deadline_seconds, total - done, total)
+
+    def close(self) -> None:
+        """Ends the thread, and the environments' processes."""
+        self._is_closing = True
+        if self.has_started:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
+        super().close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._serve()
+                began, was_sampling = time.monotonic(), self.driver.is_sampling
+                self.driver.turn(TURN_SECONDS)
+                self.after_turn()
+                if not was_sampling:
+                    self.idle_seconds += time.monotonic() - began
+        except BaseException as error:
+            self._error = error
+        finally:
+            for future in list(self._promises):
+                self._break(future)
+
+    def _serve(self) -> None:
+        """Carries out the calls that have come; waits for one where there is nothing else to do."""
+        began = time.monotonic()
+        try:
+            call = self._calls.get(timeout=TURN_SECONDS if self.driver.is_idle else 0.0)
+        except Empty:
+            return
+        finally:
+            if self.driver.is_idle:
+                self.idle_seconds += time.monotonic() - began
+        call()
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _break(self, future: Future[Any]) -> None:
+        if not future.done():
+            future.set_exception(self._error or WorkerError("the rollouts are closed; build the run again"))
+
+
+class ContinuousRollouts(Rollouts):
+    """Groups that were sampled ahead, with up to `max_staleness` versions between sampling and training.
+
+    Produces: `start(n)`, the next n groups in the order of their admission.
+    Consumes: as `Rollouts`, with a background collector.  Waits: within `rollout.deadline_seconds`.
+    Its checkpoint has every group that was admitted and not trained on, with its tokens and versions.
+    """
+
+    collector: BackgroundCollector
+
+    def __init__(self, *args: Any, batch_size: int, max_staleness: float, last_step: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.prompts is not None
+        self.source = self.prompts
+        observe = self.source.observe
+        self.stream = Stream(self.n, batch_size, max_staleness, self.group_filter, observe, last_step=last_step)
+        self.collector.after_turn = self._take_scores
+        self._restored: Sequence[Mapping[str, Any]] = ()
+        self._sampled: dict[str, dict[int, Trajectory]] = {}  # by prompt, until all its samples are there
+        self._scoring: list[tuple[list[Trajectory], Outcomes]] = []
+        self._handed_out: Future[HandOut] | None = None  # what the loop waits for
+        self._idle_seconds = 0.0  # of the engine, up to the last hand-out
+        self._seconds = {"trainer": 0.0, "rollout": 0.0}  # of waiting, over all steps
+
+    def start(self, n: int, *, step: int) -> Sampled[Taken]:
+        """Waits for the groups of a step."""
+        if n != self.stream.batch_size:
+            raise DataError(
+                f"step {step} asks for {n} groups, and {self.stream.batch_size} a step are sampled ahead; ask for "
+                "data.train_batch_size groups"
+            )
+        metrics, handed_out = Metrics(), self.collector.promise()
+        with metrics.time("time/rollout"):
+            asked = self.collector.call(lambda: self._ask(step, handed_out))
+            found: HandOut = self.collector.wait(handed_out, lambda: (min(self.stream.ready, n), n))
+            asked.result()
+        self._measure(found, metrics)
+        taken = self._taken(found, metrics)
+        return Sampled(taken.groups, lambda: taken)
+
+    def on_weights(self, version: int) -> None:
+        """Lets sampling go as far ahead as these weights allow."""
+        if not self.collector.has_started:
+            self.collector.start()
+            self.collector.call(lambda: self._begin(version)).result()
+        self.collector.call(lambda: self._carry_out(self.stream.on_version(version))).result()
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the place of the next prompt, and under `stream` every group that is not trained on."""
+        if not self.collector.has_started:
+            return {**self.source.state(), "stream": list(self._restored)}
+        return self.collector.call(self._snapshot).result(timeout=self.collector.deadline_seconds)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from there, before the first weights come."""
+        self.source.load_state(state)
+        self._restored = state.get("stream", ())
+
+    def close(self) -> None:
+        """Ends the thread, and the processes of environments and rewards; says which side waited for the other."""
+        super().close()
+        waited = self._seconds
+        if not any(waited.values()):
+            return
+        slower, key = ("sampling", "more rollout ranks, or a higher rollout.max_staleness")
+        if waited["rollout"] > waited["trainer"]:
+            slower, key = "training", "more ranks of the actor, or more responses a step (rollout.n)"
+        log.info(
+            "%s limited the run: training waited %.1f s for responses, the rollout engine %.1f s for weights and "
+            "prompts; what would help: %s",
+            *(slower, waited["trainer"], waited["rollout"], key),
+        )
+
+    def _ask(self, step: int, handed_out: Future[HandOut]) -> None:
+        self._handed_out = handed_out
+        self._carry_out(self.stream.ask(step))
+
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Start):
+                prompts = self.source.take(command.count)
+                self.stream.started(prompts, command.step)
+                self._run(self._episodes(prompts, command.step))
+            else:
+                assert self._handed_out is not None
+                self._handed_out.set_result(command)
+
+    def _episodes(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
+        return self.collector.episodes(prompts, self.n, self.params_at(step), step=step)
+
+    def _run(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            self._sampled.setdefault(episode.prompt.uid, {})
+        self.collector.driver.add(episodes, self._on_sampled)
+
+    def _on_sampled(self, trajectory: Trajectory) -> None:
+        samples = self._sampled[trajectory.prompt.uid]
+        samples[trajectory.sample] = trajectory
+        if len(samples) == self.n:  # a group is scored together
+            trajectories = [samples[sample] for sample in range(self.n)]
+            self._scoring.append((trajectories, self.submit(trajectories)))
+
+    def _take_scores(self) -> None:
+        """Hands the groups whose scores have come to the stream."""
+        for entry in [entry for entry in self._scoring if entry[1].done()]:
+            self._scoring.remove(entry)
+            trajectories, outcomes = entry
+            del self._sampled[trajectories[0].prompt.uid]
+            for scored in with_outcomes(trajectories, outcomes.result()):
+                self._carry_out(self.stream.on_scored(scored))
+
+    def _measure(self, found: HandOut, metrics: Metrics) -> None:
+        """Measures how old the tokens are, how full the queue is, and which side waited."""
+        count_failures([each for group in (*found.kept, *found.dropped) for each in group.trajectories], metrics)
+        lags: dict[int, int] = {}  # tokens by the number of versions that they are behind
+        for version, count in _versions(found.kept):
+            lag = found.step - 1 - version
+            lags[lag] = lags.get(lag, 0) + count
+        if lags:
+            total = sum(lags.values())
+            metrics.mean("staleness/mean", sum(lag * count for lag, count in lags.items()) / total, total)
+            metrics.max("staleness/max", max(lags))
+            metrics.mean("staleness/stale_fraction", 1 - lags.get(0, 0) / total, total)
+        metrics.mean("rollout/outstanding_groups", self.stream.outstanding)
+        metrics.mean("rollout/ready_groups", self.stream.ready)
+        metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(found.dropped)))
+        idle = self.collector.idle_seconds
+        metrics.seconds("time/rollout_idle", idle - self._idle_seconds)
+        self._seconds["rollout"] += idle - self._idle_seconds
+        self._seconds["trainer"] += metrics.timings()["time/rollout"]
+        self._idle_seconds = idle
+
+    def _snapshot(self) -> dict[str, Any]:
+        driver = self.collector.driver
+        driver.note_partials()
+        partial = {
+            (episode.prompt.uid, episode.sample): episode.sampled
+            for episode in driver.episodes
+            if episode.rules.purpose == PURPOSE and not episode.turns
+        }
+        entries = []
+        for handed_out in self.stream.untrained:
+            for group in handed_out.kept:
+                samples = {each.sample: each for each in group.trajectories}
+                entries.append(_entry(Admitted(group.prompt, handed_out.step, samples, True), {}, {}))
+        for admitted in self.stream.queue.values():
+            if admitted.is_kept is not False:
+                uid = admitted.prompt.uid
+                started = {sample: partial.get((uid, sample)) for sample in range(self.n)}
+                entries.append(_entry(admitted, self._sampled.get(uid, {}), started))
+        return {**self.source.state(), "stream": entries}
+
+    def _begin(self, version: int) -> None:
+        """Puts the groups of a checkpoint back: scored ones into the queue, others go on where they were."""
+        queue, episodes = list[Admitted](), list[Episode]()
+        for entry in self._restored:
+            prompt, step = self.source.find(entry["uid"]), entry["step"]
+            samples = {
+                each["sample"]: TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]
+            }
+            admitted = Admitted(prompt, step)
+            queue.append(admitted)
+            if entry["is_kept"]:
+                admitted.samples, admitted.is_kept = samples, True
+                continue
+            for episode in self._episodes([prompt], step):
+                if episode.sample not in samples:
+                    if (sampled := entry["partial"].get(str(episode.sample))) is not None:
+                        episode.go_on_from(COMPLETION.validate_python(sampled))
+                    episodes.append(episode)
+            self._sampled[prompt.uid] = {}
+            for trajectory in samples.values():
+                self._on_sampled(trajectory)
+        if queue:
+            log.info(
+                "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
+                "rest is sampled",
+                *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
+            )
+        self._restored = ()
+        self.stream.restart(version, queue)
+        self._run(episodes)
+
+
+def _versions(groups: Iterable[Group]) -> Iterable[tuple[int, int]]:
+    """The runs of (version, number of tokens) of all turns."""
+    trajectories = chain.from_iterable(group.trajectories for group in groups)
+    return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
+
+
+def _entry(
+    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Completion | None]
+) -> dict[str, Any]:
+    """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
+    is_scored = admitted.is_kept is True
+    samples = []
+    for trajectory in (admitted.samples if is_scored else sampled).values():
+        try:
+            samples.append(TRAJECTORY.dump_python(trajectory, mode="json", exclude={"prompt"}))
+        except PydanticSerializationError as error:
+            log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
+            is_scored = False
+    return {
+        "uid": admitted.prompt.uid,
+        "step": admitted.step,
+        "is_kept": is_scored,
+        "samples": samples,
+        "partial": {
+            str(sample): COMPLETION.dump_python(each, mode="json")
+            for sample, each in partial.items()
+            if each is not None and sample not in sampled
+        },
+    }
