@@ -19,7 +19,7 @@ from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.evaluation.evaluate import open_engine
-from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids
+from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
 from whet.serving.app import App
 from whet.serving.bodies import BodyReader
@@ -62,6 +62,7 @@ class _Server:
 
     def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str) -> None:
         self._settings, self._name, self._source = settings, reader.name, source
+        self._dtype = torch_dtype(settings.dtype)
         self._engine = EngineThread(engine, on_death=lambda error: self._end())
         try:
             warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
@@ -127,7 +128,8 @@ class _Server:
         trusted = self._settings.trust_remote_code
         with model_folder(source, trust_remote_code=trusted) as folder:
             module = load_policy(folder, trust_remote_code=trusted)
-        self._engine.call(lambda: self._engine.engine.load(module.named_parameters(), version)).result()
+        weights = ((name, weight.detach().to(self._dtype)) for name, weight in module.named_parameters())
+        self._engine.call(lambda: self._engine.engine.load(weights, version)).result()
 
 
 class _HttpServer(uvicorn.Server):
