@@ -153,7 +153,6 @@ class App:
 
     async def _events(self, uid: str, asked: Asked) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
-        loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
@@ -166,7 +165,7 @@ class App:
         self._unfinished += len(requests)
         try:
             self._counters.prompt_tokens += sum(map(len, asked.prompts))
-            self._engine.submit(requests, partial(_pass_on, loop, queue))
+            self._engine.submit(requests, queue.put_nowait)
             left = len(requests)
             while left:
                 event = await queue.get()
@@ -243,12 +242,6 @@ class EventStream(StreamingResponse):
         finally:
             await self._lines.aclose()
             await self._samples.aclose()
-
-
-def _pass_on(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[T], event: T) -> None:
-    """Puts an event of the engine's thread into a queue of the loop's, unless the loop has ended."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(queue.put_nowait, event)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.005  # a new request waits for this time at most, or for one decode step
 IDLE_SECONDS = 1.0  # between two polls of an engine without requests, which may have died
 T = TypeVar("T")
-Deliver = Callable[[Event | WhetError], None]  # called in the engine's thread
+Deliver = Callable[[Event | WhetError], None]
 
 
 class EngineStoppedError(EngineError):
@@ -35,6 +36,8 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine, on_death: Callable[[WhetError], None]) -> None:
         self.engine = engine
         self._on_death = on_death
+        # Runs a function in the thread of those who wait for events, an event loop's.
+        self.run_elsewhere: Callable[[Callable[[], None]], object] = lambda function: function()
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._deliver: dict[str, Deliver] = {}  # by uid of an unfinished request
         self._waiting: deque[Request] = deque()  # the engine was full
@@ -96,8 +99,7 @@ class EngineThread:
             while not self._is_stopped:
                 self._carry_out_calls()
                 self._fill()
-                for event in self.engine.poll(POLL_SECONDS if self._deliver else 0.0):
-                    self._pass_on(event)
+                self._pass_on(self.engine.poll(POLL_SECONDS if self._deliver else 0.0))
         except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
             self._die(named(error))
         else:
@@ -126,13 +128,26 @@ class EngineThread:
                 if not self.engine.submit(request):
                     return
             except WhetError as error:
-                self._deliver.pop(request.uid)(error)
+                self._tell([(self._deliver.pop(request.uid), error)])
             self._waiting.popleft()
 
-    def _pass_on(self, event: Event) -> None:
-        deliver = self._deliver.get(event.uid) if isinstance(event, Partial) else self._deliver.pop(event.uid, None)
-        if deliver is not None:
-            deliver(event)
+    def _pass_on(self, events: Sequence[Event]) -> None:
+        found = [(self._deliver.get(event.uid), event) for event in events]
+        for event in events:
+            if not isinstance(event, Partial):
+                self._deliver.pop(event.uid, None)
+        self._tell([(deliver, event) for deliver, event in found if deliver is not None])
+
+    def _tell(self, found: Sequence[tuple[Deliver, Event | WhetError]]) -> None:
+        """Delivers events, all together: every change of thread costs as much as the decoding of a small model."""
+
+        def deliver_all() -> None:
+            for deliver, event in found:
+                deliver(event)
+
+        if found:
+            with suppress(RuntimeError):  # of an event loop that has ended, and so have its requests
+                self.run_elsewhere(deliver_all)
 
     def _die(self, error: WhetError, *, is_expected: bool = False) -> None:
         """Tells all who wait."""
@@ -143,8 +158,7 @@ class EngineThread:
             self._on_death(error)
 
     def _tell_all(self, error: WhetError) -> None:
-        for deliver in self._deliver.values():
-            deliver(EngineStoppedError(str(error)))
+        self._tell([(deliver, EngineStoppedError(str(error))) for deliver in self._deliver.values()])
         self._deliver.clear()
         self._waiting.clear()
 

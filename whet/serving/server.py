@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import ConfigError, WhetError
 from whet.evaluation.evaluate import open_engine
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
@@ -100,6 +100,7 @@ class _Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
         follower = asyncio.create_task(self._follow()) if self._settings.follow else None
         yield
         if follower is not None:
@@ -109,27 +110,28 @@ class _Server:
 
     async def _follow(self) -> None:
         """Loads each new checkpoint of the run, between two decode steps."""
-        run, last = Path(self._settings.model).expanduser(), _step(self._source) or 0
+        run, last = Path(self._settings.model).expanduser(), Path(self._source)
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             newest = checkpoint.newest(run)
-            if newest is None or (step := checkpoint.step_of(newest)) <= last:
+            if newest is None or checkpoint.number(newest) <= checkpoint.number(last):
                 continue
-            last = step
+            last = newest
             try:
-                await asyncio.to_thread(self._load, str(newest), step)
-            except CheckpointError as error:
+                await asyncio.to_thread(self._load, newest)
+            except (WhetError, OSError) as error:
                 log.warning("%s; the server goes on with %s", error, self._source)
             else:
                 self._source = str(newest)
                 log.info("serving %s from now on", newest)
 
-    def _load(self, source: str, version: int) -> None:
+    def _load(self, source: Path) -> None:
         trusted = self._settings.trust_remote_code
-        with model_folder(source, trust_remote_code=trusted) as folder:
+        with model_folder(str(source), trust_remote_code=trusted) as folder:
             module = load_policy(folder, trust_remote_code=trusted)
         weights = ((name, weight.detach().to(self._dtype)) for name, weight in module.named_parameters())
-        self._engine.call(lambda: self._engine.engine.load(weights, version)).result()
+        step = checkpoint.step_of(source)
+        self._engine.call(lambda: self._engine.engine.load(weights, step)).result()
 
 
 class _HttpServer(uvicorn.Server):
