@@ -13,8 +13,7 @@ from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.engines.role import RoleSettings
 from whet.keyed import key
 from whet.models.load import load_policy

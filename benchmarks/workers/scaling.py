@@ -12,8 +12,7 @@ from benchmarks.workers.pinned import PinnedActor
 from benchmarks.workers.turns import Turns
 from whet.config import TrainConfig, load_config
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.keyed import key
 from whet.rollout.protocol import Request, SamplingParams, generate

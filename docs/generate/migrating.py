@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from whet.config.foreign import TABLES
+from whet.config.keys import TABLES
 
 _TABLE = re.compile(r"^## (From .*)\n(?:(?!## |\|).*\n)*((?:\|.*\n)+)", re.MULTILINE)  # the first one below a heading
 

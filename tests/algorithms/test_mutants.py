@@ -27,7 +27,7 @@ TESTS = {  # where a module's own tests are; those that hold for all of a kind c
     "advantages": ["test_advantages.py"],
     "agentic": ["test_agentic.py"],
     "prime": ["test_advantages.py", "test_value_loss.py"],
-    "statistics": ["test_statistics.py", "test_advantages.py"],
+    "statistics": ["test_statistics.py", "test_scan.py", "test_advantages.py"],
     "policy_losses": ["test_policy_losses.py", "test_more_policy_losses.py"],
     "off_policy_losses": ["test_more_policy_losses.py"],
     "covariance": ["test_more_policy_losses.py"],
@@ -38,9 +38,7 @@ TESTS = {  # where a module's own tests are; those that hold for all of a kind c
     "shaping": ["test_shaping.py"],
     "filters": ["test_filters.py"],
     "controllers": ["test_controllers.py"],
-    "scan": ["test_scan.py"],
     "cpo": ["test_cpo.py"],
-    "distillation": ["test_advantages.py"],
     "trainers/correction": ["../trainers/test_loss_mask.py"],
     "trainers/objectives": ["../trainers/test_loss_mask.py", "../trainers/test_objectives.py"],
 }
@@ -52,9 +50,9 @@ MUTANTS = [
     ("advantages", "gamma * next_sampled(", "next_sampled("),
     ("advantages", "response_mask, gamma * lam)", "response_mask, gamma)"),
     ("advantages", "response_mask), advantages + values", "response_mask), advantages - values"),
-    ("scan", ".roll(-1)", ".roll(1)"),
-    ("scan", "following[lengths[lengths > 0].cumsum(0) - 1] = 0.0", "following[lengths.cumsum(0) - 1] = 0.0"),
-    ("scan", "masked_fill(sampled, decay)", "masked_fill(~sampled, decay)"),
+    ("statistics", ".roll(-1)", ".roll(1)"),
+    ("statistics", "following[lengths[lengths > 0].cumsum(0) - 1] = 0.0", "following[lengths.cumsum(0) - 1] = 0.0"),
+    ("statistics", "masked_fill(sampled, decay)", "masked_fill(~sampled, decay)"),
     ("advantages", "(groups.std(scores) + 1e-6) if std_norm else deviation", "(groups.std(scores) + 1e-6)"),
     ("advantages", "uid, std_norm=False)", "uid, std_norm=True)"),
     (
@@ -190,7 +188,7 @@ MUTANTS = [
     ("trainers/objectives", 'rows if "response_mask" in', 'trained if "response_mask" in'),
     ("trainers/objectives", "trained.any(1, keepdim=True)", "trained.all(1, keepdim=True)"),
     ("trainers/objectives", 'moved = columns["old_log_probs"] -', 'moved = columns["old_log_probs"] +'),
-    ("distillation", "return -coef * (old_log_probs", "return coef * (old_log_probs"),
+    ("advantages", "return -coef * (old_log_probs", "return coef * (old_log_probs"),
 ]
 
 

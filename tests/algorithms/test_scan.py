@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whet.algorithms.scan import BLOCK, next_sampled, reverse_scan, reward_to_go
+from whet.algorithms.statistics import BLOCK, next_sampled, reverse_scan, reward_to_go
 
 
 def slow_reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:

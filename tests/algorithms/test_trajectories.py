@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.algorithms.trajectories import TrajectoryLayout
+from whet.algorithms.adapters import TrajectoryLayout
 from whet.errors import DataError
 
 # trajectory 7 has rows 0 and 2, trajectory 3 has row 1, all of trajectory 5 failed

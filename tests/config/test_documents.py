@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.config.documents import read_document
+from whet.config.compose import read_document
 from whet.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.config.foreign import foreign_key, foreign_keys
-from whet.config.keys import is_known
+from whet.config.keys import foreign_key, foreign_keys, is_known
 from whet.errors import ConfigError
 
 

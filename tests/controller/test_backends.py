@@ -10,8 +10,7 @@ import torch
 from controller_workers import Actor, Rollout, wait_until_gone
 
 from whet.config.cluster import ClusterConfig
-from whet.controller.resource_pool import ResourcePool, pools_of, with_roles
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, DataError, WorkerError
 from whet.protocol import DataProto

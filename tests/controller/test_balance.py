@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.controller.balance import balanced_partition, inverse_order, sequence_workload
+from whet.controller.dispatch import balanced_partition, inverse_order, sequence_workload
 from whet.errors import DataError
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from controller_workers import Actor, Misconfigured, Rollout, running, wait_until_gone
 
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, DeadlineError, LostWorkerError, WorkerError
 

@@ -5,8 +5,7 @@ import pytest
 from controller_workers import Actor, Misconfigured
 
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.errors import ConfigError, WorkerError
 
 

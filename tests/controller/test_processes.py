@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 MAIN = """
 from controller_workers import Actor
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import ResourcePool
 from whet.controller.worker import WorkerSpec
 
 class Own(Actor):

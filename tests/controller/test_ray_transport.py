@@ -17,8 +17,7 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
 from whet.controller.ray.session import connected
 from whet.controller.ray.watch import Watch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, WorkerError
 from whet.protocol import DataProto

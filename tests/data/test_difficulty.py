@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from whet.data.difficulty import within_window
+from whet.data.row_filter import within_window
 from whet.errors import DataError
 from whet.types import Prompt
 

@@ -11,8 +11,8 @@ import datasets
 import huggingface_hub
 import pytest
 
-from whet.data import hub
-from whet.data.hub import read_hub
+from whet.data import sources
+from whet.data.sources import read_hub
 from whet.errors import DataError, DeadlineError
 
 TRAIN, TEST = [{"q": "1+1", "a": "2"}, {"q": "1+2", "a": None}], [{"q": "2+2", "a": "4"}]
@@ -76,7 +76,7 @@ def test_without_network_the_error_says_what_to_do(folder: Path) -> None:
 
 
 def test_what_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_read", lambda *arguments: time.sleep(5))
+    monkeypatch.setattr(sources, "_read_datasets", lambda *arguments: time.sleep(5))
     start = time.monotonic()
     with pytest.raises(
         DeadlineError, match=r"owner/slow was not downloaded within data.hub_deadline_seconds=0.05; raise it"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.data.templates import Template
+from whet.data.prompts import Template
 from whet.errors import DataError
 
 

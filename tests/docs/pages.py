@@ -40,7 +40,7 @@ from typer.main import get_command
 from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config, problems
-from whet.config.json_schema import json_schema
+from whet.config.render import json_schema
 from whet.config.section import Section
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Placement, Worker, WorkerSpec
+from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Columns, Objective, TrainEngine
 from whet.engines.role import RoleSettings

@@ -17,8 +17,7 @@ import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.role import RoleSettings
 from whet.trainers.objectives import ValueObjective

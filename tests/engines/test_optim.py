@@ -10,8 +10,7 @@ from torch import nn
 
 from whet.config.schema import OptimConfig
 from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for
-from whet.models.load import load_policy
-from whet.models.value_head import ValueModel
+from whet.models.load import ValueModel, load_policy
 
 
 def test_warmup_then_constant() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from whet.models.fused import GatedMLP, _SiluGate, fuse
-from whet.models.rms_norm import RMSNorm
+from whet.models.fused import GatedMLP, RMSNorm, _SiluGate, fuse
 
 
 def test_gradients() -> None:

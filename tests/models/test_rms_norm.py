@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from whet.models import rms_norm
-from whet.models.rms_norm import RMSNorm, gradients, normalise, reference, reference_gradients
+from whet.models import fused
+from whet.models.fused import RMSNorm, gradients, normalise, reference, reference_gradients
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -24,7 +24,7 @@ def test_by_hand() -> None:
 
 
 def test_the_kernel_is_what_ran() -> None:
-    assert rms_norm._has_kernel(random((2, 3))), "no C++ compiler works here: the tests compare torch with torch"
+    assert fused._has_kernel(random((2, 3))), "no C++ compiler works here: the tests compare torch with torch"
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 32), (300, 128), (0, 8)])
@@ -83,4 +83,4 @@ def test_what_is_not_a_number_stays_none() -> None:
 
 def test_gradients_by_finite_differences() -> None:
     x, weight = random((3, 5)).double().requires_grad_(), random((5,), seed=1).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, w: rms_norm._RMSNorm.apply(a, w, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, w: fused._RMSNorm.apply(a, w, 1e-3), (x, weight))

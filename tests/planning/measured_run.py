@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.tracking.resident import status_bytes
+from whet.tracking.profile import status_bytes
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 

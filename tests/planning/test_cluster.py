@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 from whet.controller.ray.session import Node
 from whet.controller.ray.survey import Report
-from whet.planning.cluster import of_node
+from whet.planning.doctor import of_node
 
 HERE = {"python": "3.11.7", "whet": "0.1.0", "torch": "2.13.0"}
 NODE = Node("1f", "10.0.0.2", 40001, {"CPU": 8.0, "GPU": 2.0})

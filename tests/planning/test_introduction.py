@@ -9,7 +9,7 @@ import torch
 
 from whet.config import TrainConfig
 from whet.config.schema import TrainerConfig
-from whet.planning.introduction import Counts, data_line, introduce, model_lines
+from whet.planning.forecast import Counts, data_line, introduce, model_lines
 from whet.planning.speed import Speed
 from whet.planning.units import count, duration, plural
 from whet.trainers import build

@@ -22,7 +22,7 @@ from whet.planning.memory import (
     plan_memory,
     rollout_bytes,
 )
-from whet.planning.tensor_bytes import TensorBytes
+from whet.planning.outline import TensorBytes
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, sample
 from whet.trainers import build, sft

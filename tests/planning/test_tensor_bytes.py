@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whet.planning.tensor_bytes import TensorBytes
+from whet.planning.outline import TensorBytes
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "without numbers"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from whet.rewards.expressions import MAX_CHARS, find_expressions, last_expression
+from whet.rewards.math import MAX_CHARS, find_expressions, last_expression
 
 
 @pytest.mark.parametrize(

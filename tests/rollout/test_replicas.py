@@ -15,8 +15,7 @@ import rollout_conformance as suite
 
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Placement, Worker, WorkerSpec
+from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import EngineError
 from whet.models.load import load_policy

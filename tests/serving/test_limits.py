@@ -102,7 +102,7 @@ def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> N
     response = http.post(CHAT, json=asking(SLOW))
     assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
     chunks = server.client().chat.completions.create(**asking(SLOW), stream=True)
-    with pytest.raises(openai.APIError, match="the request took too long: its deadline of 2 s was over after"):
+    with pytest.raises(openai.APIError, match="the request failed: its deadline of 2 s was over after"):
         assert len([chunk.choices[0].delta.content for chunk in chunks]) > 5
     wait_until_idle(http)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from whet.metrics import Metrics, watching
-from whet.tracking.phases import PhaseClock
+from whet.tracking.profile import PhaseClock
 
 
 def test_each_second_counts_once_in_the_innermost_phase() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from whet.config import TrainConfig
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Worker
+from whet.controller.worker import ResourcePool, Worker
 from whet.errors import RewardError
 from whet.trainers.build import build, build_scorer
 from whet.trainers.modes import Modes

@@ -21,8 +21,7 @@ from sync_workers import Rollout, Trainer, log_probs
 
 from whet.config import TrainConfig
 from whet.controller.launch import launch
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import WeightSyncError, WorkerError
 from whet.models.load import load_policy
@@ -32,7 +31,7 @@ from whet.rollout.protocol import Completion, Finished, Request, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import build, build_scorer, plan, worker_specs
 from whet.trainers.rl import fit
-from whet.weight_sync.between_pools import BetweenPools, weight_sync
+from whet.weight_sync.routes import BetweenPools, weight_sync
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from whet.checkpoints import checkpoint, weight_files
+from whet.checkpoints import checkpoint
+from whet.checkpoints import export as exporting
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, load_config
 from whet.errors import CheckpointError
@@ -133,7 +134,7 @@ def test_an_adapter_is_exported_merged_and_alone(sft_config: MakeConfig, tmp_pat
 MEASURED = """
 import sys
 from pathlib import Path
-from whet.checkpoints import weight_files
+from whet.checkpoints import export as exporting
 from whet.checkpoints.export import export
 
 def most():  # bytes that were resident at once; what getrusage says begins with the parent's
@@ -141,7 +142,7 @@ def most():  # bytes that were resident at once; what getrusage says begins with
     return 1024 * int(line.split()[1])
 
 checkpoint, out, small = (Path(path) for path in sys.argv[1:4])
-weight_files.FILE_BYTES = int(sys.argv[4])
+exporting.FILE_BYTES = int(sys.argv[4])
 export(small, small.parent / "small_out")  # what it imports is none of the model's memory
 before = most()
 export(checkpoint, out)
@@ -191,7 +192,7 @@ def check_exported(out: Path, size: int, hidden: int) -> None:
 
 def test_shards_of_two_ranks_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = made_checkpoint(tmp_path / "checkpoint", layers=2, hidden=64)
-    monkeypatch.setattr(weight_files, "FILE_BYTES", size // 4)
+    monkeypatch.setattr(exporting, "FILE_BYTES", size // 4)
     check_exported(export(tmp_path / "checkpoint", tmp_path / "out"), size, 64)
 
 

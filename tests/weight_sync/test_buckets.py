@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from whet.errors import WeightSyncError
-from whet.weight_sync.buckets import HEADER_BYTES, Header, receive, send
-from whet.weight_sync.digest import Digest
+from whet.weight_sync.buckets import HEADER_BYTES, Digest, Header, receive, send
 
 
 class Tape:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.weight_sync.digest import COLUMN_FACTOR, ROW_FACTOR, Digest
+from whet.weight_sync.buckets import COLUMN_FACTOR, ROW_FACTOR, Digest
 
 
 def checksum(weight: torch.Tensor) -> int:

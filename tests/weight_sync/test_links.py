@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from whet.errors import DeadlineError, WeightSyncError
-from whet.weight_sync.buckets import HEADER_BYTES, receive, send
+from whet.weight_sync.buckets import HEADER_BYTES, Digest, receive, send
 from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
-from whet.weight_sync.digest import Digest
 from whet.weight_sync.link import SLOTS, Inlet, LinkClosedError, Outlet
 from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 

@@ -3,7 +3,8 @@
 
 s is the sum of a row's `token_level_rewards`, which are 0 on tokens that were not sampled; G its group, the n rows with
 its `uid`; mu_G and sd_G the mean and sample (n - 1) standard deviation of s over G. A group of one has no signal: its
-advantage is 0.
+advantage is 0. In distillation g is `teacher_log_probs`, the teacher's log-probs of the policy's responses, and o
+`old_log_probs`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.scan import next_sampled, reverse_scan, reward_to_go
-from whet.algorithms.statistics import Groups, whiten
-from whet.options import Cap, Finite, Share
+from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go, whiten
+from whet.options import Cap, Finite, NonNegative, Positive, Share
 from whet.registry import register_adv_est
 
 
@@ -260,3 +260,29 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     others = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)
     rate = (wins * others).sum(1) / others.sum(1).clamp(min=1)
     return torch.where(groups.member & (groups.size > 1), rate - 0.5, 0.0).to(scores.dtype)
+
+
+@register_adv_est("on_policy_distillation")
+def on_policy_distillation(old_log_probs: Tensor, teacher_log_probs: Tensor, *, coef: Positive = 1.0) -> Tensor:
+    """A = -coef (o - g): with loss `reinforce` the policy gradient of each token's KL to the teacher.   -> [B, R]
+
+    The teacher may be the policy itself with a hint in its prompt (self-distillation).
+    Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649.
+    """
+    return -coef * (old_log_probs - teacher_log_probs)
+
+
+@register_adv_est("grpo_distillation")
+def grpo_distillation(
+    token_level_rewards: Tensor,
+    old_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    *,
+    coef: NonNegative = 1.0,
+    std_norm: bool = True,
+) -> Tensor:
+    """A = A_GRPO - coef (o - g): learning from a reward and a teacher.   -> [B, R]"""
+    base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
+    return base - coef * (old_log_probs - teacher_log_probs)

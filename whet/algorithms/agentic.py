@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.algorithms.scan import reverse_scan
-from whet.algorithms.statistics import Groups
+from whet.algorithms.statistics import Groups, reverse_scan
 from whet.options import NonNegative, Share
 from whet.registry import register_adv_est
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.algorithms.advantages import rloo
-from whet.algorithms.scan import reward_to_go
-from whet.algorithms.statistics import Groups, row_means, row_sums, whiten
+from whet.algorithms.statistics import Groups, reward_to_go, row_means, row_sums, whiten
 from whet.options import NonNegative, Positive
 from whet.registry import register_adv_est, register_value_loss
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means and deviations over sampled tokens and over groups of rows.
+"""Sums, means and deviations over sampled tokens and over groups of rows; backward recurrences along a row.
 
 Totals are accumulated in float64, so that equal float32 numbers have exactly their own value as mean and exactly 0 as
 deviation. A rounding error divided by a deviation of 1e-8 would look like a signal.
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from whet.masks import row_blocks
+
+# Positions that are transposed together: a block of [1024, 256] floats stays in a CPU's cache during the loop.
+BLOCK = 256
 
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
@@ -36,17 +39,12 @@ def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the positions where `mask` is not 0, in float64.   [B, R] -> scalar"""
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for rows in row_blocks(x):
         total = total + x[rows].masked_fill(mask[rows] == 0, 0).sum(dtype=torch.float64)
-    return total
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
-    mean = masked_sum(x, mask) / mask.sum().clamp(min=1)
+    mean = total / mask.sum().clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean.float()
 
 
@@ -133,3 +131,37 @@ class Groups:
         """The sample (n - 1) standard deviation of each row's group; 0 in a group of one.   [B] -> [B]"""
         squares = self.sum(self.deviation(x).square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt().to(x.dtype)
+
+
+def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """y_t = terms_t + decay y_s at sampled positions, s the next sampled position; 0 elsewhere.   [B, R] -> [B, R]
+
+    Text that the policy did not sample adds no discount, and its `terms` are ignored. The result has no gradient.
+    """
+    rows, positions = terms.shape
+    result = torch.empty_like(terms, memory_format=torch.contiguous_format)
+    carried = terms.new_zeros(rows)
+    with torch.no_grad():
+        for end in range(positions, 0, -BLOCK):
+            block = slice(max(0, end - BLOCK), end)
+            sampled = mask[:, block] != 0
+            # One position of all rows must be contiguous: reading columns of [B, R] costs a cache miss per number.
+            sums = terms[:, block].masked_fill(~sampled, 0.0).T.contiguous()  # [block, B]
+            factors = torch.ones_like(terms[:, block]).masked_fill(sampled, decay).T.contiguous()  # [block, B]
+            for total, factor in zip(reversed(sums.unbind(0)), reversed(factors.unbind(0)), strict=True):
+                carried = total.addcmul_(factor, carried)
+            result[:, block] = sums.T.masked_fill(~sampled, 0.0)
+    return result
+
+
+def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
+    """x at the row's next sampled position, 0 after the last, for each sampled position; 0 elsewhere.   [B, R]"""
+    sampled, lengths = mask != 0, mask.sum(-1)
+    following = x[sampled].roll(-1)
+    following[lengths[lengths > 0].cumsum(0) - 1] = 0.0
+    return torch.zeros_like(x).masked_scatter_(sampled, following)
+
+
+def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over sampled tokens, 0 elsewhere.   [B, R] -> [B, R]"""
+    return reverse_scan(token_level_rewards, response_mask, gamma)

@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed. A kill at any moment
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -19,7 +20,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet import files
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.folder import split_adapters
 from whet.models.load import load_config
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
 TRAINED_ROLES = ("actor", "critic")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def save(
@@ -279,3 +282,28 @@ def folders(checkpoints: Path) -> list[Path]:
 def number(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
     return int(folder.name.removeprefix(PREFIX))
+
+
+@contextmanager
+def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
+    """Converts errors on the files of a run to StorageError, which explains how to continue. `key` names the folder
+    in the message."""
+    try:
+        yield
+    except OSError as error:
+        whole, named = path.absolute(), Path(os.fsdecode(error.filename) if error.filename else "").absolute()
+        if isinstance(error, WhetError):
+            raise
+        if error.errno not in NO_ROOM:
+            if not error.filename or not (named.is_relative_to(whole) or whole.is_relative_to(named)):
+                raise
+            raise StorageError(
+                f"{error.filename}: {error.strerror}; expected a folder that can be written to: correct its "
+                f"permissions, remove the file in its place, or choose another {key}"
+            ) from error
+        last = newest(path)
+        again = "starts afresh" if last is None else f"goes on from {last}"
+        raise StorageError(
+            f"{error.filename or path}: {error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free "
+            f"there); make room, then start the same command again (with trainer.resume=auto): it {again}"
+        ) from error

@@ -16,19 +16,12 @@ import typer
 from whet import __version__
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
-from whet.cli.compare import compare
-from whet.cli.config import config
-from whet.cli.data import data
-from whet.cli.doctor import doctor
-from whet.cli.eval import evaluate
-from whet.cli.export import export
-from whet.cli.generate import generate
-from whet.cli.init_model import init_model
-from whet.cli.lm_eval import lm_eval
-from whet.cli.plan import plan
-from whet.cli.quickstart import quickstart
+from whet.cli.checks import doctor, plan
+from whet.cli.evaluate import compare, evaluate, generate, lm_eval
+from whet.cli.inputs import config, data
+from whet.cli.models import export, init_model
 from whet.cli.serve import serve
-from whet.cli.train import sft, train
+from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.planning.fit import advice
-from whet.planning.introduction import data_line, model_lines
+from whet.planning.forecast import data_line, model_lines
 from whet.planning.memory import Memory
 from whet.planning.speed import EFFICIENCY
 from whet.planning.units import duration, size
@@ -123,7 +123,7 @@ def _show_fit(console: Console, made: Forecast) -> None:
             console.print(Text(text, style="green" if room.fits else "red"))
     if not made.fits:
         console.print("settings that reduce it, largest saving first:")
-        for line in advice(list(made.changes), made.tightest.free or 0):
+        for line in advice(list(made.changes), max(made.rooms, key=lambda room: room.share).free or 0):
             console.print(line)
     limit = made.setup.config.trainer.save_limit
     fits = "" if made.fits_on_disk else ": lower trainer.save_limit, or choose another trainer.run_dir"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet train` and `whet sft`."""
+"""`whet train`, `whet sft` and `whet quickstart`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,3 +64,15 @@ def _as_command(config: TrainConfig | SFTConfig, *, writes: bool = True) -> Iter
     if writes:
         folder = run_folder(config.trainer)
         typer.echo(f"wrote {folder}; `{program()} export {folder} OUT` exports it as a Hugging Face folder")
+
+
+def quickstart(
+    run_dir: Annotated[Path, typer.Option(help="the folder to write")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
+) -> None:
+    """Train a small model on arithmetic in about three minutes."""
+    from whet.tracking.long_phases import LongPhases
+    from whet.trainers.quickstart import quickstart as run
+
+    with LongPhases().watch():
+        run(run_dir, seed, program())

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from whet.config.choice import Choice
-from whet.config.section import Section, key
+from whet.config.section import Choice, Section, key
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, REJECTIONS, WEIGHTS
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whet.columns import COLUMNS
-from whet.config.choice import entry_at
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -16,7 +15,7 @@ from whet.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from whet.config.section import Place
+from whet.config.section import Place, entry_at
 from whet.errors import ConfigError
 from whet.registry import (
     ADV_ESTIMATORS,

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
-from whet.config.choice import Choice, entry_at
-from whet.config.cluster_checks import cluster_rule, neighbours_rule, processes_rule
-from whet.config.engine_checks import engine_rule
+from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -35,7 +33,7 @@ from whet.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from whet.config.section import Place
+from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
 from whet.registry import POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
@@ -95,17 +93,10 @@ def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool
         raise ConfigError("\n".join(found))
 
 
-def _lines(rule: Rule, section: Section, at: Place) -> Iterator[str]:
+def _lines(check: Callable[..., Iterable[str] | None], *arguments: Any, **named: Any) -> Iterator[str]:
+    """Yields the lines of a check, and the message of one that raises."""
     try:
-        yield from rule(section, at)
-    except ConfigError as error:
-        yield str(error)
-
-
-def _refusal(each: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[str]:
-    """Yields the message of a check that raises."""
-    try:
-        each(*arguments, **named)
+        yield from check(*arguments, **named) or ()
     except ConfigError as error:
         yield str(error)
 
@@ -116,7 +107,7 @@ def _chosen(section: Section, at: Place) -> Iterator[str]:
         for choice in field.metadata:
             if isinstance(choice, Choice) and choice.is_checked:
                 options = section[choice.options] if choice.options else {}
-                yield from _refusal(choice.check, at.of(name), section[name], options)
+                yield from _lines(choice.check, at.of(name), section[name], options)
 
 
 def _model(model: ModelConfig, at: Place) -> Iterator[str]:
@@ -151,7 +142,7 @@ def _files(data: RowsConfig, at: Place) -> Iterator[str]:
     else:
         read = [("data.train_files", data.train_files, required), ("data.val_files", data.val_files, False)]
     for key, entries, is_required in read:
-        yield from _refusal(check_files, key, entries, data, required=is_required)
+        yield from _lines(check_files, key, entries, data, required=is_required)
 
 
 def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about training engines, and about the processes that they need."""
+"""Rules about training engines, the processes that they need, and the cluster."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from whet.config.choice import entry_at
-from whet.config.cluster import ClusterConfig
-from whet.config.schema import EngineConfig, ModelConfig, OptimConfig
-from whet.config.section import Place
+from whet.config.cluster import ROLES, ClusterConfig
+from whet.config.schema import EngineConfig, ModelConfig, OptimConfig, SFTConfig, TrainConfig
+from whet.config.section import Place, entry_at
+from whet.errors import pip_install
 from whet.registry import ENGINES, load_target
 
 
@@ -61,3 +63,87 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
     if "check" in entry.marks:
         own: Callable[[EngineUse], Iterable[str]] = load_target(entry.marks["check"])
         yield from own(use)
+
+
+def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
+    """Checks backend, nodes, GPUs and pools."""
+    if cluster.backend == "local":
+        for key, value in (("address", cluster.address), ("nnodes", cluster.nnodes if cluster.nnodes > 1 else None)):
+            if value is not None:
+                yield (
+                    f"cluster.{key}={value} needs a Ray cluster, but cluster.backend is local; set "
+                    f"cluster.backend=ray, or unset cluster.{key}"
+                )
+    elif find_spec("ray") is None:
+        yield f"cluster.backend=ray, but Ray is not installed; run {pip_install('ray')}"
+    if cluster.address is not None and "://" in cluster.address:
+        yield (
+            f"cluster.address={cluster.address} is an address of Ray's client, which would send every batch through "
+            "one server; start whet on a node of the cluster (`ray job submit -- whet train ...`), with host:port or "
+            "no address"
+        )
+    total, nodes, gpus = cluster.world_size, cluster.nnodes, cluster.n_gpus_per_node
+    what = "the pools of cluster.placement have" if cluster.placement else "cluster.processes sets"
+    if gpus > 0 and total != nodes * gpus:
+        yield (
+            f"{what} {total} processes, but cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus} is {nodes * gpus} "
+            "GPUs; a process has one GPU: make the two numbers equal"
+        )
+    elif total % nodes:
+        yield (
+            f"{what} {total} processes, which must be a multiple of cluster.nnodes={nodes}; try "
+            f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
+        )
+    yield from _pools(cluster)
+
+
+def _pools(cluster: ClusterConfig) -> Iterator[str]:
+    if cluster.placement and cluster.processes > 1:
+        yield (
+            f"cluster.processes={cluster.processes} is the size of a single pool, but cluster.placement defines pools "
+            "with sizes of their own; unset one of these two keys"
+        )
+    owners: dict[str, str] = {}
+    for number, (name, pool) in enumerate(cluster.placement.items()):
+        if not pool.roles and number > 0:
+            yield (
+                f"cluster.placement.{name}.roles is empty, and roles in no pool go to the first one, "
+                f"{next(iter(cluster.placement))}; list some of {', '.join(ROLES)}, or remove the pool"
+            )
+        for role in pool.roles:
+            if role not in ROLES:
+                near = difflib.get_close_matches(role, ROLES, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                yield f"cluster.placement.{name}.roles has {role!r}; expected one of {', '.join(ROLES)}{hint}"
+            elif role in owners:
+                yield f"cluster.placement has the role {role} in the pools {owners[role]} and {name}; expected one pool"
+            owners[role] = name
+
+
+def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
+    """Requires at least one row of every optimizer step for every training rank."""
+    config, what = at.whole, "mini-batch prompts x rollout.n"
+    if isinstance(config, SFTConfig):
+        rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
+    elif isinstance(config, TrainConfig):
+        prompts, n = config.data.train_batch_size, config.rollout.n
+        rows = {role: (config[role].mini_batch_size or prompts) * n for role in ("actor", "critic")}
+    for role, count in rows.items():
+        if cluster.processes_of(role) > count:
+            yield (
+                f"{cluster.processes_key(role)}={cluster.processes_of(role)} is more than the {count} rows of an "
+                f"optimizer step ({what}); set it to {count} or less"
+            )
+
+
+def neighbours_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
+    """Requires actor and reference in one pool where the reference is the actor's model without its adapter."""
+    config = at.whole
+    if not isinstance(config, TrainConfig) or config.model.lora.rank is None or config.ref.model_path is not None:
+        return
+    if cluster.pool_of("ref") != cluster.pool_of("actor"):
+        yield (
+            f"cluster.placement has ref in pool {cluster.pool_of('ref')} and actor in pool {cluster.pool_of('actor')}, "
+            "but with model.lora.rank the reference is the actor's model without its adapter; put both into one pool, "
+            "or set ref.model_path to load a separate reference"
+        )

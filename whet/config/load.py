@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value."""
+"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value.
+
+Old names of keys are read for one more version, with a warning, and always in older run folders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -13,19 +16,36 @@ import yaml
 from pydantic import ValidationError
 
 from whet.config.checks import check
-from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
-from whet.config.documents import read_document
+from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, read_document, unknown_key
 from whet.config.keys import describe_type, field_at
-from whet.config.renamed import rename
-from whet.config.schema import Section
+from whet.config.section import Section
 from whet.errors import ConfigError
 from whet.options import WORDS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+log = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", bound=Section)
 DEFAULT = "default"
+_FSDP = {
+    "shard_size": None,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "sequence_parallel_size": 1,
+    "tensor_parallel_size": 1,
+}
+# The new name of each key and its old default. An engine option with that default is dropped: other engines lack it.
+RENAMED: Mapping[str, tuple[str, Any]] = {
+    "rollout.name": ("rollout.engine.name", "native"),
+    "rollout.kv_cache_bytes": ("rollout.engine.options.kv_cache_bytes", 2**30),
+    "rollout.compile": ("rollout.engine.options.compile", False),
+    **{
+        f"{role}engine.{name}": (f"{role}engine.options.{name}", default)
+        for role in ("actor.", "critic.", "ref.", "")
+        for name, default in _FSDP.items()
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -148,3 +168,37 @@ def _kind(found: Any) -> str:
         return WORDS.get(type(found), type(found).__name__)
     items = ", ".join(dict.fromkeys(WORDS.get(type(item), type(item).__name__) for item in found))
     return f"a list of {len(found)}" + (f" ({items})" if items else "")
+
+
+def rename(
+    schema: type[Section],
+    values: dict[str, Any],
+    sources: MutableMapping[str, str] | None = None,
+    strong: tuple[str, ...] = (),
+) -> None:
+    """Moves the values of old keys to the new ones, in place, unless a `strong` source sets the new one.
+
+    A key without a source comes from the folder of an older run and gives no warning."""
+    sources = {} if sources is None else sources
+    for old, (new, default) in RENAMED.items():
+        *sections, name = old.split(".")
+        place: Any = values
+        for each in sections:
+            place = place.get(each) if isinstance(place, dict) else None
+        if sections[0] not in schema.model_fields or not isinstance(place, dict) or name not in place:
+            continue
+        value, source = place.pop(name), sources.pop(old, None)
+        if source is not None:
+            log.warning(
+                "%s (%s) is now called %s: rename it, the next version will not know the old name", old, source, new
+            )
+        is_idle = ".options." in new and value == default and source not in strong
+        if is_idle or sources.get(new) in strong:
+            continue
+        *sections, name = new.split(".")
+        place = values
+        for each in sections:
+            place = place.setdefault(each, {})
+        place[name] = value
+        if source is not None:
+            sources[new] = f"alias {old} ({source})"

@@ -10,10 +10,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from whet.config.algorithm import KLConfig as KLConfig
-from whet.config.choice import Choice
 from whet.config.cluster import ClusterConfig as ClusterConfig
+from whet.config.section import Choice, key
 from whet.config.section import Section as Section
-from whet.config.section import key
 from whet.registry import ENGINES, ENVIRONMENTS, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average

@@ -12,8 +12,7 @@ from whet.controller.dispatch import Arguments
 from whet.controller.local_workers import BUILD, LocalWorkers
 from whet.controller.processes import ProcessTransport
 from whet.controller.remote import RemoteTransport
-from whet.controller.resource_pool import ResourcePool, pools_of, with_roles
-from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import Reply, WorkerGroup, closed_error
 from whet.errors import WhetError, WorkerError
 from whet.metrics import phase

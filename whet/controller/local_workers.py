@@ -20,8 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from whet import devices
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, is_concurrent
-from whet.controller.resource_pool import ResourcePool, cores
-from whet.controller.worker import Layout, Placement, Worker, WorkerSpec
+from whet.controller.worker import Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
 from whet.errors import WhetError, WorkerError
 
 BUILD = "__init__"  # the method name of the calls that build a worker: their payload is its WorkerSpec
@@ -118,19 +117,17 @@ class LocalWorkers:
             rank, world_size = own.rank, own.pool.processes
             if world_size > 1 and not torch.distributed.is_initialized():
                 own.join_group(self._device)
-        worker = spec.build(
-            Placement(
-                role=spec.role,
-                rank=rank,
-                world_size=world_size,
-                process_group=torch.distributed.group.WORLD if world_size > 1 else None,
-                neighbours=self.by_role,
-                address=LOOPBACK if own is None else own.address,
-                device=self._device,
-            )
+        placement = Placement(
+            role=spec.role,
+            rank=rank,
+            world_size=world_size,
+            process_group=torch.distributed.group.WORLD if world_size > 1 else None,
+            neighbours=self.by_role,
+            address=LOOPBACK if own is None else own.address,
+            device=self._device,
         )
-        self.by_role[spec.role] = worker
-        return Layout.of(worker)
+        worker = self.by_role[spec.role] = spec.cls(placement, *spec.args, **spec.kwargs)
+        return Layout(worker.dp_rank, worker.dp_size, worker.is_reporting)
 
     def _portable(self, error: BaseException, role: str, method: str) -> WhetError:
         """Describes an error with its traceback as a note, in a form that the caller can unpickle."""

@@ -18,7 +18,7 @@ from whet import devices
 from whet.controller import wire
 from whet.controller.local_workers import BUILD, LOOPBACK, RankSpec
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.resource_pool import ResourcePool
+from whet.controller.worker import ResourcePool
 from whet.controller.worker_process import SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames

@@ -20,8 +20,7 @@ from typing import Any, Generic, TypeVar
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Layout, Worker, WorkerSpec
+from whet.controller.worker import Layout, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
 from whet.errors import LostWorkerError, WhetError, WorkerError
 

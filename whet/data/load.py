@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
-from whet.data.difficulty import within_window
-from whet.data.hub import read_hub
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
-from whet.data.row_filter import matching
-from whet.data.sources import Row, read_rows
+from whet.data.row_filter import matching, within_window
+from whet.data.sources import Row, read_hub, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
 from whet.metrics import phase

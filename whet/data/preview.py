@@ -89,7 +89,7 @@ def preview(
     over = config.data.overlong if isinstance(config, SFTConfig) else config.data.overlong_prompts
     return Preview(
         parts=whole.parts,
-        lengths=[len(_ids(item)) for item in whole.items],
+        lengths=[len(item.token_ids if isinstance(item, Prompt) else item.input_ids) for item in whole.items],
         limit=limit,
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
@@ -148,10 +148,6 @@ def _drawn(
 
 def _numbered(items: Sequence[Prompt | SupervisedExample]) -> list[tuple[int, Prompt | SupervisedExample]]:
     return [(item.index if isinstance(item, Prompt) else place, item) for place, item in enumerate(items)]
-
-
-def _ids(item: Prompt | SupervisedExample) -> tuple[int, ...]:
-    return item.token_ids if isinstance(item, Prompt) else item.input_ids
 
 
 def _shown(title: str, item: Prompt | SupervisedExample, limit: int) -> Shown:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes prompts from rows: reads fields, applies prompt and chat template, drops prompts over the length limit."""
+"""Makes prompts from rows: reads fields, applies prompt and chat template, drops prompts over the length limit.
+
+Jinja templates of the user are rendered in jinja's sandbox and within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from whet.data.chat import encode_rendered, encode_texts, render_chat, roles
-from whet.data.templates import Template
 from whet.errors import ConfigError, DataError
-from whet.limits import bounded
+from whet.limits import bounded, cause
 from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -22,9 +27,7 @@ if TYPE_CHECKING:
     from whet.config.schema import DataConfig, SupervisedDataConfig
 
 logger = logging.getLogger(__name__)
-
 Names = str | Sequence[str]  # the name of a field, or several: the first that the row has counts
-
 _ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
@@ -306,3 +309,37 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
         "None; set data.answer_key if another field has it",
         len(prompts),
     )
+
+
+class Template:
+    """The template in the config key `key`, or in the `.jinja` file that it names.
+
+    Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
+
+    def __init__(self, key: str, text: str) -> None:
+        self.key = key
+        if text.endswith(".jinja"):
+            try:
+                text = Path(text).read_text(encoding="utf-8")
+            except FileNotFoundError as error:
+                raise DataError(f"{key}: no such file: {text}") from error
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{key}: {text} cannot be read: {error}; save it as UTF-8") from error
+        try:
+            with bounded():  # compiling evaluates constant expressions
+                self._compiled = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"{key}: line {error.lineno}: {error.message}") from error
+        except Exception as error:  # errors of Python in the code that jinja generates
+            raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """Renders the template for the fields of one row.  Raises: DataError, also beyond the limits of
+        `whet.limits`."""
+        try:
+            with bounded():
+                return self._compiled.render(fields)
+        except jinja2.UndefinedError as error:
+            raise DataError(f"{self.key}: {error.message}; the row has {', '.join(fields)}") from error
+        except Exception as error:  # a template is other people's code
+            raise DataError(f"{self.key} cannot be rendered: {cause(error)}; correct the template") from error

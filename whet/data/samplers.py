@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from whet.config.schema import DataConfig
-from whet.data.difficulty import difficulty
 from whet.data.load import Loaded
 from whet.data.loader import (
     Order,
@@ -30,6 +29,7 @@ from whet.data.loader import (
     mixture,
     shuffled,
 )
+from whet.data.row_filter import difficulty
 from whet.errors import DataError
 from whet.options import NonNegative, Positive, Share
 from whet.registry import SAMPLERS, Entry, register_sampler

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -213,38 +213,22 @@ def chunks(rows: torch.Tensor) -> Iterator[slice]:
             yield slice(start, min(start + count, len(rows)))
 
 
-class Codec(Protocol):
-    """Keeps the moments of one parameter."""
-
-    def start(self, state: State, own: torch.Tensor) -> None:
-        """Puts moments of 0 into `state`, for a weight or a rank's part of it."""
-        ...
-
-    def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """Rows of a moment as float32, in memory of their own."""
-        ...
-
-    def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Keeps rows of a moment. `draws` are given where rounding to nearest would lose it."""
-        ...
-
-
 class Exact:
-    """float32."""
+    """Keeps the moments of one parameter in float32."""
 
     dtype = torch.float32
 
     def start(self, state: State, own: torch.Tensor) -> None:
-        """Moments of 0."""
+        """Puts moments of 0 into `state`, for a weight or a rank's part of it."""
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(own, dtype=self.dtype)
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """Rows of a moment as float32."""
+        """Rows of a moment as float32, in memory of their own."""
         return as_rows(state[name])[at].to(torch.float32, copy=True)
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Keeps rows of a moment."""
+        """Keeps rows of a moment. `draws` are given where rounding to nearest would lose it."""
         as_rows(state[name])[at] = values
 
 
@@ -286,6 +270,9 @@ class Blocks:
         upper_bits = shares.view(torch.int32).bitwise_right_shift_(LOWER).bitwise_and_(2 ** (32 - LOWER) - 1)
         codes = _there(_nearest, name == "exp_avg", values.device).index_select(0, upper_bits.flatten())
         as_rows(state[name])[at] = codes.view(values.shape)
+
+
+Codec = Exact | Blocks
 
 
 @cache

@@ -18,15 +18,14 @@ from whet import devices
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
-from whet.engines.optim import Optimizer, OptimSettings, learning_rate, optimizers_of
+from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.models.load import body_of
+from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
 from whet.models.packing import Layout, layout, same_prompt
-from whet.models.value_head import TrainedModel
 from whet.protocol import DataProto
 
 
@@ -49,6 +48,7 @@ class Engine(ABC):
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
         self.process_group = process_group
+        self.rows_group = process_group  # ranks that read different rows, together all of a mini-batch
         self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
@@ -123,7 +123,7 @@ class Engine(ABC):
         """Forgets the gradients of the update before.  Returns what losses are divided by, summed over all ranks; None
         where no token counts."""
         optimizer = self._require_optimizer()
-        counts = {name: self._sum(count, self._rows_group) for name, count in objective.counts(columns).items()}
+        counts = {name: self._sum(count, self.rows_group) for name, count in objective.counts(columns).items()}
         if not any(bool(count > 0) for count in counts.values()):
             return None
         optimizer.zero_grad(set_to_none=True)
@@ -162,7 +162,8 @@ class Engine(ABC):
         if not is_finite:
             optimizer.zero_grad(set_to_none=True)
             return
-        rate = learning_rate(self._require_settings(), self.steps_done, self.total_steps)
+        assert self.role.optim is not None
+        rate = learning_rate(self.role.optim, self.steps_done, self.total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -211,11 +212,6 @@ class Engine(ABC):
         tensors = {name: each for name, each in part.items() if isinstance(each, torch.Tensor)}
         return {**part, **{name: devices.moved(each, self.device) for name, each in tensors.items()}}
 
-    @property
-    @abstractmethod
-    def _rows_group(self) -> dist.ProcessGroup | None:
-        """Ranks that read different rows, together all of a mini-batch."""
-
     @abstractmethod
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """`outputs_of` a micro-batch."""
@@ -234,9 +230,6 @@ class Engine(ABC):
 
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
         """Rows by micro-batch; one without rows is a pass that counts for nothing, beside ranks that have more."""
-        return self._split(columns, block)
-
-    def _split(self, columns: Columns, block: int) -> list[list[int]]:
         if not len(columns["response_mask"]):  # more ranks than rows
             return []
         counted = columns["response_mask"].bool().any(1)
@@ -286,10 +279,6 @@ class Engine(ABC):
         if self.optimizer is None:
             raise EngineError("this model is only read: it was built without an optimizer")
         return self.optimizer
-
-    def _require_settings(self) -> OptimSettings:
-        assert self.role.optim is not None
-        return self.role.optim
 
 
 def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:

@@ -56,31 +56,6 @@ def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 
-class Optimizer(Protocol):
-    """An optimizer, as an engine uses it."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Settings by group of parameters; `lr` is set before every step."""
-        ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
-        ...
-
-    def step(self) -> Any:
-        """Changes the parameters."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resume needs."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
-        ...
-
-
 def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> Optimizer:
     """The optimizer that the settings name, over the trainable parameters; `seed` is of what it rounds at random."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -100,10 +75,7 @@ def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> O
 
 def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Returns the torch optimizers that it is made of."""
-    if isinstance(optimizer, Together):
-        return optimizer.optimizers
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return [optimizer]
+    return optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
 
 
 def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings, seed: int = 0) -> torch.optim.Optimizer:
@@ -167,3 +139,6 @@ class Together:
         """Puts back what `state_dict` gave."""
         for place, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(place)])
+
+
+Optimizer = torch.optim.Optimizer | Together

@@ -11,10 +11,17 @@ import torch
 
 from whet.engines.optim import OptimSettings
 from whet.models.freeze import freeze
-from whet.models.load import body_of, compile_layers, load_policy, load_value_model, recompute_activations, torch_dtype
+from whet.models.load import (
+    TrainedModel,
+    body_of,
+    compile_layers,
+    load_policy,
+    load_value_model,
+    recompute_activations,
+    torch_dtype,
+)
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings
-from whet.models.value_head import TrainedModel
 
 # By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}

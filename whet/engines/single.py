@@ -78,10 +78,6 @@ class SingleEngine(Engine):
         start: dict[str, Any] | None = state.get("start")
         return start
 
-    @property
-    def _rows_group(self) -> dist.ProcessGroup | None:
-        return self.process_group
-
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         return outputs_of(self.model, where, needs, self.forward_settings, temperature)
 

@@ -115,20 +115,16 @@ def prepare(argument: bytes) -> Serve:
     try:
         make = pickle.loads(spec_bytes).load()
     except Exception as error:
-        make = _Unloadable(error)
+        unloadable = error
+
+        def make(prompt: Prompt) -> Environment:
+            raise unloadable
+
     if threading.active_count() > 1:
         log.warning(
             "loading the environment started threads, which do not exist in its forked processes; start them in reset"
         )
     return lambda caller: asyncio.run(_serve(caller, make, is_shared))
-
-
-@dataclass(frozen=True)
-class _Unloadable:
-    error: Exception
-
-    def __call__(self, prompt: Prompt) -> Environment:
-        raise self.error
 
 
 async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_shared: bool) -> None:

@@ -46,10 +46,8 @@ def read_answers(path: Path) -> list[Record]:
     if not rows:
         raise DataError(f"{path} has no answers")
     for number, row in enumerate(rows, start=1):
-        missing, wrong = (
-            FIELDS - row.keys(),
-            [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)],
-        )
+        missing = FIELDS - row.keys()
+        wrong = [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)]
         if missing or wrong:
             found = f"no {', '.join(sorted(missing))}" if missing else f"{wrong[0]} is {row.get(wrong[0])!r:.50}"
             raise DataError(
@@ -61,6 +59,7 @@ def read_answers(path: Path) -> list[Record]:
 def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Record:
     """The record of a trajectory for answers.jsonl: texts, reward, and the failure if there was one."""
     sampled = [token for turn in trajectory.turns for token in turn.token_ids]
+    log_probs = [value for turn in trajectory.turns for value in turn.log_probs]
     last = trajectory.turns[-1] if trajectory.turns else None
     return {
         "uid": trajectory.uid,
@@ -77,7 +76,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "turns": len(trajectory.turns),
         "finish_reason": last.finish_reason if last is not None else None,
         "stop": last.stop if last is not None else None,
-        "mean_log_prob": _mean([value for turn in trajectory.turns for value in turn.log_probs]),
+        "mean_log_prob": math.fsum(log_probs) / len(log_probs) if log_probs else None,
         "policy_version": last.policy_version if last is not None else None,
         **({"policy_versions": [turn.versions for turn in trajectory.turns]} if _is_mixed(trajectory) else {}),
         "failure": None if trajectory.failure is None else asdict(trajectory.failure),
@@ -161,7 +160,3 @@ def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
     last, prompt_ids = trajectory.turns[-1], trajectory.prompt.token_ids
     whole = last.context_ids + last.token_ids
     return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else whole
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -25,12 +25,12 @@ from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics, counted, phase
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
-from whet.rewards.build import scorer_of
+from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
 from whet.rollout.in_process import InProcessEngine
 from whet.rollout.stream import Rollouts
 
-BATCHES_PER_CHUNK = 2
+BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def evaluate(
             journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
         answers = [] if journal is None else [*journal.rows]
         done = {row["index"] for row in answers}
-        left, size = [prompt for prompt in prompts if prompt.index not in done], _chunk_size(config)
+        left = [prompt for prompt in prompts if prompt.index not in done]
+        size = max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // n)  # prompts between two writes
         started.enter_context(phase("answers"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
             groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
@@ -151,11 +152,6 @@ def _weights(path: str) -> str:
     written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
     when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"
     return f"the weights of {found}{when}"
-
-
-def _chunk_size(config: EvalConfig) -> int:
-    """Prompts between two writes: a few batches. A larger chunk uses the engine better; a smaller one loses less."""
-    return max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // config.rollout.n)
 
 
 def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, Estimate]:

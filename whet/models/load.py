@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -27,7 +28,6 @@ from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import merge_adapter
-from whet.models.value_head import TrainedModel, ValueModel
 
 log = logging.getLogger(__name__)
 OPTIONS = {
@@ -253,3 +253,21 @@ def without_weight_bars() -> Iterator[None]:
         yield
     finally:
         set_tqdm_hook(before)
+
+
+class ValueModel(nn.Module):
+    """V(state) = head . hidden state. The head starts at 0: a new critic predicts 0 everywhere."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.value_head = nn.Linear(body.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N], in float32."""
+        return self.value_head(hidden).squeeze(-1).float()
+
+
+TrainedModel = PreTrainedModel | ValueModel

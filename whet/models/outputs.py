@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.models.load import ValueModel
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
-from whet.models.value_head import ValueModel
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class TokenShare:
 def check_heads(config: Any, size: int) -> None:
     """Checks that a model's heads and layers allow a split over `size` ranks.  Raises: ConfigError."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    valid = [each for each in range(1, heads + 1) if _fits(each, heads, kv_heads)]
+    valid = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if size not in valid:
         raise ConfigError(
             f"engine.options.sequence_parallel_size={size} does not divide {heads} heads and {kv_heads} key-value "
@@ -82,10 +82,6 @@ def check_heads(config: Any, size: int) -> None:
             f"engine.options.sequence_parallel_size={size} needs layers in which only attention mixes tokens, but "
             f"this model has {', '.join(others)}; set it to 1"
         )
-
-
-def _fits(size: int, heads: int, kv_heads: int) -> bool:
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -20,9 +20,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from whet.errors import ModelError
 from whet.models.folder import check_weights, split_adapters, weight_files
-from whet.models.load import body_of, check_finite, outline, without_weight_bars
+from whet.models.load import TrainedModel, ValueModel, body_of, check_finite, outline, without_weight_bars
 from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
-from whet.models.value_head import TrainedModel, ValueModel
 
 
 def empty_model(
@@ -95,15 +94,14 @@ def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
 def _allocate(module: nn.Module, name: str, device: torch.device) -> None:
     """Replaces a sharded weight on `meta` by zeros on `device`."""
     weight = getattr(module, name)
-    made = DTensor.from_local(
-        torch.zeros(weight.to_local().shape, dtype=weight.dtype, device=device),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    setattr(module, name, nn.Parameter(made, requires_grad=weight.requires_grad))
+    own = torch.zeros(weight.to_local().shape, dtype=weight.dtype, device=device)
+    setattr(module, name, nn.Parameter(like(weight, own, weight.shape), requires_grad=weight.requires_grad))
+
+
+def like(weight: DTensor, own: torch.Tensor, shape: torch.Size) -> DTensor:
+    """Makes a tensor of this `shape`, sharded like `weight`, from this rank's `own` part."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet doctor`: checks the machine and the installation, without loading a model."""
+"""`whet doctor`: checks the machine, the installation and the nodes of a Ray cluster, without loading a model."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from packaging.requirements import Requirement
 
-from whet.config.schema import ClusterConfig
-from whet.errors import pip_install
+from whet.config.schema import ClusterConfig, SFTConfig, TrainConfig
+from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.threads import POLICY, spinning
 
+if TYPE_CHECKING:
+    from whet.controller.ray.survey import Report
+
 OLDEST_PYTHON = (3, 11)
 FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**30
+PACKAGES = ("whet", "torch", "transformers", "ray", "tensordict", "numpy")
+APART_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -232,3 +237,60 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str, list[Finding]]:
+    """Checks the cluster: a section for the cluster and one for each node."""
+    try:
+        from whet.controller.ray.survey import survey, versions
+    except ModuleNotFoundError:
+        return {"cluster": [Finding("Ray", "not installed", pip_install("ray"), is_problem=True)]}
+    place = existing(run_dir.expanduser().absolute())
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".whet-doctor-") as marker:
+        paths = {marker.name: f"{place}, the folder of runs"}
+        model = config.model.path
+        if model is not None and Path(model).expanduser().is_dir():
+            paths[str(Path(model).expanduser().resolve())] = f"model.path={model}"
+        try:
+            address, reports = survey(config.cluster, PACKAGES, list(paths))
+        except ConfigError as error:
+            return {"cluster": [Finding("Ray", "not reached", str(error), is_problem=True)]}
+    alive = [report for report in reports if report.node.is_alive]
+    wanted = config.cluster.nnodes
+    few = f"cluster.nnodes={wanted}: add nodes with ray start --address={address}" if len(alive) < wanted else ""
+    count = Finding("nodes", f"{len(alive)} at {address}", few, is_problem=True)
+    here = versions(PACKAGES)
+    sections = {"cluster": [count]}
+    for report in reports:
+        sections.setdefault(f"node {report.node.address}", []).extend(of_node(report, here, list(paths.values())))
+    return sections
+
+
+def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
+    """Yields the findings of one node: its versions compared with those `here`, whether it has the files `paths`."""
+    if report.failure:
+        is_alive = report.node.is_alive
+        advice = "read the log of its raylet" if is_alive else "`ray status` may have the reason"
+        yield Finding("node", report.failure, advice, is_problem=is_alive)
+        return
+    yield Finding("resources", str(report.node))
+    for name, wanted in here.items():
+        found = report.versions.get(name)
+        if found is None:
+            yield Finding(name, "not installed", f"install {name} {wanted}, as on this machine", is_problem=True)
+        else:
+            advice = "" if found == wanted else f"this machine has {wanted}: install the same version"
+            yield Finding(name, found, advice, is_problem=True)
+    folder, free = report.temporary
+    advice = "free disk space" if free < LITTLE_DISK else ""
+    yield Finding("disk", f"{folder}, {size(free)} free", advice, is_problem=True)
+    for path, seen in zip(paths, report.seen, strict=True):
+        advice = "" if seen else "put it on a file system that all nodes have under this path"
+        yield Finding("files", path if seen else f"{path}: not found", advice, is_problem=True)
+    apart = "times in logs will not match: synchronise it by NTP" if abs(report.clock_seconds) > APART_SECONDS else ""
+    yield Finding("clock", f"{report.clock_seconds:+.3f} s relative to this machine", apart)
+    for address, why in report.unreached.items():
+        advice = "open all ports between the nodes: workers use any free port"
+        yield Finding("network", f"no connection to {address}: {why}", advice, is_problem=True)
+    if not report.unreached:
+        yield Finding("network", "connects to every other node")

@@ -212,7 +212,8 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
 
 
 def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> str:
-    memory, phase = room.memory, room.memory.largest_phase(on_device=room.on_device)
+    memory = room.memory
+    phase = max(memory.phases, key=lambda each: memory.total(each, on_device=room.on_device))
     items = [item for item in memory.items if item.on_device == room.on_device]
     parts = sorted(items, key=lambda item: -item.by_phase.get(phase, 0))
     largest = ", ".join(f"{part.name} {size(part.by_phase[phase])}" for part in parts[:4] if phase in part.by_phase)

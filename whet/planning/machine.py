@@ -16,7 +16,6 @@ import torch
 
 from whet import devices
 from whet.config.cluster import ClusterConfig
-from whet.tracking.resident import status_bytes
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -98,7 +97,9 @@ def _control_groups() -> Iterator[FreeMemory]:
 def _address_space() -> Iterator[FreeMemory]:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        yield FreeMemory(limit - status_bytes("VmSize"), "the limit on address space (ulimit -v)")
+        yield FreeMemory(
+            limit - (_kilobytes(PROC / "self" / "status", "VmSize") or 0), "the limit on address space (ulimit -v)"
+        )
 
 
 def _number(path: Path) -> int | None:

@@ -79,10 +79,6 @@ class Memory:
         tensors = self.device_tensor_bytes
         return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
 
-    def largest_phase(self, *, on_device: bool = False) -> str:
-        """The phase with the most bytes of tensors."""
-        return max(self.phases, key=lambda phase: self.total(phase, on_device=on_device))
-
 
 @dataclass(frozen=True)
 class Setup:

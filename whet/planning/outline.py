@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.engines.compact_adamw import CompactAdamW
@@ -25,9 +27,7 @@ from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
 from whet.models.outputs import outputs_of
-from whet.models.packing import Layout, layout
-from whet.models.positions import position_ids
-from whet.planning.tensor_bytes import TensorBytes
+from whet.models.packing import Layout, layout, position_ids
 
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
 _PASSES: dict[Hashable, Counter[str]] = {}
@@ -241,3 +241,57 @@ def _bytes(where: Layout) -> int:
     """Returns the bytes of all indices and masks of a layout."""
     values = [value for part in (where, *where.bunches) for value in vars(part).values()]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of storages created inside the block, current and peak, by `kind`.
+
+    Works on real tensors, and on fake ones inside a FakeTensorMode. It does not count temporary memory of a single
+    operator.
+    """
+
+    def __init__(self, kind: Callable[[torch.Tensor], str] = lambda tensor: "tensors") -> None:
+        super().__init__()
+        self._kind = kind
+        self._alive: dict[int, tuple[str, int]] = {}
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()  # bytes by kind at the time of the largest total
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operator and counts the storages that it created."""
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent call
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        made = function(*args, **(kwargs or {}))
+        if not isinstance(made, torch.Tensor | tuple | list):
+            return made
+        new = {each.untyped_storage()._cdata: each for each in _tensors(made)}
+        new = {key: each for key, each in new.items() if key not in self._alive}
+        if new:  # remove views of tensors from before the block
+            for each in _tensors((args, kwargs)):
+                new.pop(each.untyped_storage()._cdata, None)
+            for key, each in new.items():
+                self._count(key, each)
+        return made
+
+    def _count(self, key: int, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        kind, size = self._kind(tensor), storage.nbytes()
+        self._alive[key] = kind, size
+        self.now[kind] += size
+        weakref.finalize(storage, self._forget, key)
+        if self.now.total() > self.peak.total():
+            self.peak = self.now.copy()
+
+    def _forget(self, key: int) -> None:
+        kind, size = self._alive.pop(key)
+        self.now[kind] -= size
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

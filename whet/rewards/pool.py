@@ -5,18 +5,23 @@ of several score functions."""
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from whet.errors import describe
+from whet.config.schema import EvalConfig, RewardConfig, TrainConfig
+from whet.errors import ConfigError, RewardError, describe
+from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
-from whet.rewards.in_process import InlineScorer, ThreadScorer
+from whet.rewards.adapter import RewardFunction, split_calls
 from whet.rewards.processes import ProcessScorer
+from whet.rewards.result import CLOSED, failure
 from whet.rewards.worker import WorkerSpec
 from whet.types import Failure, Outcome, RewardItem, RewardResult
 
@@ -154,3 +159,98 @@ def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], co
             kwargs = {**presets, **kwargs}
         function = entry.function or function
     return WorkerSpec(function, dict(kwargs), correct_threshold)
+
+
+class InlineScorer:
+    """Scores in the calling thread, before `submit` returns, without a deadline."""
+
+    def __init__(self, load: Callable[[], RewardFunction]) -> None:
+        self._function = load()
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
+        """Returns a finished future with the outcome of each item, in order."""
+        future: Future[list[Outcome]] = Future()
+        future.set_result(self._function.score(items))
+        return future
+
+    def close(self) -> None:
+        """Does nothing: there are no processes."""
+
+
+class ThreadScorer:
+    """Scores in one thread. A late call becomes a Failure at its deadline, but its thread cannot be stopped: it is
+    abandoned and a new one takes over. A function that always hangs thus fills the process with threads, and one that
+    holds the interpreter lock blocks all of them.
+    """
+
+    def __init__(self, load: Callable[[], RewardFunction], timeout_seconds: float) -> None:
+        self._load, self._timeout_seconds = load, timeout_seconds
+        self._function, self._thread = load(), Background("whet-reward-function")
+        self._requests = Background("whet-rewards")
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
+        """Returns a future with the outcome of each item, in order.  Raises: RewardError once closed."""
+        with self._lock:
+            if self._closed:
+                raise RewardError(CLOSED)
+            return self._requests.submit(partial(self._score, items))
+
+    def close(self) -> None:
+        """Lets the running call finish; calls that wait after it raise RewardError."""
+        with self._lock:
+            self._closed = True
+            self._requests.submit(lambda: self._thread.close())
+            self._requests.close()
+
+    def _score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        calls = split_calls(items, takes_batch=self._function.takes_batch)
+        return [outcome for call in calls for outcome in self._score_call(call)]
+
+    def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        if self._closed:
+            raise RewardError(CLOSED)
+        deadline = self._timeout_seconds * len(items)
+        future = self._thread.submit(partial(self._function.score, items))
+        if wait([future], deadline).done:
+            return future.result()
+        self._thread.close()
+        self._function, self._thread = self._load(), Background("whet-reward-function")
+        late = failure(f"timed out after {deadline:g} s (its thread cannot be stopped)", timed_out=True)
+        return [late] * len(items)
+
+
+Rewards: TypeAlias = RewardPool | WeightedRewards
+
+
+def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
+    """The reward pool of a run; None where no function is named and an environment gives the rewards."""
+    if function is None and not config.reward.function and config.environment.name != "single_turn":
+        return None
+    return build_scorer(config.reward, function)
+
+
+def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Rewards:
+    """The pool of one score function, or of several with weights.  Raises: RewardError, RegistryError."""
+    names = [config.function] if isinstance(config.function, str) else list(config.function or [])
+    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
+    if not functions:
+        known = ", ".join(REWARDS.names())
+        raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
+    pools = [
+        RewardPool(
+            each,
+            num_workers=config.num_workers,
+            timeout_seconds=config.timeout_seconds,
+            correct_threshold=config.correct_threshold,
+            kwargs=config.kwargs,
+        )
+        for each in functions
+    ]
+    if len(pools) == 1:
+        return pools[0]
+    weights = config.weights or [1.0] * len(pools)
+    short = [name.rpartition(":")[2] for name in names]
+    labels = short if len(set(short)) == len(short) else names
+    return WeightedRewards(list(zip(labels, pools, weights, strict=True)))

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from whet.errors import DataError
-from whet.models.positions import position_ids
+from whet.models.packing import position_ids
 from whet.protocol import DataProto
 from whet.types import Group, Trajectory, Turn
 

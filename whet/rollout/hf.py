@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.models.attention import NAME
-from whet.models.positions import position_ids
+from whet.models.packing import position_ids
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes

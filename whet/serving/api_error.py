@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.errors import EngineError, WhetError
-from whet.types import Failure
-
 TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -27,15 +24,3 @@ class ApiError(Exception):
 def unsupported(param: str, value: object, why: str) -> ApiError:
     """The error for a parameter of the API, or a value, that this server cannot follow."""
     return ApiError(400, f"{param}={value!r} is not supported: {why}", param=param, code="unsupported_value")
-
-
-def of_failure(failure: Failure) -> ApiError:
-    """The error for a request that the engine gave up."""
-    if failure.timed_out:
-        return ApiError(504, f"the request took too long: {failure.message}", code="deadline_exceeded")
-    return ApiError(500, failure.message, code="engine_failure")
-
-
-def of_refusal(error: WhetError) -> ApiError:
-    """The error for a request that the engine, the tokenizer or the chat template refuses."""
-    return ApiError(400, str(error), code="refused_by_engine" if isinstance(error, EngineError) else None)

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from whet.errors import WhetError
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import Answer, ChatAnswer, Piece, Sample, TextAnswer, fingerprint
-from whet.serving.api_error import ApiError, of_failure, of_refusal
+from whet.serving.api_error import ApiError
 from whet.serving.bodies import Asked, BodyReader
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
@@ -72,7 +72,7 @@ class App:
                 headers = {"retry-after": "1"} if error.status == 429 else None
                 response = JSONResponse(error.to_dict(), error.status, headers)
             except WhetError as error:
-                response = JSONResponse(of_refusal(error).to_dict(), 400)
+                response = JSONResponse(ApiError(400, str(error)).to_dict(), 400)
             except ClientDisconnect:
                 response = Response(status_code=499)
             if not isinstance(response, EventStream):
@@ -172,9 +172,10 @@ class App:
                 if isinstance(event, EngineStoppedError):
                     raise ApiError(503, f"the request was ended: {event}", code="stopped")
                 if isinstance(event, WhetError):
-                    raise of_refusal(event)
+                    raise ApiError(400, str(event), code="refused_by_engine")
                 if isinstance(event, Failed):
-                    raise of_failure(event.failure)
+                    status, code = (504, "deadline_exceeded") if event.failure.timed_out else (500, "engine_failure")
+                    raise ApiError(status, f"the request failed: {event.failure.message}", code=code)
                 if isinstance(event, Finished):
                     left -= 1
                     if event.completion.finish_reason == "abort":

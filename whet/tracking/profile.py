@@ -13,7 +13,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +27,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from whet.metrics import phase, watching
 from whet.processes.background import every
-from whet.tracking.phases import PhaseClock
-from whet.tracking.resident import status_bytes
 
 log = logging.getLogger(__name__)
 STEP = "time/step"
 SAMPLE_SECONDS = 0.01
+BETWEEN = "between steps"
+NAMES = {"step": "rest of the steps"}
+STATUS = Path("/proc/self/status")
 
 
 @contextmanager
@@ -170,3 +173,45 @@ class Timeline:
 
     def _seconds(self, nanoseconds: float) -> float:
         return round((nanoseconds - self.started) / 1e9, 6)
+
+
+class PhaseClock:
+    """Measures the time of each phase, from its construction on; use it with `metrics.watching(clock.phase)`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._last = clock, clock()
+        self._open = [BETWEEN]
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of the block, without that of phases inside it, to `name`."""
+        short = name.removeprefix("time/")
+        self._count()
+        self._open.append(NAMES.get(short, short))
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def table(self) -> str:
+        """The times as text: one line for each phase, the longest first."""
+        self._count()
+        total = sum(self.seconds.values())
+        rows = [*sorted(self.seconds.items(), key=lambda row: -row[1]), ("all", total)]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {each:10,.2f} s  {each / max(total, 1e-9):5.1%}" for name, each in rows]
+        return "\n".join(["where the time went:", *lines])
+
+    def _count(self) -> None:
+        now = self._clock()
+        self.seconds[self._open[-1]] += now - self._last
+        self._last = now
+
+
+def status_bytes(name: str) -> int:
+    """Returns a number of the process's status file in bytes: VmRSS is resident memory, VmHWM its peak; 0 on a system
+    without that file."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    return int(found[1]) * 1024 if found else 0

@@ -25,11 +25,11 @@ from whet.data.samplers import make_loader
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.models.load import stop_token_ids
-from whet.planning.introduction import Counts, introduce
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
-from whet.rewards.build import build_scorer as build_scorer
-from whet.rewards.build import scorer_of as scorer_of
+from whet.rewards.pool import build_scorer as build_scorer
+from whet.rewards.pool import scorer_of as scorer_of
 from whet.rollout.build import build_collector, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
@@ -40,16 +40,16 @@ from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
-from whet.trainers.inputs import digests
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
+from whet.trainers.run_dir import digests
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, path_of, settings_of, settings_trained, tokenizer_of
 from whet.types import Prompt
-from whet.weight_sync.between_pools import weight_sync
+from whet.weight_sync.routes import weight_sync
 
 log = logging.getLogger(__name__)
 Rows = Iterable[Mapping[str, Any] | Prompt] | None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from whet.checkpoints import checkpoint
-from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError

@@ -17,10 +17,9 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
-from whet.data.prompts import PromptFormat
-from whet.data.templates import Template
+from whet.data.prompts import PromptFormat, Template
 from whet.errors import ConfigError
-from whet.models.positions import position_ids
+from whet.models.packing import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
@@ -147,7 +146,8 @@ def peer(groups: Sequence[Group], sources: Sources) -> Hints:
     """A correct response of the group other than the trajectory's own; None where there is none."""
 
     def of(group: Group, own: Trajectory) -> str | None:
-        return next((text(other) for other in group.trajectories if other is not own and _is_correct(other)), None)
+        correct = [each for each in group.trajectories if each.failure is None and (each.accuracy or 0.0) >= 1.0]
+        return next((text(other) for other in correct if other is not own), None)
 
     return [[of(group, own) for own in group.trajectories] for group in groups]
 
@@ -224,7 +224,3 @@ def _solution(prompt: Prompt, field: str | None) -> str | None:
         )
     found = prompt.extra_info.get(field or "solution", prompt.ground_truth)
     return None if found is None else str(found)
-
-
-def _is_correct(trajectory: Trajectory) -> bool:
-    return trajectory.failure is None and (trajectory.accuracy or 0.0) >= 1.0

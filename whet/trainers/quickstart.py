@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet import files
-from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import SupervisedDataConfig

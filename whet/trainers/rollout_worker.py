@@ -19,8 +19,7 @@ from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.protocol import Event, Request, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
-from whet.weight_sync.buckets import receive
-from whet.weight_sync.digest import Digest
+from whet.weight_sync.buckets import Digest, receive
 from whet.weight_sync.link import Inlet
 from whet.weight_sync.routes import Route, Site, open_inlet
 

@@ -28,7 +28,7 @@ from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
-from whet.weight_sync.between_pools import WeightSync
+from whet.weight_sync.routes import WeightSync
 
 
 @dataclass(kw_only=True)

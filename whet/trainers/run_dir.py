@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: its lock, the checkpoint that a run goes on from, and the files that are cut back to it.
+"""A run's folder: its lock, the checkpoint that a run goes on from, the files that are cut back to it, and the
+digests of the data and code that the run is made of.
 
 config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lock
 """
 
 from __future__ import annotations
 
+import ast
 import fcntl
+import hashlib
+import importlib.util
+import inspect
 import json
 import logging
 import math
@@ -14,8 +19,8 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import count
@@ -26,13 +31,16 @@ import yaml
 
 from whet import files
 from whet.checkpoints import checkpoint
-from whet.checkpoints.disk import disk_errors
+from whet.checkpoints.checkpoint import disk_errors
 from whet.config.compose import flatten
-from whet.config.renamed import rename
+from whet.config.load import rename
 from whet.config.render import to_yaml
 from whet.config.schema import SFTConfig, TrainConfig
+from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
+from whet.registry import PACKAGE
 from whet.tracking.jsonl import METRIC_FILES, cut_back
+from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
@@ -49,6 +57,7 @@ FREE = (
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 CONFIG, INPUTS = "config.yaml", "inputs.json"
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
+Rows = Sequence[Prompt] | Sequence[SupervisedExample]
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,8 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
     neither are resumed from nor count for `save_limit`.
     """
     step = -1 if found is None else checkpoint.step_of(found)
-    lines = {name: _num_lines(run_dir / name) for name in METRIC_FILES}
+    found_files = {name: path for name in METRIC_FILES if (path := run_dir / name).exists()}
+    lines = {name: path.read_bytes().count(b"\n") for name, path in found_files.items()}
     kept = {name: cut_back(run_dir / name, step) for name in METRIC_FILES}
     dropped = [f"{num - len(kept[name])} lines of {name}" for name, num in lines.items() if num > len(kept[name])]
     for name, records in kept.items():
@@ -146,10 +156,6 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
     return [
         {name: math.nan if value is None else value for name, value in each.items()} for each in kept[METRIC_FILES[0]]
     ]
-
-
-def _num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
@@ -239,3 +245,80 @@ def _noted(path: Path, config: TrainConfig | SFTConfig) -> dict[str, Any]:
             "trainer.run_dir or trainer.experiment_name"
         )
     return found
+
+
+def digests(
+    config: TrainConfig | SFTConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
+) -> dict[str, str]:
+    """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
+    import, by key, and of a reward function that was given as an object, as far as its source is known."""
+    found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
+    for key, value in flatten(config.model_dump(mode="json")):
+        for target in value if isinstance(value, list) else [value]:
+            if isinstance(target, str) and (file := _file_of(target)) is not None:
+                found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
+                for name, each in _imported(file).items():
+                    found[f"{key}, code in {name}"] = _of(each.read_bytes())
+    with suppress(OSError, TypeError):  # typed at a prompt, or no function
+        found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
+    return found
+
+
+def _of(content: bytes) -> str:
+    return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def _of_rows(rows: Rows) -> str:
+    """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
+    found = hashlib.sha256()
+    for row in rows:
+        read: tuple[Any, ...]
+        if isinstance(row, Prompt):
+            read = row.token_ids, row.data_source, row.ground_truth, row.extra_info
+        else:
+            read = row.input_ids, row.loss_mask
+        found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())
+    return _of(found.digest())
+
+
+def _file_of(target: str) -> Path | None:
+    """The file of `path/file.py:function` or `package.module:function`; None for whet's own, and for other text."""
+    location, _, name = target.rpartition(":")
+    if not name.isidentifier():
+        return None
+    path = Path(location).expanduser() if location.endswith(".py") else None
+    if location.replace(".", "").isidentifier() and path is None:
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(location)
+            path = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    return path if path is not None and path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
+
+
+def _imported(file: Path) -> dict[str, Path]:
+    """The files that a file imports, and those that these import, by their paths below the folder that its package lies
+    in; import statements are read, nothing is run."""
+    file = file.absolute()
+    root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+    found, waiting = {file}, [file]
+    while waiting:
+        code = waiting.pop()
+        with suppress(SyntaxError, ValueError, OSError, IndexError):  # it will say so where it is run
+            for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
+                for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
+                    for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:
+                        if path.is_file() and not path.resolve().is_relative_to(PACKAGE):
+                            found.add(path)
+                            waiting.append(path)
+    return {os.path.relpath(path, root): path for path in found - {file}}
+
+
+def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders and the paths below them that import statements may mean: what a module gives may be one too."""
+    for node in ast.walk(tree):
+        bases, names = [code.parent, root], list[str]()
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            bases = [code.parents[node.level - 1]] if node.level else bases
+            names = [f"{node.module or ''}.{each.name}" for each in node.names]
+        yield from ((base, name.strip(".").replace(".", "/")) for base in bases for name in names)

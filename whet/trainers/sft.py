@@ -20,16 +20,16 @@ from whet.data.supervised import SupervisedExample
 from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
-from whet.models.positions import position_ids
-from whet.planning.introduction import Counts, introduce
+from whet.models.packing import position_ids
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column
 from whet.trainers.frame import Frame, opened_for, with_restarts
 from whet.trainers.health import check_skipped
-from whet.trainers.inputs import digests
 from whet.trainers.objectives import ImitationObjective
+from whet.trainers.run_dir import digests
 from whet.trainers.schedule import Schedule
 from whet.trainers.workers import TrainWorker, settings_trained, tokenizer_of
 

@@ -2,29 +2,32 @@
 """Buckets: weights in buffers of a fixed size that describe their own content, so that every link can carry them.
 
 A bucket has two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on pieces
-of weights. A weight that does not fit into the rest of a bucket continues in the next one.
+of weights. A weight that does not fit into the rest of a bucket continues in the next one. A digest of all weights is
+cheap enough for every update, on any device.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ValidationError
 
 from whet.errors import WeightSyncError
-from whet.weight_sync.digest import Digest, bytes_of
 from whet.weight_sync.link import Inlet, Outlet
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece, whose bytes are viewed in place as numbers
 LARGEST = 2**64 - 1  # checksum
 _SIZES = struct.Struct("<QQ")
+TABLE_WIDTH = 512  # 64-bit words
+COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, so that no bit of a sum is lost
 
 
 def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
@@ -77,7 +80,11 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
             if end == piece.whole_size:
                 weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
                 digest.add(piece.name, weight)
-                _verify(piece, digest.checksum(piece.name), version)
+                if (checksum := digest.checksum(piece.name)) != piece.checksum:
+                    raise WeightSyncError(
+                        f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
+                        f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
+                    )
                 yield piece.name, weight
         if header.digest is not None and header.digest != str(digest):
             raise WeightSyncError(
@@ -185,9 +192,60 @@ class _Packer:
         return self._bucket
 
 
-def _verify(piece: Piece, checksum: int, version: int) -> None:
-    if checksum != piece.checksum:
-        raise WeightSyncError(
-            f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
-            f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
-        )
+class Digest:
+    """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
+    order. Checksums are computed on the weights' device; the host reads all of them at once, when one is needed."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._checksums: dict[str, int] = {}
+        self._unread: list[tuple[str, str, torch.Tensor, int]] = []  # name, dtype and shape, two sums, bytes
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Adds a weight with its current values."""
+        self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
+
+    def checksum(self, name: str) -> int:
+        """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the bits of an added weight as a table x of
+        64-bit words with 512 columns. Changed, moved or missing words change it; it does not resist an attack."""
+        self._read()
+        return self._checksums[name]
+
+    def __str__(self) -> str:
+        self._read()
+        return f"{self._sum % 2**64:016x}"
+
+    def _read(self) -> None:
+        if not self._unread:
+            return
+        read = torch.stack([sums for _, _, sums, _ in self._unread]).tolist()
+        for (name, kind, _, size), (columns, rows) in zip(self._unread, read, strict=True):
+            checksum = self._checksums[name] = (columns * COLUMN_FACTOR + rows * ROW_FACTOR + size) % 2**64
+            text = f"{name} {kind} {checksum}"
+            self._sum += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        self._unread.clear()
+
+
+def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The two sums of a checksum, [2] on the weight's device, and the weight's number of bytes."""
+    octets = bytes_of(weight)
+    size, row_bytes = len(octets), 8 * TABLE_WIDTH
+    whole = size // row_bytes
+    last = F.pad(octets[whole * row_bytes :], (0, (whole + 1) * row_bytes - size)).view(torch.int64)
+    by_row = last.sum() * (2 * whole + 1)
+    if whole:
+        table = octets[: whole * row_bytes].view(torch.int64).view(whole, TABLE_WIDTH)
+        by_row += (table.sum(1) * _odd_numbers(whole, octets.device)).sum()
+        last += table.sum(0)
+    return torch.stack([(last * _odd_numbers(TABLE_WIDTH, octets.device)).sum(), by_row]), size
+
+
+def bytes_of(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in order, 8-byte aligned: a view where the tensor is contiguous and aligned, else a copy."""
+    flat = weight.detach().contiguous().view(-1)
+    octets = flat.view(torch.uint8)
+    return octets if octets.storage_offset() % 8 == 0 else octets.clone()
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * count, 2, device=device)

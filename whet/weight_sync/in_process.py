@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.rollout.protocol import RolloutEngine, SharesModule
-from whet.weight_sync.buckets import Weights, in_dtype
-from whet.weight_sync.digest import Digest
+from whet.weight_sync.buckets import Digest, Weights, in_dtype
 
 
 def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:

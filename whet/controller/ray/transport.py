@@ -32,8 +32,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.resource_pool import ResourcePool
-from whet.controller.worker import Layout, WorkerSpec
+from whet.controller.worker import Layout, ResourcePool, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed

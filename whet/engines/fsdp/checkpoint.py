@@ -26,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from whet.engines.engine import check_same
 from whet.errors import CheckpointError, EngineError
+from whet.models.sharded import like
 
 STATE, STEP = "engine.json", "step"  # a step is one number, the same on every rank
 FILE_BYTES = 2**30  # of whole weights a file; a file's shards are in memory twice while it is written
@@ -94,7 +95,7 @@ def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     assert isinstance(weight, DTensor)
     is_alike = value.shape == weight.to_local().shape
     shape = weight.shape if is_alike else (weight.shape[0], *value.shape[1:])  # else a number or some for each row
-    return _sharded(value, torch.Size(shape), weight)
+    return like(weight, value, torch.Size(shape))
 
 
 def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -104,12 +105,7 @@ def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> tor
     assert isinstance(weight, DTensor)
     shape, _ = compute_local_shape_and_global_offset(saved.size, weight.device_mesh, weight.placements)
     own = torch.zeros(shape, dtype=saved.properties.dtype, device=weight.to_local().device)
-    return _sharded(own, saved.size, weight)
-
-
-def _sharded(own: torch.Tensor, shape: torch.Size, weight: DTensor) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+    return like(weight, own, saved.size)
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,8 +22,7 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, narrow_weights
 from whet.engines.fsdp import checkpoint
-from whet.engines.fsdp.ranks import arrange
-from whet.engines.fsdp.sharding import shard
+from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
@@ -65,6 +64,7 @@ class FSDPEngine(Engine):
             tensor_parallel_size=tensor_parallel_size,
         )
         super().__init__(role.empty_model(device), role, self.ranks.group, device)
+        self.rows_group = self.ranks.rows_group
         model, optim, forward = self.model, role.optim, self.forward_settings
         if sequence_parallel_size > 1:
             check_heads(body_of(model).config.get_text_config(), sequence_parallel_size)
@@ -166,13 +166,9 @@ class FSDPEngine(Engine):
     def _trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
-    @property
-    def _rows_group(self) -> dist.ProcessGroup:
-        return self.ranks.rows_group
-
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
         """Returns as many passes on every rank: all ranks take part in gathering weights."""
-        split = self._split(columns, block)
+        split = super()._passes(columns, block)
         most = torch.tensor(len(split))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
         return [*split, *([] for _ in range(int(most) - len(split)))]

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's modules given to torch: layers one by one, their heads split over ranks first where that is asked for."""
+"""The ranks of a role, with their shards of the weights and of the rows; and the model's modules given to torch: layers
+one by one, their heads split over ranks first where that is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -14,10 +20,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
 
 from whet import devices
-from whet.engines.fsdp.ranks import Ranks
-from whet.engines.fsdp.tensor_parallel import split_heads
+from whet.devices import backends
+from whet.errors import ConfigError
 from whet.models.load import body_of, layers
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout
@@ -67,3 +76,162 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other factor
             module.set_reduce_scatter_unused_params(True)
     return whole
+
+
+class SummedGradient(ParallelStyle):  # type: ignore[misc]  # torch's class has no types
+    """Weights that are whole on every rank and see its own heads only, such as norms of queries: their gradients are
+    summed over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        seen: set[int] = set()  # FSDP puts another parameter in the place of the first, and then keeps that
+
+        def add_up(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad, group=group)
+
+        def before(module: nn.Module, _: Any) -> None:
+            for weight in module.parameters(recurse=False):
+                if torch.is_grad_enabled() and weight.requires_grad and id(weight) not in seen:
+                    weight.register_post_accumulate_grad_hook(add_up)
+                    seen.add(id(weight))
+
+        module.register_forward_pre_hook(before)
+        return module
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SummedGradient,
+}
+
+
+def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some of an MLP's inner
+    numbers; embedding, norms and output are whole on every rank.  Raises: ConfigError where that cannot be.
+
+    Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053."""
+    config = model.config.get_text_config()
+    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
+    if unknown := sorted({style for style in plan.values() if style not in STYLES}) or not plan:
+        what = f"has layers of the kinds {', '.join(unknown)}" if plan and isinstance(unknown, list) else "has no plan"
+        raise ConfigError(
+            f"engine.options.tensor_parallel_size={mesh.size()}: {type(model).__name__} {what} for it; set it to 1 "
+            "(and engine.options.sequence_parallel_size for long rows)"
+        )
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "inner numbers of an MLP": config.intermediate_size,
+    }
+    if wrong := [f"{count} {what}" for what, count in sizes.items() if count % mesh.size()]:
+        valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for n in sizes.values())]
+        raise ConfigError(
+            f"engine.options.tensor_parallel_size={mesh.size()} does not divide the model's {' and '.join(wrong)}; "
+            f"try {', '.join(str(each) for each in valid)}"
+        )
+    parallelize_module(
+        model.base_model, mesh, {name: STYLES[style]() for name, style in plan.items()}, src_data_rank=None
+    )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a role. `inner` consecutive ones read the same rows: each a part of their tokens or of the model's
+    heads. Weights lie in shards over `shard_mesh`, whose first dimension counts replicas where it has two."""
+
+    group: dist.ProcessGroup
+    inner: int
+    shard_mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None  # over the inner ranks, where they split the model
+    inner_group: dist.ProcessGroup
+    rows_group: dist.ProcessGroup  # ranks with the same place among the inner ones: together they read every row once
+
+    @property
+    def dp_rank(self) -> int:
+        """Number of the rows' shard that this rank reads."""
+        return dist.get_rank(self.group) // self.inner
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards rows are split."""
+        return dist.get_world_size(self.group) // self.inner
+
+    @property
+    def is_reporting(self) -> bool:
+        """True on the first of the inner ranks."""
+        return dist.get_rank(self.group) % self.inner == 0
+
+
+def arrange(
+    group: dist.ProcessGroup | None,
+    device_type: str,
+    *,
+    shard_size: int | None = None,
+    sequence_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+) -> Ranks:
+    """The arrangement of the ranks in `group` (None: of this process alone).  Raises: ConfigError."""
+    group = group if group is not None else _alone(device_type)
+    ranks = dist.get_process_group_ranks(group)
+    inner = sequence_parallel_size * tensor_parallel_size
+    if len(ranks) % inner:
+        raise ConfigError(
+            f"sequence_parallel_size x tensor_parallel_size = {inner} does not divide the {len(ranks)} ranks of the "
+            f"role; try {', '.join(str(each) for each in divisors(len(ranks)))}"
+        )
+    holders = len(ranks) // tensor_parallel_size  # of different shards or replicas of them
+    shards = holders if shard_size is None else shard_size
+    if holders % shards:
+        raise ConfigError(
+            f"engine.options.shard_size={shards} does not divide the {holders} ranks that hold shards; try "
+            f"{', '.join(str(each) for each in divisors(holders))}"
+        )
+    sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel_size}
+    mesh = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
+    names = tuple(name for name in ("replicate", "shard") if sizes[name] > 1 or name == "shard")
+    grid = torch.tensor(ranks).view(-1, inner)
+    return Ranks(
+        group=group,
+        inner=inner,
+        shard_mesh=mesh[names],
+        tensor_mesh=mesh["tensor"] if tensor_parallel_size > 1 else None,
+        inner_group=_line(group, grid.tolist()),
+        rows_group=_line(group, grid.T.tolist()),
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors, rising."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """The group's ranks in this shape, without a call on ranks that are not in it."""
+    grid = torch.tensor(dist.get_process_group_ranks(group)).view(*sizes.values())
+    lines = [grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist() for dim in range(grid.dim())]
+    groups = [_line(group, each) for each in lines]
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(sizes))
+
+
+def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The group of that one of the lines that this rank is in."""
+    ranks = next(line for line in lines if dist.get_rank() in line)
+    if list(ranks) == dist.get_process_group_ranks(group):
+        return group
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _alone(device_type: str) -> dist.ProcessGroup:
+    """A group of this process, which roles of one process share."""
+    if not dist.is_initialized():
+        dist.init_process_group(backends(device_type), store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

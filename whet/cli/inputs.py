@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet data`."""
+"""`whet config` and `whet data`: the inputs of a run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
-from whet.cli.config import Command
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,18 +18,80 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+    from whet.config.section import Section
     from whet.data.preview import Preview, Shown
 
+NOTES_START_BY = 60  # columns; a longer line moves only its own note to the right
 BAR = 40  # columns of the longest bar
 STRIPES = ("on grey23", "on grey35")  # backgrounds of alternating tokens
 LEARNED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
 
+
+class Command(StrEnum):
+    """The commands that read a config."""
+
+    train = "train"
+    sft = "sft"
+    eval = "eval"
+    generate = "generate"
+
+
 For = Annotated[
     Command | None,
     typer.Option("--for", help="the command that the config is for; unset: train, or sft if only sft accepts it"),
 ]
+
+
+def config(
+    command: Annotated[Command, typer.Argument(help="the command that reads the config")],
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    meanings: Annotated[
+        bool, typer.Option("--meanings", help="show the meaning of each key instead of the source of its value")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print the JSON Schema of recipe files, for editors")
+    ] = False,
+) -> None:
+    """Print the resolved config with the source of each value."""
+    from whet.config.schema import COMMANDS
+
+    if schema:
+        from whet.config.render import json_schema
+
+        typer.echo(json.dumps(json_schema(COMMANDS[command]), indent=1))
+    else:
+        _print(COMMANDS[command], *split_recipe(words, config_name), meanings=meanings)
+
+
+def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
+    """Prints the config line by line, each with its note, then the errors that the command would raise."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from whet.config import keyed_lines, load_config, problems
+    from whet.config.keys import meaning
+    from whet.config.load import DEFAULT
+
+    loaded = load_config(schema, recipe, overrides, checked=False)
+    lines = keyed_lines(loaded.config)
+    width = max(len(line) for line, _ in lines if len(line) < NOTES_START_BY)
+    output = Console(soft_wrap=True, highlight=False)
+    for line, key in lines:
+        if not key:
+            output.print(line)
+            continue
+        source = loaded.source(key)
+        note = meaning(schema, key) if meanings else source
+        line_style, note_style = ("", "dim") if source == DEFAULT else ("bold", "cyan")
+        output.print(Text.assemble((line.ljust(width), line_style), (f"  # {note}", note_style)))
+    if found := problems(loaded.config):
+        errors = Console(stderr=True, soft_wrap=True, highlight=False)
+        errors.print(Text(f"\n`whet {schema.command}` would refuse this config:", style="yellow"))
+        for each in found:
+            errors.print(Text(f"- {each}"))
 
 
 def data(
@@ -59,7 +122,7 @@ def data(
         output.print(line)
     for row in found.rows:
         output.print()
-        _print(output, tokenizer, row, tokens)
+        _print_row(output, tokenizer, row, tokens)
 
 
 def config_of(
@@ -113,7 +176,7 @@ def _summary(found: Preview) -> Iterator[str]:
         yield f"{found.num_unanswered} rows have no ground truth"
 
 
-def _print(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
+def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
     from rich.text import Text
 
     from whet.data.preview import pieces, spans
