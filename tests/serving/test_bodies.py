@@ -12,8 +12,7 @@ from whet.data.chat import encode_rendered, render_chat
 from whet.keyed import key
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.rollout.protocol import SamplingParams
-from whet.serving.api_error import ApiError
-from whet.serving.bodies import UNSUPPORTED, BodyReader
+from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader
 from whet.types import Message
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

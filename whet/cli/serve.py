@@ -59,8 +59,8 @@ def serve(
     options = _options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     try:
+        from whet.serving.app import Settings
         from whet.serving.server import serve as run
-        from whet.serving.settings import Settings
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise

@@ -8,9 +8,10 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,14 +22,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from whet.config.schema import Dtype
 from whet.errors import WhetError
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import Answer, ChatAnswer, Piece, Sample, TextAnswer, fingerprint
-from whet.serving.api_error import ApiError
-from whet.serving.bodies import Asked, BodyReader
+from whet.serving.bodies import ApiError, Asked, BodyReader
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
-from whet.serving.settings import Settings
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
@@ -37,6 +37,29 @@ Samples = AsyncGenerator[tuple[Sample, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the options of `whet serve`, which has the defaults. A sample is one of the n responses to a prompt."""
+
+    model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
+    name: str | None  # of the model for clients; unset: the last part of its path
+    follow: bool  # load new checkpoints of the run
+    best: bool  # the run's checkpoint with the best validation, not the newest
+    engine: str
+    option: Mapping[str, Any]  # of the engine
+    dtype: Dtype
+    host: str
+    port: int  # 0: a free one
+    api_key: str | None
+    max_tokens: int  # of a response whose request names no limit
+    max_running: int  # samples decoded together
+    max_waiting: int  # samples beyond these; more are refused
+    max_body_mib: float
+    deadline_seconds: float  # of a request
+    stop_seconds: float  # for running requests to end, once the server is to stop
+    trust_remote_code: bool
 
 
 class App:
@@ -72,7 +95,8 @@ class App:
                 headers = {"retry-after": "1"} if error.status == 429 else None
                 response = JSONResponse(error.to_dict(), error.status, headers)
             except WhetError as error:
-                response = JSONResponse(ApiError(400, str(error)).to_dict(), 400)
+                status = 400 if self._engine.death is None else 503
+                response = JSONResponse(ApiError(status, str(error)).to_dict(), status)
             except ClientDisconnect:
                 response = Response(status_code=499)
             if not isinstance(response, EventStream):

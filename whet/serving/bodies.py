@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of HTTP requests: checked, and turned into prompts and sampling parameters.
+"""Bodies of HTTP requests: checked, and turned into prompts and sampling parameters; errors as the OpenAI API has them.
 
 No parameter is ignored in silence: one that the server cannot follow is an error, unless its value changes nothing.
 """
@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
 from whet.keyed import key
 from whet.rollout.protocol import Request, SamplingParams
-from whet.serving.api_error import ApiError, unsupported
 from whet.serving.tools import BEGIN
 from whet.types import Message
 
+ERROR_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 MAX_CHOICES = 128  # n
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 CONSTRAINED = "the server samples freely; ask for the form in the prompt, and check the response"
@@ -50,6 +50,24 @@ RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", 
 B = TypeVar("B", bound="Body")
 Whole = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
+
+
+class ApiError(Exception):
+    """An error for the client: HTTP status, message, the parameter at fault, and a code for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def to_dict(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def unsupported(param: str, value: object, why: str) -> ApiError:
+    """The error for a parameter of the API, or a value, that this server cannot follow."""
+    return ApiError(400, f"{param}={value!r:.80} is not supported: {why}", param=param, code="unsupported_value")
 
 
 class StreamOptions(BaseModel):

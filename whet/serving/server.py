@@ -21,10 +21,9 @@ from whet.errors import ConfigError, WhetError
 from whet.evaluation.evaluate import open_engine
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
-from whet.serving.app import App
+from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
-from whet.serving.settings import Settings
 
 log = logging.getLogger(__name__)
 FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
