@@ -15,7 +15,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-s
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
-from whet.controller.ray.session import Watch, connected
+from whet.controller.ray.session import connected
+from whet.controller.ray.watch import Watch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, WorkerError
@@ -107,8 +108,8 @@ def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -
     import queue
     import socket
 
-    monkeypatch.setattr("whet.controller.ray.session.PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("whet.controller.ray.session.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("whet.controller.ray.watch.PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr("whet.controller.ray.watch.CONNECT_SECONDS", 0.2)
     told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         here = listening.getsockname()

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to a Ray cluster, the reservation of nodes for a launch, and a watch over machines.
-
-Ray itself takes half a minute or more to report a lost machine. The watch connects to a port on which each machine
-listens. A refused connection means that the listening process has ended; two timeouts in a row mean that the machine or
-the network to it is down. Both are detected within ten seconds.
-"""
+"""The connection to a Ray cluster, and the reservation of nodes for a launch."""
 
 from __future__ import annotations
 
@@ -12,14 +7,12 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import ray
@@ -28,17 +21,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from whet.config.cluster import ClusterConfig
+from whet.controller.ray.watch import connection_error
 from whet.errors import ConfigError, DeadlineError, WorkerError
-from whet.processes.background import Background, within
+from whet.processes.background import within
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for a machine to accept a connection
 SHUTDOWN_SECONDS = 10.0  # for ray.shutdown, because Ray's head may be lost
 QUIET_SECONDS = 5.0  # of waiting for nodes before a warning
 CHECK_SECONDS = 0.5
-PERIOD_SECONDS = 1.0
-CONNECT_SECONDS = 3.5  # TCP repeats a lost packet after 1 s, and again after 2 s more
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -183,52 +174,3 @@ def _sigterm_handler_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class Watch:
-    """Checks all `addresses` (by name) in a thread, every second, until `stop` or until it has called `lost` with the
-    name and the reason of a lost one."""
-
-    def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
-        self._addresses, self._lost = dict(addresses), lost
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="whet-watch")
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the watch."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        suspected: set[str] = set()
-        threads = Background("whet-watch-one", len(self._addresses))
-        while not self._stopped.wait(PERIOD_SECONDS):
-            checks = {
-                name: threads.submit(partial(connection_error, *address, CONNECT_SECONDS))
-                for name, address in self._addresses.items()
-            }
-            failures = {name: error for name, check in checks.items() if (error := check.result()) is not None}
-            for name, failure in failures.items():
-                if name in suspected or isinstance(failure, ConnectionRefusedError):
-                    if not self._stopped.is_set():
-                        self._lost(name, _reason(failure, *self._addresses[name]))
-                    self._stopped.set()
-                    break
-            suspected = set(failures)
-        threads.close()
-
-
-def connection_error(host: str, port: int, seconds: float) -> OSError | None:
-    """The error of a connection to an address; None where it succeeds."""
-    try:
-        socket.create_connection((host, port), seconds).close()
-    except OSError as error:  # includes TimeoutError
-        return error
-    return None
-
-
-def _reason(failure: OSError, address: str, port: int) -> str:
-    if isinstance(failure, ConnectionRefusedError):
-        return f"no process listens at {address}:{port} any more"
-    reason = f" ({os.strerror(failure.errno)})" if failure.errno else ""
-    return f"{address}:{port} does not answer{reason}: the machine or the network to it is down"

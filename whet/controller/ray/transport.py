@@ -28,8 +28,9 @@ from whet.controller import wire
 from whet.controller.local_workers import RankSpec
 from whet.controller.ray import actor
 from whet.controller.ray.actor import CONCURRENT, Location, Message, RankActor
-from whet.controller.ray.session import Watch, all_nodes, attempt, connected, head_address, reserve
+from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
+from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
