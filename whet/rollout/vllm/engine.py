@@ -187,6 +187,7 @@ class VLLMEngine:
 
     def resume(self) -> None:
         """Goes on after `pause`.  Raises: EngineError."""
+        self._ready()
         self._paused, self._seen = False, (-1, time.monotonic())
         if self._coming is None:
             self._call("POST", "/resume")

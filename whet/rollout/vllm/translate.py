@@ -62,6 +62,8 @@ def completion_of(answer: Any, request: Request) -> Completion:
             f"{versions} and finish_reason {reason!r}; expected as many of each, and stop, length or abort: see its log"
         )
     stop = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
+    if tokens and tokens[-1] in request.params.stop_token_ids:
+        stop = None  # the token ended it, also where its text completes a stop string
     return Completion(tokens, log_probs, REASONS[reason], versions, stop)
 
 
