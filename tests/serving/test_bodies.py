@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from whet.data.chat import encode_rendered, render_chat
+from whet.errors import EngineError
 from whet.keyed import key
-from whet.models.load import load_tokenizer, stop_token_ids
-from whet.rollout.protocol import SamplingParams
+from whet.models.load import load_policy, load_tokenizer, stop_token_ids
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Request, SamplingParams
+from whet.serving.app import in_own_words
 from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader
 from whet.types import Message
 
@@ -138,3 +141,11 @@ def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
     assert (asked.prompts, asked.params, asked.tools) == (plain.prompts, plain.params, plain.tools)
     with pytest.raises(ApiError, match="logprobs=2 is not supported"):
         reader.text({"model": "m", "prompt": "hi", "logprobs": 2})
+
+
+def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25_folder: Path) -> None:
+    engine = NativeEngine(kv_cache_bytes=2**20)
+    engine.attach(load_policy(qwen25_folder), 0)
+    with pytest.raises(EngineError) as error:
+        engine.submit(Request("1", (5,), SamplingParams(10**5), 0))
+    assert in_own_words(error.value).endswith("; raise --option kv_cache_bytes or lower max_tokens")

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -196,7 +196,7 @@ class App:
                 if isinstance(event, EngineStoppedError):
                     raise ApiError(503, f"the request was ended: {event}", code="stopped")
                 if isinstance(event, WhetError):
-                    raise ApiError(400, str(event), code="refused_by_engine")
+                    raise ApiError(400, in_own_words(event), code="refused_by_engine")
                 if isinstance(event, Failed):
                     status, code = (504, "deadline_exceeded") if event.failure.timed_out else (500, "engine_failure")
                     raise ApiError(status, f"the request failed: {event.failure.message}", code=code)
@@ -286,6 +286,12 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def in_own_words(error: WhetError) -> str:
+    """The message of an engine, with the options of the server and the fields of requests in place of config keys."""
+    own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
+    return reduce(lambda message, key: message.replace(key, own[key]), own, str(error))
 
 
 def _parsed(body: bytes) -> object:
