@@ -98,9 +98,13 @@ class BackgroundCollector(Collector):
         begun.result()
         return collected
 
-    def wait(self, future: Future[T], progress: Callable[[], tuple[int, int]]) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` gives the responses that are there
-        and all that are waited for.  Raises: DeadlineError; the error of the thread."""
+    def wait(
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], *, between: Callable[[], None] = lambda: None
+    ) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
+        waited for, `between` is called now and then and may raise.
+
+        Raises: DeadlineError; the error of the thread."""
         until = time.monotonic() + self.deadline_seconds
         while time.monotonic() < until:
             try:
@@ -108,6 +112,7 @@ class BackgroundCollector(Collector):
             except TimeoutError:
                 if future.done():  # the error of the thread is one
                     raise
+            between()
             counted(*progress())
         done, total = progress()
         raise late(self.engine, self.deadline_seconds, total - done, total)
@@ -188,9 +193,10 @@ class ContinuousRollouts(Rollouts):
             )
         metrics, handed_out = Metrics(), self.collector.promise()
         with metrics.time("time/rollout"):
-            asked = self.collector.call(lambda: self._ask(step, handed_out))
-            found: HandOut = self.collector.wait(handed_out, lambda: (min(self.stream.ready, n), n))
-            asked.result()
+            self._finish(lambda: self._ask(step, handed_out))
+            found: HandOut = self.collector.wait(
+                handed_out, lambda: (min(self.stream.ready, n), n), between=self.may_stop
+            )
         self._measure(found, metrics)
         taken = self._taken(found, metrics)
         return Sampled(taken.groups, lambda: taken)
@@ -199,14 +205,14 @@ class ContinuousRollouts(Rollouts):
         """Lets sampling go as far ahead as these weights allow."""
         if not self.collector.has_started:
             self.collector.start()
-            self.collector.call(lambda: self._begin(version)).result()
-        self.collector.call(lambda: self._carry_out(self.conductor.on_version(version))).result()
+            self._finish(lambda: self._begin(version))
+        self._finish(lambda: self._carry_out(self.conductor.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the place of the next prompt, and under `stream` every group that is not trained on."""
         if not self.collector.has_started:
             return {**self.source.state(), "stream": list(self._restored)}
-        return self.collector.call(self._snapshot).result(timeout=self.collector.deadline_seconds)
+        return self._finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from there, before the first weights come."""
@@ -227,6 +233,10 @@ class ContinuousRollouts(Rollouts):
             "prompts; what would help: %s",
             *(slower, waited["trainer"], waited["rollout"], key),
         )
+
+    def _finish(self, function: Callable[[], T]) -> T:
+        """Calls a function in the thread, and waits for its result."""
+        return self.collector.wait(self.collector.call(function), lambda: (0, 1))
 
     def _ask(self, step: int, handed_out: Future[HandOut]) -> None:
         self._handed_out = handed_out
