@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,16 @@ def test_chunks_are_counted_once_and_a_gap_is_not_jumped() -> None:
     assert [each.event.token_ids for each in told if isinstance(each, Tell) and isinstance(each.event, Partial)] == [
         *((1, 2), (1, 2), (1, 2), (1, 2, 3))
     ]
+
+
+def test_a_request_that_streams_is_told_each_token_once() -> None:
+    made = router(1)
+    made.submit(replace(request(sampled=(9,)), streams=True))
+    made.give()
+    generation = made.replicas[0].generation
+    chunks = [partial("a", 0, 1, 1), partial("a", 0, 1, 1), partial("a", 0, 1, 1, 2, 3), partial("a", 0, 4, 4)]
+    told = [command for chunk in chunks for command in made.on_events(0, generation, [chunk])]
+    assert told == [Tell(partial("a", 0, 1, 1)), Tell(partial("a", 0, 2, 2, 3)), Tell(partial("a", 0, 4, 4))]
 
 
 @pytest.mark.parametrize(

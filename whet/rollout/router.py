@@ -125,14 +125,16 @@ class Flight:
             return self.noted or self.kept
         return joined(self.kept, self.noted)
 
-    def note(self, partial: Partial) -> None:
-        """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end."""
+    def note(self, partial: Partial) -> Completion | None:
+        """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end.  Returns those
+        that are new; None without any."""
         begin = len(self.request.sampled_ids) + (0 if self.kept is None else len(self.kept.token_ids))
         held = begin + (0 if self.noted is None else len(self.noted.token_ids))
         chunk = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
         new = part(chunk, held - partial.offset, len(chunk.token_ids)) if partial.offset <= held else None
         if new is not None:
             self.noted = new if self.noted is None else joined(self.noted, new)
+        return new
 
     def retry(self) -> None:
         """Goes on where the attempt got to. A token that may have ended the response is sampled again."""
@@ -233,11 +235,11 @@ class Router:
             if flight is None or flight.replica != replica or flight.attempt != event.attempt:
                 continue
             if isinstance(event, Partial):
-                flight.note(event)
+                commands += self._noted(flight, event)
+                continue
             commands += self._told(flight, event)
-            if not isinstance(event, Partial):
-                self._end(flight)
-                commands += self._left(replica)
+            self._end(flight)
+            commands += self._left(replica)
         return commands
 
     # ---- replicas
@@ -376,19 +378,24 @@ class Router:
         del self.replicas[replica]
         return [Drop(replica, each.generation), *self._sync()]
 
-    def _told(self, flight: Flight, event: Event) -> list[Command]:
-        """The event as the caller knows the request: tokens of all attempts, under the attempt of the caller."""
-        request, so_far = flight.request, flight.so_far
-        uid, attempt = request.uid, request.attempt
-        if isinstance(event, Finished):
-            whole = event.completion if flight.kept is None else joined(flight.kept, event.completion)
-            return [Tell(Finished(uid, attempt, whole))]
-        if isinstance(event, Failed):
-            return [Tell(Failed(uid, attempt, event.failure))]
-        if so_far is None:
+    def _noted(self, flight: Flight, partial: Partial) -> list[Command]:
+        """Tokens as the caller knows the request: all so far, or where it streams those that are new."""
+        new, request, so_far = flight.note(partial), flight.request, flight.so_far
+        if so_far is None or (request.streams and new is None):
             return []
         offset = len(request.sampled_ids)
-        return [Tell(Partial(uid, attempt, offset, so_far.token_ids, so_far.log_probs, so_far.versions))]
+        if request.streams and new is not None:
+            offset, so_far = offset + len(so_far.token_ids) - len(new.token_ids), new
+        where = request.uid, request.attempt, offset
+        return [Tell(Partial(*where, so_far.token_ids, so_far.log_probs, so_far.versions))]
+
+    def _told(self, flight: Flight, event: Finished | Failed) -> list[Command]:
+        """The end as the caller knows the request: tokens of all attempts, under the attempt of the caller."""
+        uid, attempt = flight.request.uid, flight.request.attempt
+        if isinstance(event, Failed):
+            return [Tell(Failed(uid, attempt, event.failure))]
+        whole = event.completion if flight.kept is None else joined(flight.kept, event.completion)
+        return [Tell(Finished(uid, attempt, whole))]
 
     def _home(self, ready: Sequence[int]) -> Callable[[Request], int | None]:
         """A function from a request to the place in `ready` of the replica that read the longest prefix of it."""
