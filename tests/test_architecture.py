@@ -36,7 +36,7 @@ MAX_KEYS = 170  # of the config
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", *TRACKERS}
-HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", *LAZY}
+HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", "starlette", "uvicorn", *LAZY}
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 
 PROTOCOLS = {"whet.engines.protocol", "whet.rollout.protocol", "whet.controller.worker_group"}
@@ -135,6 +135,11 @@ def test_an_optional_engine_or_tracker_is_imported_in_one_place_of_its_name() ->
         assert not wrong, f"{package} is imported outside a file or folder of that name: {wrong}"
 
 
+def test_the_web_framework_is_imported_in_serving_alone() -> None:
+    places = {_part(file) for file in FILES for _, module in _imports(file) if re.match("starlette|uvicorn", module)}
+    assert places == {"serving"}
+
+
 def test_files_functions_and_package_stay_small() -> None:
     too_long = [f"{_shown(file)}: {_lines(file)} lines" for file in FILES if _lines(file) > MAX_FILE_LINES]
     too_long += [
@@ -210,7 +215,7 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm"])
+@pytest.mark.parametrize("folder", ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "serving"])
 def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "whet", ignore=ignored)

@@ -12,6 +12,16 @@ FinishReason = Literal["stop", "length", "abort"]
 Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
 
 
+def last_versions(versions: Versions, count: int) -> Versions:
+    """The versions of the last `count` tokens."""
+    runs: list[tuple[int, int]] = []
+    for version, length in reversed(versions):
+        if count > 0:
+            runs.insert(0, (version, min(length, count)))
+            count -= length
+    return tuple(runs)
+
+
 @dataclass(frozen=True)
 class Media:
     """An image, video or audio of a prompt or an observation, identified by the digest of its bytes."""

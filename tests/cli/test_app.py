@@ -27,6 +27,7 @@ COMMANDS = [
         "data",
         "algorithms",
         "export",
+        "serve",
         "quickstart",
         "compare",
         "lm-eval",

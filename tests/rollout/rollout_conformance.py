@@ -13,7 +13,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.keyed import key
-from whet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams, generate
+from whet.rollout.protocol import (
+    Completion,
+    Finished,
+    Partial,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    generate,
+)
 from whet.rollout.sampling import SamplingState, sample
 
 STOP = 7
@@ -137,6 +145,37 @@ def check_company_does_not_matter(engine: RolloutEngine, made: Sequence[Request]
     assert_same(generate(engine, [made[index] for index in some]), [together[index] for index in some], tolerance)
     for index in some:
         assert_same(generate(engine, [made[index]]), [together[index]], tolerance)
+
+
+def check_streams(engine: RolloutEngine, made: Sequence[Request]) -> None:
+    """A request that streams gives a prefix of its completion as Partial events, in order and without a gap; it and
+    the others are what they are where none streams. An engine that gives none is skipped."""
+    whole = generate(engine, made)
+    for row, request in enumerate(made):
+        assert engine.submit(replace(request, streams=row % 2 == 0))
+    streamed: dict[str, list[Partial]] = {request.uid: [] for request in made}
+    done: dict[str, Completion] = {}
+    while len(done) < len(made):
+        for event in engine.poll(1.0):
+            if isinstance(event, Finished):
+                done[event.uid] = event.completion
+            else:
+                assert isinstance(event, Partial) and event.uid not in done
+                assert event.offset == sum(len(each.token_ids) for each in streamed[event.uid])
+                streamed[event.uid].append(event)
+    assert [done[request.uid] for request in made] == whole
+    assert not any(streamed[request.uid] for request in made[1::2])
+    if not any(streamed.values()):
+        pytest.skip("this engine gives no tokens before the end")
+    for request, completion in zip(made[::2], whole[::2], strict=True):
+        given = [(each.token_ids, each.log_probs, each.versions) for each in streamed[request.uid]]
+        tokens, log_probs = (tuple(value for parts in given for value in parts[column]) for column in (0, 1))
+        assert all(tokens for tokens, _, _ in given)
+        assert tokens == completion.token_ids[: len(tokens)]
+        assert log_probs == completion.log_probs[: len(tokens)]
+        versions = [run for _, _, runs in given for run in runs]
+        assert sum(count for _, count in versions) == len(tokens)
+        assert {version for version, _ in versions} <= {version for version, _ in completion.versions}
 
 
 def check_weights(

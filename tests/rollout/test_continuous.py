@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import time
 from collections.abc import Collection, Iterator
@@ -141,6 +142,15 @@ def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, h
             assert max(lags, default=0) <= -(-k // 1), (seed, each.step, lags)
             if k % 1 and not has_filter:
                 assert sum(lag > k for lag in lags) <= 4 * (k % 1)
+
+
+def test_a_stream_can_be_pickled() -> None:
+    bench = Bench(1)
+    bench.carry_out(bench.stream.on_version(0))
+    bench.stream = pickle.loads(pickle.dumps(bench.stream))
+    for prompt in list(bench.running):
+        bench.score(prompt)
+    assert bench.stream.ready == 8
 
 
 def test_groups_of_a_checkpoint_come_first_and_in_their_order() -> None:

@@ -410,3 +410,55 @@ def test_media_are_refused_by_an_engine_that_reads_text(engine: RolloutEngine, m
 
 def test_what_engines_can_do(engine: RolloutEngine) -> None:
     assert isinstance(engine, SharesModule) and isinstance(engine, Sleeps)
+
+
+# -- requests that stream ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
+def test_streamed_tokens_are_the_completions(
+    engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
+) -> None:
+    engine.attach(model, 0)
+    suite.check_streams(engine, suite.requests(groups=4, n=4, **params))
+
+
+def test_a_stream_goes_on_over_new_weights_a_pause_and_a_later_attempt(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    engine.adopt(model)
+    engine.load(sharpened(model, 1.0), version=1)
+    [request] = suite.requests(groups=1, n=1, **LONG)
+    whole = generate(engine, [request])[0]
+    again = replace(request, attempt=1, sampled_ids=whole.token_ids[:5], streams=True)
+    assert engine.submit(again)
+    events = [event for _ in range(4) for event in engine.poll(0.0)]
+    engine.pause()
+    events += engine.poll(0.0)
+    engine.resume()
+    engine.load(sharpened(model, 0.5), version=2)
+    *streamed, last = events + drain(engine)
+    assert isinstance(last, Finished) and {type(event) for event in streamed} == {Partial}
+    partials = [event for event in streamed if isinstance(event, Partial)]
+    assert [event.offset for event in partials] == list(range(5, 5 + len(partials))) and len(partials) == 14
+    assert sum((event.token_ids for event in partials), ()) == last.completion.token_ids[:-1]
+    assert sum((event.log_probs for event in partials), ()) == last.completion.log_probs[:-1]
+    runs = [run for event in partials for run in event.versions]
+    old = dict(last.completion.versions)[1]
+    assert runs == [(1, 1)] * old + [(2, 1)] * (14 - old) and 0 < old < 14
+    assert last.completion.token_ids[:old] == whole.token_ids[5 : 5 + old]
+
+
+def test_rows_that_do_not_stream_are_not_read(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = NativeEngine()
+    native.attach(model, 0)
+    read: list[list[str]] = []
+    before = native._read_streaming
+    monkeypatch.setattr(
+        native, "_read_streaming", lambda live: (read.append([each.request.uid for each in live]), before(live))
+    )
+    made = suite.requests(groups=2, n=2, **LONG)
+    generate(native, made)
+    assert not read
+    generate(native, [replace(made[0], streams=True), *made[1:]])
+    assert read == [[made[0].uid]] * 19 and not native._streaming

@@ -21,7 +21,8 @@ from whet.errors import EngineError
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Finished, Request, SamplingParams, Status, generate
-from whet.rollout.replicas import Replicas, assign, blocks_of
+from whet.rollout.replicas import Replicas
+from whet.rollout.router import assign, blocks_of
 
 
 def requests_of(*prompts: tuple[int, int, int]) -> list[Request]:

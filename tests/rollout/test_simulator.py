@@ -11,13 +11,14 @@ import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from whet.environments.protocol import Observation
 from whet.rollout.episode import Close, Command, Episode, Reset, Rules, Sample, Score, Step
 from whet.rollout.groups import Filter, HandOut, Start, Stream
-from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
 
 END = 0
@@ -159,6 +160,38 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     late = respond(Request("r", (1,), RULES.params, key=1))
     assert episode.on_completion(late) == episode.on_observation(Observation(done=True)) == []
     assert episode.on_failure(Failure("engine", "again")) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "kept"),
+    [
+        ((1, 2), {}, (1, 2)),
+        ((1, 2, 9), {"stop_token_ids": (9,)}, (1, 2)),
+        ((1, 2, 3), {"stop": ("c",)}, (1, 2)),
+        ((1, 2, 3, 4), {"max_new_tokens": 4}, (1, 2, 3)),
+        ((1, 2, 3, 4), {"max_new_tokens": 2}, (1,)),
+        ((9,), {"stop_token_ids": (9,)}, ()),
+    ],
+)
+def test_a_token_that_may_have_ended_a_response_is_sampled_again(
+    tokens: tuple[int, ...], params: dict[str, Any], kept: tuple[int, ...]
+) -> None:
+    """An engine had said them all, and its end was not heard before the checkpoint."""
+    rules = replace(RULES, params=SamplingParams(**{"max_new_tokens": 8, **params}))
+    before = Episode(prompts(1)[0], 0, rules)
+    before.start()
+    before.on_observation(Observation(done=False))
+    versions = ((3, 1), (4, len(tokens) - 1)) if len(tokens) > 1 else ((3, 1),)
+    before.on_partial(Partial(f"{before.id}:0", 0, 0, tokens, (-0.5,) * len(tokens), versions))
+    assert before.sampled is not None
+    after = Episode(prompts(1)[0], 0, rules)
+    after.go_on_from(before.sampled)
+    after.start()
+    [sample] = after.on_observation(Observation(done=False))
+    assert isinstance(sample, Sample) and sample.request.sampled_ids == kept
+    [step_] = after.on_completion(Completion((5,), (-0.1,), "stop", ((7, 1),)))
+    assert isinstance(step_, Step) and step_.answer.token_ids == (*kept, 5)
+    assert sum(count for _, count in after.turns[0].versions) == len(kept) + 1 == len(after.turns[0].log_probs)
 
 
 # ---- the stream of groups

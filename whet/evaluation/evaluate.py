@@ -117,13 +117,13 @@ def evaluate(
     return evaluation
 
 
-def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str) -> RolloutEngine:
-    """Opens an engine that samples from the model in the folder `model_path`."""
+def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
+    """Opens an engine that samples from the model in the folder `model_path`, as `version`."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     dtype = torch_dtype(rollout.dtype or model.dtype)
     engine = rollout_engine(rollout, dtype, load, device, own)
-    load_model(engine, own, device, dtype)
+    load_model(engine, own, device, dtype, version=version)
     return engine
 
 

@@ -39,12 +39,14 @@ def rollout_engine(
     return engine
 
 
-def load_model(engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives an engine a module of its own, in the dtype that it computes in. One that samples from no module here has
-    the weights of the model's folder, and gets others only where adapters are added in.  Raises: ModelError."""
+def load_model(
+    engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
+) -> None:
+    """Gives an engine a module of its own, as `version`, in the dtype that it computes in. One that samples from no
+    module here has the weights of the model's folder as version 0.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
-    if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None:
+    if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:
         return
     module = load_policy(
         model.path,
@@ -54,9 +56,9 @@ def load_model(engine: RolloutEngine, model: ModelConfig, device: torch.device, 
     )
     module.requires_grad_(False)
     if isinstance(engine, SharesModule):
-        engine.attach(module.to(device, dtype), version=0, is_own=True)  # type: ignore[arg-type]
+        engine.attach(module.to(device, dtype), version=version, is_own=True)  # type: ignore[arg-type]
     else:
-        engine.load(((name, weight.to(dtype)) for name, weight in module.named_parameters()), version=0)
+        engine.load(((name, weight.to(dtype)) for name, weight in module.named_parameters()), version=version)
 
 
 def build_collector(

@@ -138,8 +138,15 @@ class _Open:
 class Driver:
     """Carries out the commands of episodes, which may be added at any time. One thread owns it."""
 
-    def __init__(self, engine: RolloutEngine, environments: EnvironmentHost, episode_seconds: float) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environments: EnvironmentHost,
+        episode_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
+        self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode, the oldest first
         self._unsent = deque[Sample]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
@@ -163,7 +170,7 @@ class Driver:
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Begins episodes; `on_done` gets the trajectory of each."""
         for episode in episodes:
-            self._open[episode.id] = _Open(episode, on_done, time.monotonic() + self.episode_seconds)
+            self._open[episode.id] = _Open(episode, on_done, self._clock() + self.episode_seconds)
             self._carry_out(episode.start())
 
     def turn(self, timeout_seconds: float) -> None:
@@ -242,7 +249,7 @@ class Driver:
 
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over."""
-        now = time.monotonic()
+        now = self._clock()
         late = [each.episode for each in takewhile(lambda each: now > each.late_at, self._open.values())]
         if not late:
             return

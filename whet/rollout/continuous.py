@@ -15,23 +15,19 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
-from pydantic_core import PydanticSerializationError
-
 from whet.errors import DataError, WorkerError
 from whet.metrics import Metrics, counted
 from whet.rollout.collect import Collector, by_prompt
+from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
-from whet.rollout.groups import Admitted, Command, HandOut, Start, Stream
-from whet.rollout.protocol import Completion, SamplingParams, late
+from whet.rollout.groups import HandOut, Stream
+from whet.rollout.protocol import SamplingParams, late
 from whet.rollout.stream import Outcomes, Rollouts, Sampled, Taken, count_failures, with_outcomes
 from whet.types import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
 CLOSE_SECONDS = 10.0
-TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
-PURPOSE = "rollout"
 T = TypeVar("T")
 
 
@@ -102,9 +98,13 @@ class BackgroundCollector(Collector):
         begun.result()
         return collected
 
-    def wait(self, future: Future[T], progress: Callable[[], tuple[int, int]]) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` gives the responses that are there
-        and all that are waited for.  Raises: DeadlineError; the error of the thread."""
+    def wait(
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], *, between: Callable[[], None] = lambda: None
+    ) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
+        waited for, `between` is called now and then and may raise.
+
+        Raises: DeadlineError; the error of the thread."""
         until = time.monotonic() + self.deadline_seconds
         while time.monotonic() < until:
             try:
@@ -112,6 +112,7 @@ class BackgroundCollector(Collector):
             except TimeoutError:
                 if future.done():  # the error of the thread is one
                     raise
+            between()
             counted(*progress())
         done, total = progress()
         raise late(self.engine, self.deadline_seconds, total - done, total)
@@ -175,9 +176,9 @@ class ContinuousRollouts(Rollouts):
         self.source = self.prompts
         observe = self.source.observe
         self.stream = Stream(self.n, batch_size, max_staleness, self.group_filter, observe, last_step=last_step)
+        self.conductor = Conductor(self.stream, self.source, self._episodes)
         self.collector.after_turn = self._take_scores
         self._restored: Sequence[Mapping[str, Any]] = ()
-        self._sampled: dict[str, dict[int, Trajectory]] = {}  # by prompt, until all its samples are there
         self._scoring: list[tuple[list[Trajectory], Outcomes]] = []
         self._handed_out: Future[HandOut] | None = None  # what the loop waits for
         self._idle_seconds = 0.0  # of the engine, up to the last hand-out
@@ -192,9 +193,10 @@ class ContinuousRollouts(Rollouts):
             )
         metrics, handed_out = Metrics(), self.collector.promise()
         with metrics.time("time/rollout"):
-            asked = self.collector.call(lambda: self._ask(step, handed_out))
-            found: HandOut = self.collector.wait(handed_out, lambda: (min(self.stream.ready, n), n))
-            asked.result()
+            self._finish(lambda: self._ask(step, handed_out))
+            found: HandOut = self.collector.wait(
+                handed_out, lambda: (min(self.stream.ready, n), n), between=self.may_stop
+            )
         self._measure(found, metrics)
         taken = self._taken(found, metrics)
         return Sampled(taken.groups, lambda: taken)
@@ -203,14 +205,14 @@ class ContinuousRollouts(Rollouts):
         """Lets sampling go as far ahead as these weights allow."""
         if not self.collector.has_started:
             self.collector.start()
-            self.collector.call(lambda: self._begin(version)).result()
-        self.collector.call(lambda: self._carry_out(self.stream.on_version(version))).result()
+            self._finish(lambda: self._begin(version))
+        self._finish(lambda: self._carry_out(self.conductor.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the place of the next prompt, and under `stream` every group that is not trained on."""
         if not self.collector.has_started:
             return {**self.source.state(), "stream": list(self._restored)}
-        return self.collector.call(self._snapshot).result(timeout=self.collector.deadline_seconds)
+        return self._finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from there, before the first weights come."""
@@ -232,16 +234,20 @@ class ContinuousRollouts(Rollouts):
             *(slower, waited["trainer"], waited["rollout"], key),
         )
 
+    def _finish(self, function: Callable[[], T]) -> T:
+        """Calls a function in the thread, and waits for its result."""
+        return self.collector.wait(self.collector.call(function), lambda: (0, 1))
+
     def _ask(self, step: int, handed_out: Future[HandOut]) -> None:
         self._handed_out = handed_out
-        self._carry_out(self.stream.ask(step))
+        self._carry_out(self.conductor.ask(step))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            if isinstance(command, Start):
-                prompts = self.source.take(command.count)
-                self.stream.started(prompts, command.step)
-                self._run(self._episodes(prompts, command.step))
+            if isinstance(command, Run):
+                self.collector.driver.add(command.episodes, self._on_sampled)
+            elif isinstance(command, ScoreGroup):
+                self._scoring.append((command.trajectories, self.submit(command.trajectories)))
             else:
                 assert self._handed_out is not None
                 self._handed_out.set_result(command)
@@ -249,26 +255,15 @@ class ContinuousRollouts(Rollouts):
     def _episodes(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
         return self.collector.episodes(prompts, self.n, self.params_at(step), step=step)
 
-    def _run(self, episodes: Sequence[Episode]) -> None:
-        for episode in episodes:
-            self._sampled.setdefault(episode.prompt.uid, {})
-        self.collector.driver.add(episodes, self._on_sampled)
-
     def _on_sampled(self, trajectory: Trajectory) -> None:
-        samples = self._sampled[trajectory.prompt.uid]
-        samples[trajectory.sample] = trajectory
-        if len(samples) == self.n:  # a group is scored together
-            trajectories = [samples[sample] for sample in range(self.n)]
-            self._scoring.append((trajectories, self.submit(trajectories)))
+        self._carry_out(self.conductor.on_sampled(trajectory))
 
     def _take_scores(self) -> None:
         """Hands the groups whose scores have come to the stream."""
         for entry in [entry for entry in self._scoring if entry[1].done()]:
             self._scoring.remove(entry)
             trajectories, outcomes = entry
-            del self._sampled[trajectories[0].prompt.uid]
-            for scored in with_outcomes(trajectories, outcomes.result()):
-                self._carry_out(self.stream.on_scored(scored))
+            self._carry_out(self.conductor.on_scored(with_outcomes(trajectories, outcomes.result())))
 
     def _measure(self, found: HandOut, metrics: Metrics) -> None:
         """Measures how old the tokens are, how full the queue is, and which side waited."""
@@ -294,81 +289,16 @@ class ContinuousRollouts(Rollouts):
     def _snapshot(self) -> dict[str, Any]:
         driver = self.collector.driver
         driver.note_partials()
-        partial = {
-            (episode.prompt.uid, episode.sample): episode.sampled
-            for episode in driver.episodes
-            if episode.rules.purpose == PURPOSE and not episode.turns
-        }
-        entries = []
-        for handed_out in self.stream.untrained:
-            for group in handed_out.kept:
-                samples = {each.sample: each for each in group.trajectories}
-                entries.append(_entry(Admitted(group.prompt, handed_out.step, samples, True), {}, {}))
-        for admitted in self.stream.queue.values():
-            if admitted.is_kept is not False:
-                uid = admitted.prompt.uid
-                started = {sample: partial.get((uid, sample)) for sample in range(self.n)}
-                entries.append(_entry(admitted, self._sampled.get(uid, {}), started))
-        return {**self.source.state(), "stream": entries}
+        return {**self.source.state(), "stream": self.conductor.snapshot(driver.episodes)}
 
     def _begin(self, version: int) -> None:
-        """Puts the groups of a checkpoint back: scored ones into the queue, others go on where they were."""
-        queue, episodes = list[Admitted](), list[Episode]()
-        for entry in self._restored:
-            prompt, step = self.source.find(entry["uid"]), entry["step"]
-            samples = {
-                each["sample"]: TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]
-            }
-            admitted = Admitted(prompt, step)
-            queue.append(admitted)
-            if entry["is_kept"]:
-                admitted.samples, admitted.is_kept = samples, True
-                continue
-            for episode in self._episodes([prompt], step):
-                if episode.sample not in samples:
-                    if (sampled := entry["partial"].get(str(episode.sample))) is not None:
-                        episode.go_on_from(COMPLETION.validate_python(sampled))
-                    episodes.append(episode)
-            self._sampled[prompt.uid] = {}
-            for trajectory in samples.values():
-                self._on_sampled(trajectory)
-        if queue:
-            log.info(
-                "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
-                "rest is sampled",
-                *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
-            )
+        """Puts the groups of a checkpoint back."""
+        commands = self.conductor.restore(version, self._restored)
         self._restored = ()
-        self.stream.restart(version, queue)
-        self._run(episodes)
+        self._carry_out(commands)
 
 
 def _versions(groups: Iterable[Group]) -> Iterable[tuple[int, int]]:
     """The runs of (version, number of tokens) of all turns."""
     trajectories = chain.from_iterable(group.trajectories for group in groups)
     return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
-
-
-def _entry(
-    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Completion | None]
-) -> dict[str, Any]:
-    """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
-    is_scored = admitted.is_kept is True
-    samples = []
-    for trajectory in (admitted.samples if is_scored else sampled).values():
-        try:
-            samples.append(TRAJECTORY.dump_python(trajectory, mode="json", exclude={"prompt"}))
-        except PydanticSerializationError as error:
-            log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
-            is_scored = False
-    return {
-        "uid": admitted.prompt.uid,
-        "step": admitted.step,
-        "is_kept": is_scored,
-        "samples": samples,
-        "partial": {
-            str(sample): COMPLETION.dump_python(each, mode="json")
-            for sample, each in partial.items()
-            if each is not None and sample not in sampled
-        },
-    }

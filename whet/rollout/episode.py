@@ -208,15 +208,16 @@ class Episode:
         rules, turn = self.rules, len(self.turns)
         most = self._left if self._turn_limit is None else min(self._left, self._turn_limit)
         whole = most == rules.params.max_new_tokens
-        return Request(
+        request = Request(
             uid=f"{self.id}:{turn}",
             prompt_ids=self.context_ids,
             params=rules.params if whole else replace(rules.params, max_new_tokens=most),
             key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
             attempt=self._attempt,
-            sampled_ids=() if self._partial is None else self._partial.token_ids,
             media=self._media,
         )
+        self._partial = self._partial and unfinished(self._partial, request)
+        return request if self._partial is None else replace(request, sampled_ids=self._partial.token_ids)
 
     def _end(self, failure: Failure | None = None) -> list[Command]:
         self.over = True
@@ -247,3 +248,26 @@ def joined(first: Completion, rest: Completion) -> Completion:
         versions=tuple(runs),
         preemptions=first.preemptions + rest.preemptions,
     )
+
+
+def unfinished(sampled: Completion, request: Request) -> Completion | None:
+    """The tokens that another attempt of a request goes on behind; None without any. A token that may have ended the
+    response is left out, to be sampled again: its engine was gone before it said so."""
+    params, tokens = request.params, sampled.token_ids
+    may_be_whole = bool(tokens) and (bool(params.stop) or tokens[-1] in params.stop_token_ids)
+    count = min(len(tokens) - may_be_whole, params.max_new_tokens - len(request.sampled_ids) - 1)
+    return sampled if count == len(tokens) else part(sampled, 0, count)
+
+
+def part(completion: Completion, start: int, end: int) -> Completion | None:
+    """The tokens from `start` up to `end`; None where there are none."""
+    if start >= end:
+        return None
+    runs, first = list[tuple[int, int]](), 0  # number of the run's first token
+    for version, count in completion.versions:
+        inside = min(first + count, end) - max(first, start)
+        first += count
+        if inside > 0:
+            runs.append((version, inside))
+    tokens, log_probs = completion.token_ids[start:end], completion.log_probs[start:end]
+    return replace(completion, token_ids=tokens, log_probs=log_probs, versions=tuple(runs))

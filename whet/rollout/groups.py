@@ -68,6 +68,10 @@ class Admitted:
         return Group(self.prompt, tuple(self.samples[sample] for sample in sorted(self.samples)))
 
 
+def unobserved(groups: Sequence[Group]) -> None:
+    """Does nothing; by its name a stream can be pickled."""
+
+
 @dataclass
 class Stream:
     """Groups for one step after the other, sampled ahead as far as `max_staleness` allows.
@@ -86,7 +90,7 @@ class Stream:
     batch_size: int  # groups of a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None
-    observe: Callable[[Sequence[Group]], None] = lambda groups: None  # is shown groups when they are complete
+    observe: Callable[[Sequence[Group]], None] = unobserved  # is shown groups when they are complete
     version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission

@@ -19,7 +19,7 @@ from whet.models.lora import plain_copy
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import StopStrings
-from whet.types import Failure, FinishReason, Versions
+from whet.types import Failure, FinishReason, Versions, last_versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 
@@ -34,6 +34,7 @@ class LiveRequest:
     submitted_at: float = field(default_factory=time.monotonic)
     versions: Versions = ()  # of the tokens up to the last change of weights
     preemptions: int = 0
+    num_streamed: int = 0  # tokens of the response that were given as Partial
 
     @property
     def late_at(self) -> float:
@@ -55,6 +56,14 @@ class LiveRequest:
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
         return Completion(tokens, log_probs, reason, self.versions, stop, self.preemptions)
+
+    def partial(self, version: int) -> Partial:
+        """Its tokens that no Partial has had, the newest sampled by `version`."""
+        self.stamp(version)
+        first, self.num_streamed = self.num_streamed, len(self.tokens)
+        tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
+        versions = last_versions(self.versions, len(tokens))
+        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions)
 
 
 L = TypeVar("L", bound=LiveRequest)
@@ -123,6 +132,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
         self.unfinished: dict[str, L] = {}  # by uid, the oldest first
+        self._streaming: dict[str, L] = {}  # those of them that give their tokens as they come
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
         self._events: list[Event] = []
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -150,6 +160,8 @@ class InProcessEngine(ABC, Generic[L]):
             check_rules((request.params.allowed_token_ids, request.params.bad_words), self.vocab_size)
         self.stops_of(request)
         self.unfinished[request.uid] = live = self._take(request)
+        if request.streams:
+            self._streaming[request.uid], live.num_streamed = live, len(request.sampled_ids)
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
 
@@ -168,6 +180,10 @@ class InProcessEngine(ABC, Generic[L]):
                 completion = live.completion(self.policy.version, reason, stop)
                 self._events.append(Finished(live.request.uid, live.request.attempt, completion))
                 del self.unfinished[live.request.uid]
+                self._streaming.pop(live.request.uid, None)
+            if self._streaming:
+                self._read_streaming(list(self._streaming.values()))
+                self._give_new_tokens()
             if time.monotonic() >= until:
                 break
         if not self.unfinished:
@@ -187,7 +203,10 @@ class InProcessEngine(ABC, Generic[L]):
         """Stops decoding; every request with new tokens gives them as Partial."""
         self._paused = True
         self._read()
+        self._give_new_tokens()
         for each in self.unfinished.values():
+            if each.request.streams:
+                continue
             request, so_far = each.request, each.completion(self.policy.version, "abort")
             if so_far.token_ids:
                 where = request.uid, request.attempt, len(request.sampled_ids)
@@ -275,6 +294,10 @@ class InProcessEngine(ABC, Generic[L]):
     def _read(self) -> None:
         """Copies the tokens and log-probs so far into every request."""
 
+    def _read_streaming(self, live: Sequence[L]) -> None:
+        """Copies at least the tokens and log-probs so far of these requests, which may be waiting, into them."""
+        self._read()
+
     @abstractmethod
     def _drop(self, live: Sequence[L]) -> None:
         """Takes requests out, running or not; their tokens were read."""
@@ -290,8 +313,15 @@ class InProcessEngine(ABC, Generic[L]):
         self._drop(live)
         for each in live:
             del self.unfinished[each.request.uid]
+            self._streaming.pop(each.request.uid, None)
         if not self.unfinished:
             self._restore.close()
+
+    def _give_new_tokens(self) -> None:
+        """Adds a Partial for each request that streams and has tokens that were read and not given."""
+        for each in self._streaming.values():
+            if len(each.tokens) > each.num_streamed:
+                self._events.append(each.partial(self.policy.version))
 
     def _before_new_weights(self, *, forget: bool) -> None:
         """Stamps the tokens so far with the version that sampled them, and forgets the cache unless it is kept."""

@@ -59,6 +59,7 @@ class Request:
     sampled_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()  # of the prompt
     deadline_seconds: float | None = None  # from submission; a request that takes longer fails
+    streams: bool = False  # new tokens come as Partial events while it runs, where the engine can; none comes twice
 
     @property
     def identity(self) -> Identity:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a rollout as one engine: each takes the next requests as it has room, and none waits for another.
 
-The choice of a rank changes no token: random draws are keyed by request and position, and a request gives the same
-tokens in any company.
+`Router` decides; `Replicas` calls the ranks for it. A worker group ends with the first of its ranks that is lost or
+does not answer in time. So here that is an error of `poll`, and no rank goes on with the requests of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
-from itertools import groupby
 
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import EngineError
-from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, Status, Weights
+from whet.rollout.protocol import Event, Request, Status, Weights
+from whet.rollout.router import Abort, Command, Give, Replica, Router, Tell
 
-BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
 GATHER_SECONDS = 0.02  # a rank in another process gathers events for this time: a call costs a fraction of it
 
 
@@ -23,22 +23,25 @@ class Replicas:
     """Ranks whose worker has the method `serve(requests, aborted, timeout_seconds, gathers) -> events`.
 
     A rank in this process returns with its first event; one in another process `gathers` some, as a call costs time.
-    Weights reach the ranks by calls of the weight sync, between two polls.
+    Weights reach the ranks by calls of the weight sync, all ranks together and between two polls: to the router they
+    have the newest ones always.
     """
 
     def __init__(self, group: WorkerGroup, max_batch_size: int, *, gathers: bool) -> None:
         self._group, self._gathers = group, gathers
-        # A rank has a few more than it can run, so that it need not wait for the next ones.
-        self._most = max_batch_size + max_batch_size // 4
-        self._waiting: list[Request] = []  # not yet given to a rank
-        self._given: list[set[str]] = [set() for _ in range(group.world_size)]  # unfinished uids, by rank
+        # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
+        most = max_batch_size + max_batch_size // 4
+        self._router = Router(most if group.world_size > 1 else sys.maxsize)
+        for rank in range(group.world_size):
+            self._router.on_join(rank)
+            self._router.on_loaded(rank, self._ranks[rank].generation, self._router.version)
         self._to_abort: list[set[str]] = [set() for _ in range(group.world_size)]
         self._calls: dict[int, PendingCall] = {}  # under way, by rank
         self._events: list[Event] = []
 
     def submit(self, request: Request) -> bool:
         """Takes a request, for `poll` to give to a rank."""
-        self._waiting.append(request)
+        self._carry_out(self._router.submit(request))
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
@@ -54,27 +57,23 @@ class Replicas:
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests; those that a rank has come out of a later `poll`."""
-        chosen = set(uids)
-        for request in self._waiting:
-            if request.uid in chosen:
-                self._events.append(Finished(request.uid, request.attempt, Completion((), (), "abort", ())))
-        self._waiting = [request for request in self._waiting if request.uid not in chosen]
-        for given, to_abort in zip(self._given, self._to_abort, strict=True):
-            to_abort |= given & chosen
+        self._carry_out(self._router.abort(uids))
 
     def pause(self) -> None:
         """Stops sampling on all ranks; the next `poll` has the tokens so far of all requests."""
         for rank in list(self._calls):
             self._take(rank)
+        self._router.pause()
         self._group.pause()
-        for rank, given in enumerate(self._given):
-            if given:
+        for rank, each in self._ranks.items():
+            if each.given:
                 self._calls[rank] = self._group.start_on(rank, "serve", (), (), 0.0, False)
         for rank in list(self._calls):
             self._take(rank)
 
     def resume(self) -> None:
         """Goes on after `pause`."""
+        self._router.resume()
         self._group.resume()
 
     def load(self, weights: Weights, version: int) -> None:
@@ -88,7 +87,7 @@ class Replicas:
         return Status(
             version=min(status.version for status in ranks),
             running=sum(status.running for status in ranks),
-            waiting=len(self._waiting) + sum(status.waiting for status in ranks),
+            waiting=len(self._router.waiting) + sum(status.waiting for status in ranks),
             oldest=oldest.oldest,
             oldest_seconds=oldest.oldest_seconds,
         )
@@ -97,52 +96,30 @@ class Replicas:
         """Closes the workers."""
         self._group.close()
 
+    @property
+    def _ranks(self) -> dict[int, Replica]:
+        return self._router.replicas
+
     def _take(self, rank: int) -> None:
         """Takes the events of a rank, and waits for them."""
         found = self._calls.pop(rank).result()
-        self._given[rank] -= {event.uid for event in found if not isinstance(event, Partial)}
-        self._events += found
+        self._carry_out(self._router.on_events(rank, self._ranks[rank].generation, found))
+
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Tell):
+                self._events.append(command.event)
+            elif isinstance(command, Abort):
+                self._to_abort[command.replica].update(command.uids)
 
     def _call(self, timeout_seconds: float) -> None:
         """Asks every rank that has work and is not asked yet."""
         seconds = min(timeout_seconds, GATHER_SECONDS) if self._gathers else timeout_seconds
-        blocks = assign(self._waiting, [len(given) for given in self._given], self._most) if self._waiting else {}
-        for rank, given in enumerate(self._given):
-            requests = blocks.get(rank, [])
-            if rank in self._calls or not (requests or given):
-                continue
-            given |= {request.uid for request in requests}
-            aborted, self._to_abort[rank] = tuple(self._to_abort[rank]), set()
-            self._calls[rank] = self._group.start_on(rank, "serve", tuple(requests), aborted, seconds, self._gathers)
-            taken = {id(request) for request in requests}
-            self._waiting = [request for request in self._waiting if id(request) not in taken]
-
-
-def assign(waiting: Sequence[Request], unfinished: Sequence[int], most: int) -> dict[int, list[Request]]:
-    """Requests to give to each rank, by rank: blocks of equal prompts, each to the rank with the fewest `unfinished`.
-
-    No rank has more than `most`, nor more than its even part of all that is unfinished: where all fit together, all
-    start at once, as a decode step costs little more for more rows. Otherwise a rank that long responses keep busy
-    takes fewer. The longest possible come first."""
-    ranks, loads = len(unfinished), list(unfinished)
-    if ranks == 1:
-        return {0: list(waiting)}
-    most = min(most, -(-(len(waiting) + sum(loads)) // ranks))
-    given: dict[int, list[Request]] = {}
-    for block in blocks_of(waiting, ranks):
-        rank = loads.index(min(loads))
-        if loads[rank] >= most:
-            break
-        given.setdefault(rank, []).extend(block)
-        loads[rank] += len(block)
-    return given
-
-
-def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
-    """Requests that one rank takes together: of one prompt, and no more than leaves every rank some blocks."""
-    most = max(1, len(requests) // (BLOCKS_A_RANK * ranks))
-    blocks = []
-    for _, same in groupby(requests, lambda request: request.identity):
-        equal = list(same)
-        blocks += [equal[start : start + most] for start in range(0, len(equal), most)]
-    return sorted(blocks, key=lambda block: -max(len(r.prompt_ids) + r.params.max_new_tokens for r in block))
+        free = [rank for rank in self._ranks if rank not in self._calls]
+        gives = [command for command in self._router.give(free) if isinstance(command, Give)]
+        given = {command.replica: command.requests for command in gives}
+        for rank in free:
+            if self._ranks[rank].given:
+                requests = given.get(rank, ())
+                aborted, self._to_abort[rank] = tuple(self._to_abort[rank]), set()
+                self._calls[rank] = self._group.start_on(rank, "serve", requests, aborted, seconds, self._gathers)

@@ -122,6 +122,7 @@ class Rollouts:
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.failures = FailureWatch()
+        self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
         self._kept_some = True
         self._before: Mapping[str, Any] | None = None  # state of the prompts before a step that is not trained yet
 

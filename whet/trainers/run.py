@@ -92,6 +92,7 @@ class Run(Frame):
     def start(self) -> None:
         """Goes on where the checkpoint that was found was written, and lets the rollout have the weights."""
         super().start()
+        self.rollouts.may_stop = self.signals.here
         self.sync(self.step)
 
     def check_health(self, batch: DataProto, metrics: Metrics) -> None:

@@ -140,6 +140,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._running is not None:
             self._running.read()
 
+    def _read_streaming(self, live: Sequence[ScheduledRequest]) -> None:
+        if self._running is not None:
+            self._running.read_newest(live)
+
     def _drop(self, live: Sequence[ScheduledRequest]) -> None:
         assert self._scheduler is not None
         if self._running is not None:

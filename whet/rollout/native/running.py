@@ -115,6 +115,24 @@ class Running:
         if self.live:
             self._read(self.live, self.columns)
 
+    def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
+        """Appends the tokens and log-probs that came since the last time to those of these requests that run."""
+        chosen = set(live)
+        rows = [row for row, each in enumerate(self.live) if each in chosen]
+        if not rows:
+            return
+        device, some = self.tables.device, [self.live[row] for row in rows]
+        where = torch.tensor(rows, device=device)
+        first = torch.tensor([len(each.tokens) for each in some], device=device)
+        new = self.columns.counts[where] - first
+        at = first[:, None] + torch.arange(int(new.max()), device=device)
+        at.clamp_(max=self.out_tokens.shape[1] - 1)
+        slots = self.columns.slots[where, None]
+        outputs = (out[slots, at].tolist() for out in (self.out_tokens, self.out_log_probs))
+        for each, count, tokens, log_probs in zip(some, new.tolist(), *outputs, strict=True):
+            each.tokens += tokens[:count]
+            each.log_probs += log_probs[:count]
+
     def remove(self, live: Sequence[ScheduledRequest]) -> None:
         """Takes out the rows of requests; their tokens were read."""
         gone = set(live)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of requests: what reaches the engine, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.data.chat import encode_rendered, render_chat
+from whet.errors import EngineError
+from whet.keyed import key
+from whet.models.load import load_policy, load_tokenizer, stop_token_ids
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Request, SamplingParams
+from whet.serving.app import in_own_words
+from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader
+from whet.types import Message
+
+HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def reader(qwen25_folder: Path) -> BodyReader:
+    tokenizer = load_tokenizer(qwen25_folder)
+    return BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
+
+
+def test_every_sampling_field_reaches_the_engine(reader: BodyReader) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "repetition_penalty": 1.2,
+        "allowed_token_ids": [5, 6],
+    }
+    stops = {"stop": "end", "stop_token_ids": [9]}
+    asked = reader.text({"model": "m", "prompt": [5, 6], "max_tokens": 7, **fields, **stops})
+    expected = {**fields, "allowed_token_ids": (5, 6), "stop": ("end",)}
+    ids = tuple(sorted({9, *reader.stop_ids}))
+    assert asked.params == (SamplingParams(max_new_tokens=7, stop_token_ids=ids, **expected),)
+
+
+def test_defaults(reader: BodyReader) -> None:
+    chat = reader.chat({"model": "m", "messages": HI})
+    assert chat.params == (SamplingParams(100, stop_token_ids=reader.stop_ids),)
+    assert reader.text({"model": "m", "prompt": "hi"}).params[0].max_new_tokens == 16
+    # no more than there is room for
+    assert reader.text({"model": "m", "prompt": [5] * 500}).params[0].max_new_tokens == 12
+    [first, second] = reader.text({"model": "m", "prompt": "hi", "seed": 4, "n": 2}).requests("id", 9.0)
+    assert (first.key, second.key) == (key(4, "serve", 0), key(4, "serve", 1))
+    assert (first.uid, second.uid, first.deadline_seconds, first.streams) == ("id:0", "id:1", 9.0, False)
+    keys = {request.key for _ in range(4) for request in chat.requests("id", 9.0)}
+    assert len(keys) == 4
+
+
+def test_messages_are_rendered_as_the_template_wants_them(reader: BodyReader) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": "hi <|im_end|>", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    ]
+    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    expected = [
+        Message("system", "be brief"),
+        Message("user", "hi <|im_end|>"),
+        Message("assistant", "", {"tool_calls": [parsed]}),
+        Message("tool", "2", {"tool_call_id": "call_1"}),
+    ]
+    options = {"tools": [TOOL]}
+    text = render_chat(reader.tokenizer, expected, add_generation_prompt=True, chat_template_kwargs=options)
+    [ids] = encode_rendered(reader.tokenizer, [text])
+    asked = reader.chat({"model": "m", "messages": messages, "tools": [TOOL]})
+    assert asked.prompts == (tuple(ids),) and asked.tools
+    # the control token of the user is text
+    assert ids.count(reader.tokenizer.convert_tokens_to_ids("<|im_end|>")) == text.count("<|im_end|>")
+    without = reader.chat({"model": "m", "messages": messages, "tools": [TOOL], "tool_choice": "none"})
+    assert not without.tools and len(without.prompts[0]) < len(ids)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages is 'hi': input should be a valid list"),
+    ({"messages": [{"content": "hi"}]}, r"messages\[0\] has no role"),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content is None; this server reads text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "this server reads text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "unknown role robot"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "cannot be read"),
+    ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, r"messages\[0\].tool_calls cannot be read"),
+    ({"n": 0}, "n is 0: input should be greater than or equal to 1"),
+    ({"n": True}, "n is True: input should be a valid integer"),
+    ({"n": 2.0}, "n is 2.0: input should be a valid integer"),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, "both set; set one"),
+    ({"max_tokens": 10**30}, "over the model's context of 512 tokens"),
+    ({"stop": ["a", 3]}, "stop"),
+    ({"stop": ["a", ""]}, "stop has an empty string"),
+    ({"temperature": "1"}, "temperature is '1': input should be a valid number"),
+    ({"stream_options": {"include_usage": True}}, "stream_options is set without stream=true"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is True: extra inputs"),
+    ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required' is not supported: .* samples freely"),
+    ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=False is not supported"),
+    ({"response_format": {"type": "json_object"}}, "ask for the form in the prompt"),
+    ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: use allowed_token_ids"),
+    ({"store": True}, "store=True is not supported: the server stores nothing"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "the chat template of this model does not read it"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "does not read it"),
+    ({"best": 1}, "unknown parameter best; remove it"),
+    ({"max_token": 1}, r"unknown parameter max_token; did you mean max_tokens\?"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_what_cannot_be_followed_is_refused(reader: BodyReader, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((ApiError, ValueError), match=message):
+        reader.chat({"model": "m", "messages": HI, **fields})
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], "", [-1], [512], [1.5], [[1], "a"], None, {"a": 1}], ids=str)
+def test_prompts_that_are_none(reader: BodyReader, prompt: object) -> None:
+    with pytest.raises(ApiError, match=r"prompt|token id") as error:
+        reader.text({"model": "m", "prompt": prompt})
+    assert error.value.status == 400 and error.value.param == "prompt"
+
+
+def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
+    neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
+    named = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    absent = dict.fromkeys(("seed", "stop", "logit_bias", "tools", "tool_choice", "response_format", "audio"))
+    plain = reader.chat({"model": "m", "messages": HI})
+    asked = reader.chat({"model": "m", "messages": HI, **neutral, **named, **absent})
+    assert (asked.prompts, asked.params, asked.tools) == (plain.prompts, plain.params, plain.tools)
+    with pytest.raises(ApiError, match="logprobs=2 is not supported"):
+        reader.text({"model": "m", "prompt": "hi", "logprobs": 2})
+
+
+def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25_folder: Path) -> None:
+    engine = NativeEngine(kv_cache_bytes=2**20)
+    engine.attach(load_policy(qwen25_folder), 0)
+    with pytest.raises(EngineError) as error:
+        engine.submit(Request("1", (5,), SamplingParams(10**5), 0))
+    assert in_own_words(error.value).endswith("; raise --option kv_cache_bytes or lower max_tokens")

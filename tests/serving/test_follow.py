@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A served run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_processes import Running, Start
+
+from whet.checkpoints.export import export
+from whet.config import TrainConfig
+from whet.models.load import load_policy
+from whet.trainers.build import train
+
+TrainConfigs = Callable[..., TrainConfig]
+LORA = {"model.lora.rank": 4}
+
+
+def length(solution_str: str, **rest: object) -> float:
+    """A reward for long responses."""
+    return float(len(solution_str))
+
+
+def check(server: Running, checkpoint: Path, version: int, out: Path) -> None:
+    """Log-probs of the server are those of the checkpoint's own model, and it names the version."""
+    prompt = [5, 9, 12]
+    response = server.client().completions.create(
+        model="run", prompt=prompt, max_tokens=20, logprobs=0, seed=1, extra_body={"return_token_ids": True}
+    )
+    assert response.system_fingerprint == f"weights-{version}"
+    [choice] = response.choices
+    assert choice.model_extra is not None and choice.logprobs is not None
+    tokens = choice.model_extra["token_ids"]
+    assert choice.model_extra["weight_versions"] == [[version, len(tokens)]]
+    with torch.no_grad():
+        logits = load_policy(export(checkpoint, out))(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert torch.allclose(own, torch.tensor(choice.logprobs.token_logprobs), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [{}, LORA], ids=["whole", "lora"])
+def test_a_served_run_follows_its_training(
+    train_config: TrainConfigs,
+    additions: list[dict[str, str]],
+    start: Start,
+    tmp_path: Path,
+    overrides: dict[str, Any],
+) -> None:
+    settings = {"trainer.save_freq": 2, "trainer.save_limit": None, **overrides}
+    train(train_config({"trainer.total_steps": 2, **settings}), reward=length, data=additions)
+    server, checkpoints = start(tmp_path / "run", "--follow"), tmp_path / "run" / "checkpoints"
+    check(server, checkpoints / "global_step_2", 2, tmp_path / "two")
+    train(train_config({"trainer.total_steps": 6, **settings}), reward=length, data=additions)
+    while "global_step_6 from now on" not in "".join(server.lines):
+        server.wait_for("from now on")
+    check(server, checkpoints / "global_step_6", 6, tmp_path / "six")
+    with server.http() as http:
+        [card] = http.get("/v1/models").json()["data"]
+        assert card["root"].endswith("global_step_6") and card["system_fingerprint"] == "weights-6"
+        assert re.search(r"^whet_weights_version 6$", http.get("/metrics").text, re.MULTILINE)
+    # a checkpoint that is damaged is passed over
+    damaged = checkpoints / "global_step_7"
+    damaged.mkdir()
+    (damaged / "trainer.json").write_text(json.dumps({"step": 7}))
+    (damaged / "manifest.json").write_text("{}")
+    server.wait_for(r"damaged.*the server goes on with \S*global_step_6")
+    check(server, checkpoints / "global_step_6", 6, tmp_path / "again")

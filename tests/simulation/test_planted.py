@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each invariant fires: a bug is planted in the real machines, and found with every other check off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation import actors
+from tests.simulation.invariants import ALL, InvariantError, named
+from tests.simulation.plan import Plan
+from tests.simulation.world import World
+from whet.rollout import episode
+from whet.rollout import router as routing
+from whet.rollout.collect import Driver
+from whet.rollout.conductor import Conductor
+from whet.rollout.episode import Command, Step
+from whet.rollout.groups import Stream
+from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
+from whet.rollout.router import Flight, Router
+from whet.types import Group, Trajectory
+
+SEEDS = 400
+Patch = tuple[Any, str, Any]
+BUGS: dict[str, tuple[int, Callable[[], list[Patch]]]] = {}
+
+
+def bug(number: int) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
+    """Registers a bug that an invariant finds."""
+
+    def register(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+        BUGS[patches.__name__] = number, patches
+        return patches
+
+    return register
+
+
+@bug(1)
+def a_full_queue_drops_the_oldest() -> list[Patch]:
+    plain = Stream.on_scored
+
+    def on_scored(self: Stream, trajectory: Trajectory) -> Any:
+        commands = plain(self, trajectory)
+        if self.ready > self.batch_size:
+            del self.queue[next(uid for uid, each in self.queue.items() if each.is_kept)]
+        return commands
+
+    return [(Stream, "on_scored", on_scored)]
+
+
+@bug(2)
+def only_the_cursor_is_saved() -> list[Patch]:
+    return [(Conductor, "snapshot", lambda self, running: [])]
+
+
+@bug(2)
+def what_is_being_trained_on_is_not_saved() -> list[Patch]:
+    plain = Conductor.snapshot
+
+    def snapshot(self: Conductor, running: Any) -> Any:
+        handed_out = {group.prompt.uid for each in self.stream.untrained for group in each.kept}
+        return [entry for entry in plain(self, running) if entry["uid"] not in handed_out]
+
+    return [(Conductor, "snapshot", snapshot)]
+
+
+@bug(3)
+def the_buffer_is_not_saved() -> list[Patch]:
+    plain = Conductor.snapshot
+    return [(Conductor, "snapshot", lambda self, running: [e for e in plain(self, running) if not e["is_kept"]])]
+
+
+@bug(4)
+def tokens_are_stamped_on_receipt() -> list[Patch]:
+    plain = Router.on_events
+
+    def on_events(self: Router, replica: int, generation: Any, events: Iterable[Event]) -> Any:
+        stamped = [
+            replace(each, completion=_stamped(each.completion, self.version)) if isinstance(each, Finished) else each
+            for each in events
+        ]
+        return plain(self, replica, generation, stamped)
+
+    return [(Router, "on_events", on_events)]
+
+
+def _stamped(completion: Completion, version: int) -> Completion:
+    return replace(completion, versions=((version, len(completion.token_ids)),) if completion.token_ids else ())
+
+
+@bug(5)
+def first_come_first_served() -> list[Patch]:
+    plain = Stream._hand_out
+
+    def hand_out(self: Stream) -> Any:
+        self.queue = dict(sorted(self.queue.items(), key=lambda each: each[1].is_kept is None))
+        return plain(self)
+
+    return [(Stream, "_hand_out", hand_out)]
+
+
+@bug(5)
+def sampling_goes_ahead_before_the_weights_are_there() -> list[Patch]:
+    def sync(self: Router) -> Any:
+        is_new, self._synced = self._synced != self.version, self.version
+        return [routing.Synced(self.version)] if is_new else []
+
+    def ready(self: routing.Replica) -> bool:
+        return self.version is not None and not self.is_leaving
+
+    return [(Router, "_sync", sync), (routing.Replica, "is_ready", property(ready))]
+
+
+@bug(6)
+def a_chunk_is_heard_twice() -> list[Patch]:
+    def note(self: Flight, partial: Partial) -> None:
+        new = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
+        self.noted = new if self.noted is None else routing.joined(self.noted, new)
+
+    return [(Flight, "note", note)]
+
+
+@bug(6)
+def a_retry_drops_a_token() -> list[Patch]:
+    plain = Router._told
+
+    def told(self: Router, flight: Flight, event: Event) -> Any:
+        if isinstance(event, Finished) and flight.kept is not None:
+            flight.kept = routing.part(flight.kept, 0, len(flight.kept.token_ids) - 1)
+        return plain(self, flight, event)
+
+    return [(Router, "_told", told)]
+
+
+@bug(6)
+def there_is_no_attempt_number() -> list[Patch]:
+    plain = Router.on_events
+
+    def on_events(self: Router, replica: int, generation: Any, events: Iterable[Event]) -> Any:
+        known = [each for each in events if each.uid in self.flights]
+        return plain(self, replica, generation, [replace(e, attempt=self.flights[e.uid].attempt) for e in known])
+
+    return [(Router, "on_events", on_events)]
+
+
+@bug(7)
+def the_budget_starts_again() -> list[Patch]:
+    plain = Flight.given
+
+    def given(self: Flight) -> Request:
+        request = plain.fget(self)  # type: ignore[attr-defined]
+        more = request.params.max_new_tokens + len(request.sampled_ids)
+        return replace(request, params=replace(request.params, max_new_tokens=more))
+
+    return [(Flight, "given", property(given))]
+
+
+@bug(7)
+def an_attempt_begins_behind_the_end() -> list[Patch]:
+    return [(routing, "unfinished", lambda sampled, request: sampled)]
+
+
+@bug(7)
+def a_restored_episode_begins_behind_the_end() -> list[Patch]:
+    return [(episode, "unfinished", lambda sampled, request: sampled)]
+
+
+@bug(7)
+def tokens_of_a_lost_attempt_are_forgotten() -> list[Patch]:
+    plain = Router._told
+
+    def told(self: Router, flight: Flight, event: Event) -> Any:
+        if isinstance(event, Finished):
+            flight.kept = None
+        return plain(self, flight, event)
+
+    return [(Router, "_told", told)]
+
+
+@bug(8)
+def a_start_overtakes_a_load() -> list[Patch]:
+    def ready(self: routing.Replica) -> bool:
+        return self.version is not None and not self.is_leaving
+
+    return [(routing.Replica, "is_ready", property(ready))]
+
+
+@bug(9)
+def an_old_acknowledgement_is_heard() -> list[Patch]:
+    plain = Router.on_loaded
+
+    def on_loaded(self: Router, replica: int, generation: Any, version: int) -> Any:
+        each = self.replicas.get(replica)
+        if each is None or each.loading is None:
+            return []
+        return plain(self, replica, each.generation, each.loading)
+
+    return [(Router, "on_loaded", on_loaded)]
+
+
+@bug(9)
+def there_is_no_generation() -> list[Patch]:
+    return [(Router, "_is_current", lambda self, replica, generation: replica in self.replicas)]
+
+
+@bug(10)
+def permits_leak() -> list[Patch]:
+    plain = Router._end
+
+    def end(self: Router, flight: Flight) -> None:
+        held = dict(self.replicas[flight.replica].given) if flight.replica is not None else {}
+        plain(self, flight)
+        if flight.replica is not None:
+            self.replicas[flight.replica].given = held
+
+    return [(Router, "_end", end)]
+
+
+@bug(10)
+def an_event_of_another_replica_is_heard() -> list[Patch]:
+    plain = Router.on_lost
+
+    def on_lost(self: Router, replica: int, generation: Any) -> Any:
+        commands = plain(self, replica, generation)
+        for uid in self.waiting:  # still with the replica that is gone
+            self.flights[uid].replica = replica
+        return commands
+
+    return [(Router, "on_lost", on_lost)]
+
+
+@bug(11)
+def there_is_no_back_pressure() -> list[Patch]:
+    plain = Stream._start
+
+    def start(self: Stream) -> Any:
+        untrained, self.untrained = self.untrained, []
+        version = self.version
+        self.version = untrained[-1].step if untrained else version
+        commands = plain(self)
+        self.untrained, self.version = untrained, version
+        return commands
+
+    return [(Stream, "_start", start)]
+
+
+@bug(11)
+def restored_groups_are_not_counted() -> list[Patch]:
+    plain, live = Stream.restart, Stream._live
+
+    def restart(self: Stream, version: int, queue: Any) -> None:
+        plain(self, version, queue)
+        self.restored = set(self.queue)  # type: ignore[attr-defined]
+
+    def counted(self: Stream) -> int:
+        return live.fget(self) - len(self.restored & set(self.queue))  # type: ignore[attr-defined]
+
+    return [(Stream, "restart", restart), (Stream, "_live", property(counted))]
+
+
+@bug(12)
+def a_group_is_short() -> list[Patch]:
+    plain = Stream._hand_out
+
+    def hand_out(self: Stream) -> Any:
+        commands = plain(self)
+        for command in commands:
+            command.kept[:] = [Group(each.prompt, each.trajectories[:-1]) for each in command.kept]
+        return commands
+
+    return [(Stream, "_hand_out", hand_out)]
+
+
+@bug(13)
+def stale_groups_are_discarded() -> list[Patch]:
+    plain = Stream._hand_out
+
+    def hand_out(self: Stream) -> Any:
+        for each in self.queue.values():
+            if each.is_kept and _oldest(each.group) < self.version:
+                each.is_kept = False
+        return plain(self)
+
+    return [(Stream, "_hand_out", hand_out)]
+
+
+def _oldest(group: Group) -> float:
+    turns = [turn for each in group.trajectories for turn in each.turns]
+    return min((version for turn in turns for version, _ in turn.versions), default=math.inf)
+
+
+@bug(14)
+def a_lost_request_is_forgotten() -> list[Patch]:
+    plain = Router._release
+
+    def release(self: Router, each: routing.Replica) -> Any:
+        commands = plain(self, each)
+        self.waiting = {uid: None for uid in self.waiting if self.flights[uid].kept is None}
+        return commands
+
+    return [(Router, "_release", release)]
+
+
+@bug(14)
+def prompts_are_started_behind_the_last_step() -> list[Patch]:
+    plain = Stream._start
+
+    def start(self: Stream) -> Any:
+        last, self.last_step = self.last_step, math.inf
+        commands = plain(self)
+        self.last_step = last
+        return commands
+
+    return [(Stream, "_start", start)]
+
+
+@bug(15)
+def an_address_is_in_a_message() -> list[Patch]:
+    plain = World.note
+
+    def note(self: World, kind: str, what: Sequence[Any]) -> None:
+        plain(self, kind, [*what, object.__repr__(self)])
+
+    return [(World, "note", note)]
+
+
+@bug(16)
+def an_environment_steps_twice() -> list[Patch]:
+    plain = Driver._carry_out
+
+    def carry_out(self: Driver, commands: Sequence[Command]) -> None:
+        plain(self, [each for each in commands for _ in range(1 + isinstance(each, Step))])
+
+    return [(Driver, "_carry_out", carry_out)]
+
+
+@bug(17)
+def the_prefix_cache_survives_new_weights() -> list[Patch]:
+    return [(actors.Replica, "_forget", lambda self: None)]
+
+
+@bug(17)
+def homes_survive_new_weights() -> list[Patch]:
+    plain = Router.on_weights
+
+    def on_weights(self: Router, version: int) -> Any:
+        homes = dict(self._homes)
+        commands = plain(self, version)
+        self._homes = homes
+        return commands
+
+    return [(Router, "on_weights", on_weights)]
+
+
+@bug(18)
+def a_step_is_summed_in_another_order() -> list[Patch]:
+    plain = World.updated
+    return [(World, "updated", lambda self, kept: plain(self, kept[::-1]))]
+
+
+@bug(18)
+def draws_are_named_by_another_step() -> list[Patch]:
+    plain = Conductor.restore
+
+    def restore(self: Conductor, version: int, entries: Any) -> Any:
+        return plain(self, version, [{**entry, "step": entry["step"] + 1} for entry in entries])
+
+    def carry_out(self: Conductor, commands: Any) -> Any:
+        episodes, self.episodes = self.episodes, lambda prompts, step: episodes(prompts, self.stream.version + 2)
+        made = _plain_carry_out(self, commands)
+        self.episodes = episodes
+        return made
+
+    return [(Conductor, "restore", restore), (Conductor, "_carry_out", carry_out)]
+
+
+_plain_carry_out = Conductor._carry_out
+
+
+def test_each_invariant_has_a_bug() -> None:
+    assert {number for number, _ in BUGS.values()} == ALL
+    assert all(named(number) for number in ALL)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, patches = BUGS[name]
+    for target, attribute, replacement in patches():
+        monkeypatch.setattr(target, attribute, replacement)
+    for seed in range(SEEDS):
+        try:
+            World(Plan.of(seed, staleness=0.0 if number == 18 else None), checks={number}).run()
+        except InvariantError as violation:
+            assert violation.number == number
+            return
+        except Exception:  # the bug breaks something that is not looked at here
+            continue
+    pytest.fail(f"{name} was not found in {SEEDS} schedules")

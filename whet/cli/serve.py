@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet serve`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Dtype(StrEnum):
+    """The dtypes of sampling."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, a checkpoint, or a run (its newest)")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="name of the model for clients; unset: the last part of MODEL")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="load new checkpoints of the run as they come")] = False,
+    best: Annotated[bool, typer.Option("--best", help="serve the run's checkpoint with the best validation")] = False,
+    engine: Annotated[str, typer.Option(help="registered rollout engine, or path/file.py:MyEngine")] = "native",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of sampling")] = Dtype.float32,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WHET_API_KEY", help="key that clients must send; unset: none", metavar="KEY")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a response that names no limit")] = 2048,
+    max_running: Annotated[int, typer.Option(min=1, help="most samples that are decoded together")] = 256,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="most samples that wait; more requests get status 429")
+    ] = 1024,
+    max_body_mib: Annotated[float, typer.Option(min=0.001, help="largest body of a request, in MiB")] = 4.0,
+    deadline_seconds: Annotated[float, typer.Option(min=0.1, help="longest time of a request, in seconds")] = 600.0,
+    stop_seconds: Annotated[
+        float, typer.Option(min=1.0, help="time for running requests after Ctrl-C, in seconds")
+    ] = 30.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
+    ] = False,
+) -> None:
+    """Serve a model or a run to OpenAI clients.
+
+    It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
+    from whet.errors import ConfigError, pip_install
+    from whet.registry import ROLLOUT_ENGINES
+
+    options = _options(option or [])
+    ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
+    try:
+        from whet.serving.app import Settings
+        from whet.serving.server import serve as run
+    except ImportError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
+    # The fields of the settings have the names of the parameters.
+    run(Settings(**{**context.params, "option": options, "dtype": dtype.value}))
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """The options of the engine, each value read as YAML.  Raises: ConfigError."""
+    import yaml
+
+    from whet.errors import ConfigError
+
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {word} has no value; expected --option KEY=VALUE")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--option {word} cannot be read: {error}") from error
+    return options

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups from their admission to their hand-out as a state machine: trajectories, scores and versions go in; episodes
+to run, groups to score and groups to train on come out.
+
+It has no clock, thread or socket. Its snapshot has every group that was admitted and not trained on, with its tokens
+and their versions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
+
+from whet.rollout import groups
+from whet.rollout.episode import Episode
+from whet.rollout.groups import Admitted, HandOut, Start, Stream
+from whet.rollout.protocol import Completion
+from whet.rollout.stream import PromptSource
+from whet.types import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
+PURPOSE = "rollout"  # of the episodes that are trained on
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run episodes, and tell `on_sampled` their trajectories."""
+
+    episodes: list[Episode]
+
+
+@dataclass(frozen=True)
+class ScoreGroup:
+    """Score the trajectories of a prompt together, and tell `on_scored`."""
+
+    trajectories: list[Trajectory]
+
+
+Command = Run | ScoreGroup | HandOut
+
+
+@dataclass
+class Conductor:
+    """The stream, and the trajectories of groups that are not scored."""
+
+    stream: Stream
+    source: PromptSource
+    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, for a step
+    sampled: dict[str, dict[int, Trajectory]] = field(default_factory=dict)  # by uid of the prompt and sample
+
+    def ask(self, step: int) -> list[Command]:
+        """Asks for the groups of a step; the answer is a HandOut, now or later."""
+        return self._carry_out(self.stream.ask(step))
+
+    def on_version(self, version: int) -> list[Command]:
+        """Notes that every replica samples with these weights."""
+        return self._carry_out(self.stream.on_version(version))
+
+    def on_sampled(self, trajectory: Trajectory) -> list[Command]:
+        """Notes the end of an episode: when all of a prompt are there, they are scored."""
+        samples = self.sampled[trajectory.prompt.uid]
+        samples[trajectory.sample] = trajectory
+        if len(samples) < self.stream.n:
+            return []
+        return [ScoreGroup([samples[sample] for sample in range(self.stream.n)])]
+
+    def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
+        """Notes the scored trajectories of a prompt."""
+        self.sampled.pop(trajectories[0].prompt.uid, None)
+        return self._carry_out(then for each in trajectories for then in self.stream.on_scored(each))
+
+    def snapshot(self, running: Iterable[Episode]) -> list[dict[str, Any]]:
+        """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far
+        of the episodes that are `running`."""
+        partial = {
+            (episode.prompt.uid, episode.sample): episode.sampled
+            for episode in running
+            if episode.rules.purpose == PURPOSE and not episode.turns
+        }
+        entries = []
+        for handed_out in self.stream.untrained:
+            for group in handed_out.kept:
+                samples = {each.sample: each for each in group.trajectories}
+                entries.append(_entry(Admitted(group.prompt, handed_out.step, samples, True), {}, {}))
+        for admitted in self.stream.queue.values():
+            if admitted.is_kept is not False:
+                uid = admitted.prompt.uid
+                started = {sample: partial.get((uid, sample)) for sample in range(self.stream.n)}
+                entries.append(_entry(admitted, self.sampled.get(uid, {}), started))
+        return entries
+
+    def restore(self, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
+        """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were."""
+        queue, episodes, commands = list[Admitted](), list[Episode](), list[Command]()
+        for entry in entries:
+            prompt, step = self.source.find(entry["uid"]), entry["step"]
+            samples = {
+                each["sample"]: TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]
+            }
+            admitted = Admitted(prompt, step)
+            queue.append(admitted)
+            if entry["is_kept"]:
+                admitted.samples, admitted.is_kept = samples, True
+                continue
+            for episode in self.episodes([prompt], step):
+                if episode.sample not in samples:
+                    if (sampled := entry["partial"].get(str(episode.sample))) is not None:
+                        episode.go_on_from(COMPLETION.validate_python(sampled))
+                    episodes.append(episode)
+            self.sampled[prompt.uid] = {}
+            commands += [command for each in samples.values() for command in self.on_sampled(each)]
+        if queue:
+            log.info(
+                "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
+                "rest is sampled",
+                *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
+            )
+        self.stream.restart(version, queue)
+        return [*commands, Run(episodes)]
+
+    def _carry_out(self, commands: Iterable[groups.Command]) -> list[Command]:
+        carried_out = list[Command]()
+        for command in commands:
+            if isinstance(command, Start):
+                prompts = self.source.take(command.count)
+                self.stream.started(prompts, command.step)
+                self.sampled |= {prompt.uid: {} for prompt in prompts}
+                carried_out.append(Run(self.episodes(prompts, command.step)))
+            else:
+                carried_out.append(command)
+        return carried_out
+
+
+def _entry(
+    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Completion | None]
+) -> dict[str, Any]:
+    """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
+    is_scored = admitted.is_kept is True
+    samples = []
+    for trajectory in (admitted.samples if is_scored else sampled).values():
+        try:
+            samples.append(TRAJECTORY.dump_python(trajectory, mode="json", exclude={"prompt"}))
+        except PydanticSerializationError as error:
+            log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
+            is_scored = False
+    return {
+        "uid": admitted.prompt.uid,
+        "step": admitted.step,
+        "is_kept": is_scored,
+        "samples": samples,
+        "partial": {
+            str(sample): COMPLETION.dump_python(each, mode="json")
+            for sample, each in partial.items()
+            if each is not None and sample not in sampled
+        },
+    }

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP side of the server: routes, the API key, limits, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from whet.config.schema import Dtype
+from whet.errors import WhetError
+from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
+from whet.serving.answers import Answer, ChatAnswer, Piece, Sample, TextAnswer, fingerprint
+from whet.serving.bodies import ApiError, Asked, BodyReader
+from whet.serving.counters import Counters
+from whet.serving.engine_thread import EngineStoppedError, EngineThread
+from whet.serving.texts import TokenTexts
+from whet.types import last_versions
+
+T = TypeVar("T")
+Samples = AsyncGenerator[tuple[Sample, Event], None]
+BODY_SECONDS = 30.0  # for a client to send a body
+ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
+HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the options of `whet serve`, which has the defaults. A sample is one of the n responses to a prompt."""
+
+    model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
+    name: str | None  # of the model for clients; unset: the last part of its path
+    follow: bool  # load new checkpoints of the run
+    best: bool  # the run's checkpoint with the best validation, not the newest
+    engine: str
+    option: Mapping[str, Any]  # of the engine
+    dtype: Dtype
+    host: str
+    port: int  # 0: a free one
+    api_key: str | None
+    max_tokens: int  # of a response whose request names no limit
+    max_running: int  # samples decoded together
+    max_waiting: int  # samples beyond these; more are refused
+    max_body_mib: float
+    deadline_seconds: float  # of a request
+    stop_seconds: float  # for running requests to end, once the server is to stop
+    trust_remote_code: bool
+
+
+class App:
+    """An OpenAI-compatible application for one model; `asgi` is what a server runs."""
+
+    def __init__(
+        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], dict[str, Any]]
+    ) -> None:
+        """`described` gives more fields of the model's card."""
+        self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
+        self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
+        self._created, self._unfinished = int(time.time()), 0  # samples
+        # The tokenizer and the chat template have a thread of their own, so that a long text holds up no other request.
+        self._reading = ThreadPoolExecutor(1, "prompts")
+        routes = [
+            self._route(HEALTH, self._health),
+            self._route("/metrics", self._metrics),
+            self._route("/v1/models", self._models),
+            self._route("/v1/models/{model:path}", self._model),
+            self._route(CHAT, partial(self._answer, CHAT), "POST"),
+            self._route(TEXT, partial(self._answer, TEXT), "POST"),
+        ]
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
+
+    def _route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
+        """The endpoint behind the API key; errors become responses, and every request is counted."""
+
+        async def counted(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                response = await endpoint(request)
+            except ApiError as error:
+                headers = {"retry-after": "1"} if error.status == 429 else None
+                response = JSONResponse(error.to_dict(), error.status, headers)
+            except WhetError as error:
+                status = 400 if self._engine.death is None else 503
+                response = JSONResponse(ApiError(status, str(error)).to_dict(), status)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            if not isinstance(response, EventStream):
+                self._counters.requests[path, str(response.status_code)] += 1
+            return response
+
+        return Route(path, counted, methods=[method])
+
+    def _check_key(self, request: Request) -> None:
+        key = self._settings.api_key
+        if not key or request.url.path == HEALTH:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            what = "another API key than the server's" if given else "no API key"
+            raise ApiError(401, f"the request has {what}; send Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _health(self, request: Request) -> Response:
+        dead = self._engine.death
+        if dead is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failed", "message": str(dead)}, 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._counters.text(await self._status()), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [await self._model_card()]})
+
+    async def _model(self, request: Request) -> Response:
+        if (asked := request.path_params["model"]) != self._reader.name:
+            message = f"the model {asked!r} does not exist; this server has {self._reader.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSONResponse(await self._model_card())
+
+    async def _model_card(self) -> dict[str, Any]:
+        own = {"id": self._reader.name, "object": "model", "created": self._created, "owned_by": "whet"}
+        version = (await self._status()).version
+        more = {"max_model_len": self._reader.context, "system_fingerprint": fingerprint(version)}
+        return {**own, **more, **self._described()}
+
+    async def _status(self) -> Status:
+        return await asyncio.wrap_future(self._engine.call(self._engine.engine.status))
+
+    async def _answer(self, path: str, request: Request) -> Response:
+        """Samples what a request asks for; with stream=true the response begins with the first token."""
+        started = time.monotonic()
+        raw = _parsed(await self._body(request))
+        read = self._reader.chat if path == CHAT else self._reader.text
+        asked = await asyncio.get_running_loop().run_in_executor(self._reading, read, raw)
+        uid = uuid.uuid4().hex
+        answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
+        events = self._events(uid, asked)
+        if not asked.body.stream:
+            body = await _unless_gone(request, self._whole(events, answer))
+            self._counters.whole_request.observe(time.monotonic() - started)
+            return JSONResponse(body)
+        first = await _unless_gone(request, anext(events))
+        self._counters.first_token.observe(time.monotonic() - started)
+        seconds = self._settings.deadline_seconds + ANSWER_SECONDS
+        return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body.  Raises: ApiError for one that is too large, too slow, or not JSON by its type."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which no page in a browser sends to another origin unasked
+            raise ApiError(415, f"the content type is {kind or 'missing'}; send Content-Type: application/json")
+        most, body = round(self._settings.max_body_mib * 2**20), bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise ApiError(413, f"the body has more than {most:,} bytes; shorten it", code="body_too_large")
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from error
+        return bytes(body)
+
+    async def _events(self, uid: str, asked: Asked) -> Samples:
+        """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
+        queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
+        requests = asked.requests(uid, self._settings.deadline_seconds)
+        samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
+        room = self._settings.max_running + self._settings.max_waiting
+        if len(requests) > room:
+            raise ApiError(400, f"the request asks for {len(requests)} samples; the server takes {room}", param="n")
+        if self._unfinished + len(requests) > room:
+            message = f"the server is full ({self._unfinished} of {room} samples); send the request again later"
+            raise ApiError(429, message, code="server_full")
+        self._unfinished += len(requests)
+        try:
+            self._counters.prompt_tokens += sum(map(len, asked.prompts))
+            self._engine.submit(requests, queue.put_nowait)
+            left = len(requests)
+            while left:
+                event = await queue.get()
+                if isinstance(event, EngineStoppedError):
+                    raise ApiError(503, f"the request was ended: {event}", code="stopped")
+                if isinstance(event, WhetError):
+                    raise ApiError(400, in_own_words(event), code="refused_by_engine")
+                if isinstance(event, Failed):
+                    status, code = (504, "deadline_exceeded") if event.failure.timed_out else (500, "engine_failure")
+                    raise ApiError(status, f"the request failed: {event.failure.message}", code=code)
+                if isinstance(event, Finished):
+                    left -= 1
+                    if event.completion.finish_reason == "abort":
+                        raise ApiError(503, "the engine ended the request early; send it again", code="aborted")
+                yield samples[event.uid], event
+        finally:
+            self._unfinished -= len(requests)
+            self._engine.abort([request.uid for request in requests])
+
+    async def _whole(self, events: Samples, answer: Answer) -> dict[str, Any]:
+        async with aclosing(events):
+            pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
+        return answer.whole(sorted(pieces, key=lambda each: each[0].index))
+
+    async def _chunks(
+        self, first: tuple[Sample, Event], events: Samples, answer: Answer, path: str, started: float
+    ) -> AsyncGenerator[str, None]:
+        """The lines of a stream."""
+        samples, status = dict[int, Sample](), 499
+        found: tuple[Sample, Event] | None = first
+        try:
+            while found is not None:
+                sample, event = found
+                samples[sample.index] = sample
+                if (chunk := answer.chunk(sample, self._piece(sample, event))) is not None:
+                    yield _line(chunk)
+                found = await anext(events, None)  # type: ignore[arg-type]  # of typeshed's overload
+            if (end := answer.end(list(samples.values()))) is not None:
+                yield _line(end)
+            yield "data: [DONE]\n\n"
+            status = 200
+            self._counters.whole_request.observe(time.monotonic() - started)
+        except ApiError as error:
+            status = error.status
+            yield _line(error.to_dict())
+        finally:
+            self._counters.requests[path, str(status)] += 1
+
+    def _piece(self, sample: Sample, event: Event) -> Piece:
+        """The piece of a sample that an event completes."""
+        if isinstance(event, Finished):
+            done, first = event.completion, sample.num_tokens
+            token_ids, log_probs, reason = done.token_ids[first:], done.log_probs[first:], done.finish_reason
+            versions = last_versions(done.versions, len(token_ids))
+        else:
+            assert isinstance(event, Partial)
+            token_ids, log_probs, versions, reason = event.token_ids, event.log_probs, event.versions, None
+        self._counters.completion_tokens += len(token_ids)
+        return sample.add(token_ids, log_probs, versions, reason)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Lines and samples are ended when the client leaves, or takes too long to read."""
+
+    def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._lines, self._samples, self._seconds = lines, samples, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the lines."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._seconds):
+                    await super().__call__(scope, receive, send)
+        finally:
+            await self._lines.aclose()
+            await self._samples.aclose()
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of the work, which is cancelled when the client leaves.  Raises: ClientDisconnect."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def in_own_words(error: WhetError) -> str:
+    """The message of an engine, with the options of the server and the fields of requests in place of config keys."""
+    own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
+    return reduce(lambda message, key: message.replace(key, own[key]), own, str(error))
+
+
+def _parsed(body: bytes) -> object:
+    """The JSON of a body.  Raises: ApiError."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+def _line(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    """The response where no route fits."""
+    assert isinstance(error, HTTPException)
+    expected = f"the server has POST {CHAT}, POST {TEXT}, GET /v1/models, /v1/models/MODEL, {HEALTH} and /metrics"
+    message = f"{request.method} {request.url.path}: {error.detail}; {expected}"
+    return JSONResponse(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of HTTP requests: checked, and turned into prompts and sampling parameters; errors as the OpenAI API has them.
+
+No parameter is ignored in silence: one that the server cannot follow is an error, unless its value changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
+from whet.keyed import key
+from whet.rollout.protocol import Request, SamplingParams
+from whet.serving.tools import BEGIN
+from whet.types import Message
+
+ERROR_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
+MAX_CHOICES = 128  # n
+DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
+CONSTRAINED = "the server samples freely; ask for the form in the prompt, and check the response"
+# Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "the model reads and writes text"),
+    "best_of": ((1,), "use n, and choose among the responses by their log-probs"),
+    "echo": ((False,), "join prompt and response yourself; return_token_ids gives the token ids of both"),
+    "function_call": (("none", "auto"), "use tools and tool_choice"),
+    "functions": (([],), "use tools"),
+    "logit_bias": (({},), "use allowed_token_ids"),
+    "modalities": ((["text"],), "the model reads and writes text"),
+    "parallel_tool_calls": ((True,), "the model decides on the number of calls"),
+    "prediction": ((), "the server has no speculative decoding"),
+    "reasoning_effort": ((), "set what the chat template reads with chat_template_kwargs"),
+    "response_format": (({"type": "text"},), CONSTRAINED),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "the server stores nothing"),
+    "suffix": (("",), "the server appends to a prompt"),
+    "top_logprobs": ((0,), "the engine gives the log-prob of the sampled token alone; leave it out or set it to 0"),
+    "verbosity": ((), "ask for it in the prompt"),
+    "web_search_options": ((), "the server has no search"),
+}
+RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
+B = TypeVar("B", bound="Body")
+Whole = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class ApiError(Exception):
+    """An error for the client: HTTP status, message, the parameter at fault, and a code for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def to_dict(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def unsupported(param: str, value: object, why: str) -> ApiError:
+    """The error for a parameter of the API, or a value, that this server cannot follow."""
+    return ApiError(400, f"{param}={value!r:.80} is not supported: {why}", param=param, code="unsupported_value")
+
+
+class StreamOptions(BaseModel):
+    """The field stream_options."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Body(BaseModel):
+    """The fields of both kinds of requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: Whole | None = None
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    seed: int | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # names of the client, without effect on a response
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    # not in the API
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    stop_token_ids: list[TokenId] = []
+    allowed_token_ids: list[TokenId] | None = None
+    return_token_ids: bool = False
+
+
+class ChatBody(Body):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: Whole | None = None
+    logprobs: bool = False
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class TextBody(Body):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request of a client."""
+
+    body: ChatBody | TextBody
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]  # of each prompt
+    tools: bool = False  # the response may have tool calls
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream ends with the usage."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    @property
+    def has_log_probs(self) -> bool:
+        """The response has the log-probs of its tokens."""
+        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
+
+    def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
+        """The engine's requests, n for each prompt. Equal seeds give equal draws, the j-th sample its own."""
+        n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
+        return [
+            Request(
+                uid=f"{uid}:{number * n + sample}",
+                prompt_ids=prompt,
+                params=params,
+                key=key(seed, "serve", sample),
+                deadline_seconds=deadline_seconds,
+                streams=self.body.stream,
+            )
+            for number, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True))
+            for sample in range(n)
+        ]
+
+
+@dataclass(frozen=True)
+class BodyReader:
+    """Reads bodies for one model."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    context: int  # tokens of prompt and response together
+    vocab_size: int
+    max_tokens: int  # of a response whose request names no limit
+
+    def chat(self, raw: object) -> Asked:
+        """Reads a request for a chat completion.  Raises: ApiError, DataError."""
+        body = self._checked(ChatBody, raw)
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens and max_completion_tokens are both set; set one", param="max_tokens")
+        if body.tool_choice not in (None, "auto", "none"):
+            raise unsupported("tool_choice", body.tool_choice, f"{CONSTRAINED} (auto and none are supported)")
+        tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
+        messages = [_message(index, each) for index, each in enumerate(body.messages)]
+        prompt = self._rendered(messages, tools, body.chat_template_kwargs)
+        params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
+        return Asked(body, (tuple(prompt),), (params,), tools=bool(tools))
+
+    def text(self, raw: object) -> Asked:
+        """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
+        body = self._checked(TextBody, raw)
+        if body.logprobs:
+            raise unsupported("logprobs", body.logprobs, "the log-prob of the sampled token alone: set logprobs=0")
+        given: Any = body.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            given = [given]
+        if isinstance(given[0], str):
+            given = encode_texts(self.tokenizer, given, add_special_tokens=True)
+        params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
+        return Asked(body, tuple(map(tuple, given)), tuple(params))
+
+    def _checked(self, kind: type[B], raw: object) -> B:
+        """The body, where its fields have the right form and this model is asked for."""
+        if not isinstance(raw, dict):
+            raise ApiError(400, f"the body is a JSON {type(raw).__name__}; expected an object")
+        given = {name: value for name, value in raw.items() if value is not None}
+        for name in [name for name in given if name in UNSUPPORTED and name not in kind.model_fields]:
+            neutral, why = UNSUPPORTED[name]
+            if not any(value == given[name] and type(value) is type(given[name]) for value in neutral):
+                raise unsupported(name, given[name], why)
+            del given[name]
+        for unknown in [name for name in given if name not in kind.model_fields]:
+            near, name = difflib.get_close_matches(unknown, kind.model_fields, n=1), ascii(unknown)[1:-1]
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            raise ApiError(400, f"unknown parameter {name}; {hint}", param=name, code="unknown_parameter")
+        try:
+            body = kind.model_validate(given)
+        except ValidationError as error:
+            raise _invalid(error) from error
+        if body.model != self.name:
+            message = f"the model {body.model!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options is set without stream=true", param="stream_options")
+        return body
+
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> list[int]:
+        template = self.tokenizer.get_chat_template() if self.tokenizer.chat_template else ""
+        for name in extra:
+            if name in RESERVED or name not in template:
+                why = "the chat template of this model does not read it"
+                raise unsupported("chat_template_kwargs", {name: extra[name]}, why)
+        if tools and (BEGIN not in template or "<function=" in template):
+            raise unsupported(
+                "tools", [tool["function"]["name"] for tool in tools], f"the chat template has no {BEGIN}"
+            )
+        options = {**extra, **({"tools": tools} if tools else {})}
+        text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
+        [ids] = encode_rendered(self.tokenizer, [text])
+        return ids
+
+    def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:
+        """The sampling parameters of one prompt."""
+        room = self.context - len(prompt)
+        if not prompt:
+            raise ApiError(400, "the prompt is empty; it needs one token or more", param="prompt")
+        if max(prompt) >= self.vocab_size:
+            known = f"the model has token ids below {self.vocab_size}"
+            raise ApiError(400, f"token id {max(prompt)} is not in the vocabulary; {known}", param="prompt")
+        if room < (limit or 1):
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and the response may have {limit or 1}, over the model's context "
+                f"of {self.context} tokens; shorten the prompt or lower max_tokens",
+                param="max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        if "" in stop:
+            raise ApiError(400, "stop has an empty string; leave it out", param="stop")
+        return SamplingParams(
+            max_new_tokens=limit or min(room, default),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop_token_ids=tuple(sorted({*self.stop_ids, *body.stop_token_ids})),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            stop=stop,
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        )
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The error for the first field that is wrong."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))
+    found = repr(first["input"])[:80]
+    message = f"{where} is {found}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return ApiError(400, message, param=name, code="invalid_value")
+
+
+def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, for the template."""
+    function = raw.get("function")
+    if raw.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400, f"tools[{index}] is {raw!r:.80}; expected type function and a function with a name", param="tools"
+        )
+    if function.get("strict"):
+        raise unsupported(f"tools[{index}].function.strict", True, CONSTRAINED)
+    return {"type": "function", "function": {name: each for name, each in function.items() if name != "strict"}}
+
+
+def _message(index: int, raw: Mapping[str, Any]) -> Message:
+    """A message, for the template: content as text, arguments of tool calls as objects, as most templates expect."""
+    where = f"messages[{index}]"
+    role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
+    if not isinstance(role, str):
+        raise ApiError(400, f"{where} has no role", param=f"{where}.role")
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        content = None if None in texts else "".join(map(str, texts))
+    if not isinstance(content, str) and not (content is None and raw.get("content") is None and calls):
+        raise ApiError(
+            400, f"{where}.content is {raw.get('content')!r:.80}; this server reads text", param=f"{where}.content"
+        )
+    fields = {name: each for name, each in raw.items() if each is not None}
+    if calls:
+        fields["tool_calls"] = [_with_object(where, each) for each in calls]
+    role = "system" if role == "developer" else role
+    message = Message.from_dict({**fields, "role": role, "content": content or ""})
+    check_message(message)
+    return message
+
+
+def _with_object(where: str, call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object instead of JSON text."""
+    try:
+        function, arguments = call["function"], call["function"].get("arguments", "{}")
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "arguments": parsed}}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ApiError(400, f"{where}.tool_calls cannot be read: {error!r}", param=f"{where}.tool_calls") from error

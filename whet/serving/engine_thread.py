@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread that owns the rollout engine: it carries out calls, polls, and passes events on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from whet.errors import EngineError, WhetError, describe
+from whet.rollout.protocol import Event, Partial, Request, RolloutEngine
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 0.005  # a new request waits for this time at most, or for one decode step
+IDLE_SECONDS = 1.0  # between two polls of an engine without requests, which may have died
+T = TypeVar("T")
+Deliver = Callable[[Event | WhetError], None]
+
+
+class EngineStoppedError(EngineError):
+    """The end of all requests: the engine failed, or the server is stopping."""
+
+
+class EngineThread:
+    """Runs an engine until `stop`. All methods but `run` may be called from other threads and return at once.
+
+    `on_death` is called with the error after which the engine cannot go on."""
+
+    def __init__(self, engine: RolloutEngine, on_death: Callable[[WhetError], None]) -> None:
+        self.engine = engine
+        self._on_death = on_death
+        # Runs a function in the thread of those who wait for events, an event loop's.
+        self.run_elsewhere: Callable[[Callable[[], None]], object] = lambda function: function()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._deliver: dict[str, Deliver] = {}  # by uid of an unfinished request
+        self._waiting: deque[Request] = deque()  # the engine was full
+        self._is_stopped = False
+        self.death: WhetError | None = None
+        self._thread = threading.Thread(target=self.run, name="rollout-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls the function between two polls."""
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        if self.death is not None:
+            self._refuse_calls(self.death)
+        return future
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        """Samples the requests; `deliver` gets their events, or the error of the engine that refused one."""
+
+        def enter() -> None:
+            for request in requests:
+                self._deliver[request.uid] = deliver
+                self._waiting.append(request)
+
+        self.call(enter)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends those of the requests that are unfinished; none of their events is delivered any more."""
+
+        def leave() -> None:
+            gone = {uid for uid in uids if self._deliver.pop(uid, None) is not None}
+            self._waiting = deque(request for request in self._waiting if request.uid not in gone)
+            if gone:
+                self.engine.abort(gone)
+
+        self.call(leave)
+
+    def end_requests(self) -> None:
+        """Ends all requests, with an error."""
+
+        def end() -> None:
+            self.engine.abort(list(self._deliver))
+            self._tell_all(EngineError("the server is stopping"))
+
+        self.call(end)
+
+    def stop(self) -> None:
+        """Ends the thread and closes the engine."""
+
+        def end() -> None:
+            self._is_stopped = True
+
+        self.call(end)
+        self._thread.join()
+
+    def run(self) -> None:
+        """Serves calls and polls, until `stop` or an error of the engine."""
+        try:
+            while not self._is_stopped:
+                self._carry_out_calls()
+                self._fill()
+                self._pass_on(self.engine.poll(POLL_SECONDS if self._deliver else 0.0))
+        except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
+            self._die(named(error))
+        else:
+            self.engine.close()
+            self._die(EngineError("the server is stopping"), is_expected=True)
+
+    def _carry_out_calls(self) -> None:
+        """Carries out all calls that wait; without requests it waits for one."""
+        block = not self._deliver and not self._is_stopped
+        while True:
+            try:
+                future, function = self._calls.get(block, IDLE_SECONDS)
+            except Empty:
+                return
+            block = False
+            try:
+                future.set_result(function())
+            except Exception as error:  # of the caller, such as weights that do not fit
+                future.set_exception(error)
+
+    def _fill(self) -> None:
+        """Gives waiting requests to the engine, in order, while it takes them."""
+        while self._waiting:
+            request = self._waiting[0]
+            try:
+                if not self.engine.submit(request):
+                    return
+            except WhetError as error:
+                self._tell([(self._deliver.pop(request.uid), error)])
+            self._waiting.popleft()
+
+    def _pass_on(self, events: Sequence[Event]) -> None:
+        found = [(self._deliver.get(event.uid), event) for event in events]
+        for event in events:
+            if not isinstance(event, Partial):
+                self._deliver.pop(event.uid, None)
+        self._tell([(deliver, event) for deliver, event in found if deliver is not None])
+
+    def _tell(self, found: Sequence[tuple[Deliver, Event | WhetError]]) -> None:
+        """Delivers events, all together: every change of thread costs as much as the decoding of a small model."""
+
+        def deliver_all() -> None:
+            for deliver, event in found:
+                deliver(event)
+
+        if found:
+            with suppress(RuntimeError):  # of an event loop that has ended, and so have its requests
+                self.run_elsewhere(deliver_all)
+
+    def _die(self, error: WhetError, *, is_expected: bool = False) -> None:
+        """Tells all who wait."""
+        self.death = error
+        self._tell_all(error)
+        self._refuse_calls(error)
+        if not is_expected:
+            self._on_death(error)
+
+    def _tell_all(self, error: WhetError) -> None:
+        self._tell([(deliver, EngineStoppedError(str(error))) for deliver in self._deliver.values()])
+        self._deliver.clear()
+        self._waiting.clear()
+
+    def _refuse_calls(self, error: WhetError) -> None:
+        while True:
+            try:
+                future, _ = self._calls.get_nowait()
+            except Empty:
+                return
+            future.set_exception(error)
+
+
+def named(error: Exception) -> WhetError:
+    """The error of an engine, as one that a user can act on."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return EngineError(
+            f"the engine ran out of memory ({describe(error)}); lower --max-running, or its cache, for instance with "
+            "--option kv_cache_bytes=268435456, or sample in --dtype bfloat16"
+        )
+    return error if isinstance(error, WhetError) else EngineError(f"the rollout engine failed: {describe(error)}")

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet serve`: loads a model or a run into a rollout engine, serves it over HTTP, and follows its training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from whet.checkpoints import checkpoint
+from whet.checkpoints.export import find_model, model_folder
+from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
+from whet.errors import ConfigError, WhetError
+from whet.evaluation.evaluate import open_engine
+from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
+from whet.serving.app import App, Settings
+from whet.serving.bodies import BodyReader
+from whet.serving.engine_thread import EngineThread, named
+
+log = logging.getLogger(__name__)
+FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
+END_SECONDS = 5.0  # for clients to read an error
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(settings: Settings) -> None:
+    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+    with ExitStack() as stack:
+        bound = stack.enter_context(_bound(settings.host, settings.port))
+        source = _source(settings)
+        trusted = settings.trust_remote_code
+        folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
+        model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
+        chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
+        rollout = RolloutConfig(engine=chosen, max_batch_size=settings.max_running)
+        tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+        reader = BodyReader(
+            name=settings.name or Path(settings.model).expanduser().resolve().name,
+            tokenizer=tokenizer,
+            stop_ids=stop_token_ids(folder, tokenizer),
+            context=context_length(folder, trust_remote_code=trusted),
+            vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
+            max_tokens=settings.max_tokens,
+        )
+        step = _step(source)
+        engine = open_engine(rollout, model, folder, version=0 if step is None else step)
+        server = _Server(settings, reader, engine, source)
+        server.run(bound)
+
+
+class _Server:
+    """A loaded engine, its thread, and the HTTP server in front of it."""
+
+    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str) -> None:
+        self._settings, self._name, self._source = settings, reader.name, source
+        self._dtype = torch_dtype(settings.dtype)
+        self._engine = EngineThread(engine, on_death=lambda error: self._end())
+        try:
+            warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
+            self._engine.call(lambda: generate(engine, [warm_up])).result()  # makes the cache, compiles the kernels
+        except Exception as error:
+            self._engine.stop()
+            raise named(error) from error
+        app = App(reader, self._engine, settings, lambda: {"root": self._source})
+        app.asgi.router.lifespan_context = self._lifespan
+        config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, server_header=False)
+        config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
+        self._http = _HttpServer(config, self._engine, settings.stop_seconds)
+
+    def run(self, bound: socket.socket) -> None:
+        """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
+        try:
+            self._announce(*bound.getsockname()[:2])
+            with _signals_end_quietly():
+                self._http.run(sockets=[bound])
+            death = self._engine.death
+        finally:
+            self._engine.stop()
+        if death is not None:
+            raise death
+
+    def _end(self) -> None:
+        self._http.should_exit = True
+
+    def _announce(self, host: str, port: int) -> None:
+        settings = self._settings
+        log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
+        log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
+        if settings.host not in LOCAL and not settings.api_key:
+            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
+        follower = asyncio.create_task(self._follow()) if self._settings.follow else None
+        yield
+        if follower is not None:
+            follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await follower
+
+    async def _follow(self) -> None:
+        """Loads each new checkpoint of the run, between two decode steps."""
+        run, last = Path(self._settings.model).expanduser(), Path(self._source)
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            newest = checkpoint.newest(run)
+            if newest is None or checkpoint.number(newest) <= checkpoint.number(last):
+                continue
+            last = newest
+            try:
+                await asyncio.to_thread(self._load, newest)
+            except (WhetError, OSError) as error:
+                log.warning("%s; the server goes on with %s", error, self._source)
+            else:
+                self._source = str(newest)
+                log.info("serving %s from now on", newest)
+
+    def _load(self, source: Path) -> None:
+        trusted = self._settings.trust_remote_code
+        with model_folder(str(source), trust_remote_code=trusted) as folder:
+            module = load_policy(folder, trust_remote_code=trusted)
+        weights = ((name, weight.detach().to(self._dtype)) for name, weight in module.named_parameters())
+        step = checkpoint.step_of(source)
+        self._engine.call(lambda: self._engine.engine.load(weights, step)).result()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, which ends requests with an error where they take too long after a signal."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, stop_seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._stop_seconds = engine, stop_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections, and waits for requests to end."""
+        log.info("the server ends with its running requests; Ctrl-C again ends it at once")
+        asyncio.get_running_loop().call_later(self._stop_seconds, self._engine.end_requests)
+        await super().shutdown(sockets)
+
+
+def _source(settings: Settings) -> str:
+    """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
+    run = Path(settings.model).expanduser()
+    found = find_model(settings.model)
+    is_run = found != settings.model and Path(found) != run
+    if (settings.follow or settings.best) and not is_run:
+        option = "--follow" if settings.follow else "--best"
+        raise ConfigError(
+            f"{option} is set and {settings.model} is no folder of a run; name one, or leave {option} out"
+        )
+    if settings.follow and settings.best:
+        raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
+    if not settings.best:
+        return found
+    best = checkpoint.best(run / "checkpoints")
+    if best is None:
+        raise ConfigError(f"no checkpoint of {run} has a validation score; leave --best out to serve the newest")
+    return str(best)
+
+
+def _step(source: str) -> int | None:
+    """The step of a checkpoint; None for a model."""
+    folder = Path(source).expanduser()
+    return checkpoint.step_of(folder) if (folder / checkpoint.MANIFEST).exists() else None
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket with the address, before the model is loaded.  Raises: ConfigError."""
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(1)
+            yield bound
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {host}:{port} ({error.strerror}); name another address with --host, or "
+            "another port with --port (0: a free one)"
+        ) from error
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
