@@ -87,8 +87,9 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
             lambda deed: deeds.append(f"{rollout.engine.cache_bytes > 0}"),  # type: ignore[attr-defined]
         )
         fit(run)
+        done = [*deeds]  # the end puts an engine to sleep too
         run.close()
-        return run.history, deeds
+        return run.history, done
 
     plain, deeds = trained()
     assert set(deeds) == {"generate", "True", "actor update"}

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig
+from whet.devices import HOST
 from whet.errors import ConfigError, EngineError, WeightSyncError
 from whet.models.folder import split_adapters
 from whet.models.load import outline
@@ -104,7 +105,7 @@ class VLLMEngine:
             "max_num_seqs": max_batch_size,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enforce_eager": not compile,
-            "enable_sleep_mode": device.type == "cuda",
+            "enable_sleep_mode": device != HOST,
             "trust_remote_code": model.trust_remote_code,
             "worker_extension_cls": "whet_vllm.Extension",
             "weight_transfer_config": {"backend": "whet"},
@@ -124,7 +125,7 @@ class VLLMEngine:
         self._coming: int | None = None  # the version that is being loaded, or was when it broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
         port = free_port(port)
-        index = device.index or 0 if device.type == "cuda" else None
+        index = None if device == HOST else device.index or 0
         line = command(found.python, port, arguments | (server or {}))
         self.server = Server(line, environment(threads or torch.get_num_threads(), index), port)
 
