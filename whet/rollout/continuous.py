@@ -94,8 +94,8 @@ class BackgroundCollector(Collector):
         if not episodes:
             return []
         begun = self.call(lambda: self.driver.add(episodes, note))
+        self.wait(begun, lambda: (0, len(episodes)))
         collected: list[list[Trajectory]] = self.wait(whole, lambda: (len(done), len(episodes)))
-        begun.result()
         return collected
 
     def wait(
@@ -181,6 +181,7 @@ class ContinuousRollouts(Rollouts):
         self._restored: Sequence[Mapping[str, Any]] = ()
         self._scoring: list[tuple[list[Trajectory], Outcomes]] = []
         self._handed_out: Future[HandOut] | None = None  # what the loop waits for
+        self._noted = Future[None]()  # the last version
         self._idle_seconds = 0.0  # of the engine, up to the last hand-out
         self._seconds = {"trainer": 0.0, "rollout": 0.0}  # of waiting, over all steps
 
@@ -194,6 +195,7 @@ class ContinuousRollouts(Rollouts):
         metrics, handed_out = Metrics(), self.collector.promise()
         with metrics.time("time/rollout"):
             self._finish(lambda: self._ask(step, handed_out))
+            self._noted.result()  # done, or failed, before the question
             found: HandOut = self.collector.wait(
                 handed_out, lambda: (min(self.stream.ready, n), n), between=self.may_stop
             )
@@ -206,7 +208,8 @@ class ContinuousRollouts(Rollouts):
         if not self.collector.has_started:
             self.collector.start()
             self._finish(lambda: self._begin(version))
-        self._finish(lambda: self._carry_out(self.conductor.on_version(version)))
+        # Training need not wait for the thread: what it is called for next comes behind this.
+        self._noted = self.collector.call(lambda: self._carry_out(self.conductor.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the place of the next prompt, and under `stream` every group that is not trained on."""
