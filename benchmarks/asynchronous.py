@@ -29,6 +29,8 @@ STALENESS = (0.5, 1.0, 2.0, 4.0)
 APART = "cluster.placement={train: {processes: 1, roles: [actor]}, sample: {processes: 1, roles: [rollout]}}"
 LOOP = f"trainer.loop={ROOT}/benchmarks/workers/side_by_side.py:fit"
 WARM_UP_STEPS = 3
+ROUNDS = 3  # of one run by mode
+AT_ONCE = 8  # sampled at a time, which makes sampling as slow as training
 DEADLINE_SECONDS = 1800.0
 TARGET = 0.95  # held-out accuracy of the race
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def run(setting: Setting) -> dict[str, Any]:
         modes = {name: modes[name] for name in ("synchronous", "1", "side by side")}
     task = steps_task(setting)
     seconds: dict[str, list[float]] = {name: [] for name in modes}
-    for number in range(setting.scale.rounds):
+    for number in range(ROUNDS if setting.scale.is_thorough else 1):
         for name, words in modes.items():
             log.info("%s, round %d", name, number)
             seconds[name].append(step_seconds(whet_train([*task, *words], setting.scratch)))
@@ -81,13 +83,18 @@ def steps_task(setting: Setting) -> list[str]:
     data = setting.scratch / "asynchronous.jsonl"
     rows = ({"prompt": text, "answer": ""} for text in setting.workload.texts[: answers.prompts])
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = 24 if scale.is_thorough else WARM_UP_STEPS + 2
+    steps = WARM_UP_STEPS + (12 if scale.is_thorough else 2)
     return [
         *("train", f"model.path={setting.workload.model}", f"data.train_files=[{data}]", APART),
         *("data.prompt_key=prompt", "data.answer_key=answer", "data.apply_chat_template=false"),
         *(f"data.train_batch_size={answers.prompts}", "data.max_prompt_length=64"),
         *(f"data.max_response_length={answers.longest}", "data.overlong_prompts=drop"),
-        *(f"rollout.n={answers.n}", "rollout.allowed_token_ids=[40,41,42,43]", "reward.function=exact_match"),
+        *(
+            f"rollout.n={answers.n}",
+            f"rollout.max_batch_size={AT_ONCE}",
+            "rollout.allowed_token_ids=[40,41,42,43]",
+            "reward.function=exact_match",
+        ),
         *("reward.num_workers=0", "algorithm.adv_estimator=grpo", "actor.optim.lr=1e-6"),
         *(f"actor.mini_batch_size={max(1, answers.prompts // 2)}", f"trainer.total_steps={steps}"),
         *("trainer.save_freq=0", "trainer.log_rollouts=0", "trainer.logger=[jsonl]"),

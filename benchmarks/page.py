@@ -10,6 +10,7 @@ from benchmarks import (
     algorithms,
     asynchronous,
     cold_start,
+    engines,
     exactness,
     grpo_step,
     machine,
@@ -42,6 +43,7 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, Benchmark] = {
     "machine": machine,
     "rollout": rollout,
+    "engines": engines,
     "grpo_step": grpo_step,
     "quickstart": quickstart,
     "recipes": recipes,
