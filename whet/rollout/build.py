@@ -15,6 +15,7 @@ from whet.models.load import load_policy
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.collect import Collector
 from whet.rollout.constraints import bad_word_ids
+from whet.rollout.planned import ChecksAhead
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 
 
@@ -37,6 +38,14 @@ def rollout_engine(
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine
+
+
+def check_engine(config: RolloutConfig, model: ModelConfig, longest: int) -> None:
+    """Checks that the engine could be made on this machine, for sequences of `longest` tokens.  Raises: ConfigError."""
+    entry = ROLLOUT_ENGINES[config.engine.name]
+    engine = entry.load()
+    if isinstance(engine, ChecksAhead):
+        engine.check_ahead(model, longest, entry.resolve_options(config.engine.options, "rollout.engine.options"))
 
 
 def load_model(

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rollout engine, before it exists."""
+"""A rollout engine before it exists: whether it can be made here, and its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from whet.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -51,4 +53,14 @@ class PlansMemory(Protocol):
 
     def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
         """The memory of an engine with these options; a class method."""
+        ...
+
+
+@runtime_checkable
+class ChecksAhead(Protocol):
+    """A class of rollout engines that can tell whether one would start on this machine."""
+
+    def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
+        """Raises: ConfigError where no engine with these options could sample sequences of `longest` tokens; a class
+        method that starts nothing."""
         ...

@@ -30,7 +30,7 @@ from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer
 from whet.rewards.pool import scorer_of as scorer_of
-from whet.rollout.build import build_collector, sampling_params
+from whet.rollout.build import build_collector, check_engine, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter
@@ -77,6 +77,8 @@ def train(
 
 def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
+    if config.cluster.backend == "local":  # another machine may have what this one lacks
+        check_engine(config.rollout, config.model, config.data.max_prompt_length + config.data.max_response_length)
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
         run = build(config, scorer, data, val_data, dry_run=dry_run, reward=reward)

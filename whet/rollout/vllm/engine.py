@@ -99,20 +99,9 @@ class VLLMEngine:
         self._outline: PreTrainedModel = whole
         config = whole.config.get_text_config()
         self.vocab_size, positions = int(config.vocab_size), int(config.max_position_embeddings)
-        arguments = {
-            **_where_found(base, model),
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_num_seqs": max_batch_size,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "enforce_eager": not compile,
-            "enable_sleep_mode": device != HOST,
-            "trust_remote_code": model.trust_remote_code,
-            "worker_extension_cls": "whet_vllm.Extension",
-            "weight_transfer_config": {"backend": "whet"},
-            "generation_config": "vllm",  # no defaults of the folder's generation_config.json
-            "logprobs_mode": "raw_logprobs",
-            **(_for_adapter(model) if adapter else {}),
-        }
+        arguments = _engine_arguments(
+            model, dtype, max_batch_size, device, kv_cache_bytes, compile=compile, adapter=adapter
+        )
         found = find_environment(python)
         found.check_arguments(server or {}, arguments)
         self.max_length = _max_length(server or {}, positions)
@@ -128,6 +117,19 @@ class VLLMEngine:
         index = None if device == HOST else device.index or 0
         line = command(found.python, port, arguments | (server or {}))
         self.server = Server(line, environment(threads or torch.get_num_threads(), index), port)
+
+    @classmethod
+    def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
+        """Raises: ConfigError where vLLM is not here, or could not be started with these options."""
+        cache, server = options["kv_cache_bytes"], options["server"] or {}
+        ours = _engine_arguments(model, torch.float32, 1, HOST, cache, compile=False, adapter=options["adapter"])
+        find_environment(options["python"]).check_arguments(server, ours)
+        length = server.get("max_model_len", longest)
+        if isinstance(length, int) and length < longest:
+            raise ConfigError(
+                f"rollout.engine.options.server.max_model_len={length} is less than data.max_prompt_length and "
+                f"data.max_response_length together, {longest} tokens; raise it, or lower them"
+            )
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -370,6 +372,34 @@ def _empty_is_fine() -> Iterator[None]:
         yield
     except queue.Empty:
         return
+
+
+def _engine_arguments(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_batch_size: int,
+    device: torch.device,
+    kv_cache_bytes: int,
+    *,
+    compile: bool,  # noqa: A002
+    adapter: bool,
+) -> dict[str, Any]:
+    """The engine arguments of vLLM that whet sets.  Raises: ConfigError."""
+    base, _ = split_adapters(str(model.path))  # adapters come by `load`
+    return {
+        **_where_found(base, model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_num_seqs": max_batch_size,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enforce_eager": not compile,
+        "enable_sleep_mode": device != HOST,
+        "trust_remote_code": model.trust_remote_code,
+        "worker_extension_cls": "whet_vllm.Extension",
+        "weight_transfer_config": {"backend": "whet"},
+        "generation_config": "vllm",  # no defaults of the folder's generation_config.json
+        "logprobs_mode": "raw_logprobs",
+        **(_for_adapter(model) if adapter else {}),
+    }
 
 
 def _where_found(base: str, model: ModelConfig) -> dict[str, Any]:
