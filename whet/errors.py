@@ -58,6 +58,10 @@ class EngineError(WhetError, RuntimeError):
     """A training or rollout engine that cannot continue."""
 
 
+class LostReplicaError(EngineError):
+    """A rollout engine whose server is gone or hangs, and can be started again."""
+
+
 class WeightSyncError(WhetError, RuntimeError):
     """Weights of the rollout that differ from those of the trainer; the message names version and weight."""
 

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -17,12 +21,13 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
 from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import EngineError
+from whet.errors import EngineError, LostReplicaError
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Event, Finished, Request, SamplingParams, Status, generate
+from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate
 from whet.rollout.replicas import Replicas
 from whet.rollout.router import assign, blocks_of
+from whet.trainers.rollout_worker import RolloutWorker
 
 
 def requests_of(*prompts: tuple[int, int, int]) -> list[Request]:
@@ -133,3 +138,89 @@ def test_requests_end_wherever_they_are(model: PreTrainedModel) -> None:
         events += replicas.poll(1.0)
     reasons = {event.uid: event.completion.finish_reason for event in events if isinstance(event, Finished)}
     assert reasons == {first.uid: "abort", third.uid: "length"}
+
+
+class Fragile(NativeEngine):
+    """Is lost at some polls, counted over its life."""
+
+    def __init__(self, model: PreTrainedModel, losses: Sequence[int]) -> None:
+        super().__init__()
+        self.attach(model, 0)
+        self.losses, self.polls, self.is_lost, self.restarts = losses, 0, False, 0
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        self.polls += 1
+        self.is_lost |= self.polls in self.losses
+        if self.is_lost:
+            raise LostReplicaError("it is gone")
+        return super().poll(min(timeout_seconds, 0.005))
+
+    def restart(self) -> None:
+        self.abort(list(self.unfinished))
+        super().poll(0.0)
+
+    def rejoin(self) -> None:
+        self.is_lost, self.restarts = False, self.restarts + 1
+
+
+class Host(RolloutWorker):
+    """A rank with an engine that is given."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine, self._queue, self._turn = engine, deque(), threading.Lock()
+
+
+class Ranks:
+    """A worker group whose ranks are in this process; a restart takes some polls of the others."""
+
+    def __init__(self, *hosts: Host, restart_takes: int) -> None:
+        self.hosts, self.world_size, self.restart_takes = hosts, len(hosts), restart_takes
+        self.calls: list[tuple[int, str]] = []
+
+    def start_on(self, rank: int, method: str, *arguments: Any) -> Ranks.Call:
+        self.calls.append((rank, method))
+        call = Ranks.Call(self.restart_takes if method == "restart" else 0)
+        call.replies[rank].set_result(getattr(self.hosts[rank], method)(*arguments))
+        return call
+
+    class Call:
+        def __init__(self, takes: int) -> None:
+            self.replies: dict[int, Future[Any]] = defaultdict(Future)
+            self.takes = takes
+
+        def done(self) -> bool:
+            self.takes -= 1
+            return self.takes < 0
+
+        def result(self) -> Any:
+            [reply] = self.replies.values()
+            return reply.result()
+
+
+@pytest.mark.parametrize("losses", [([2], []), ([3, 5], [4]), ([2], [2])])
+def test_the_requests_of_a_lost_engine_go_on_elsewhere(
+    model: PreTrainedModel, losses: tuple[list[int], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines, of which one or both are lost in the middle: the same tokens, each response once."""
+    made = suite.requests(groups=6, n=4)
+    alone = NativeEngine()
+    alone.attach(model, 0)
+    engines = [Fragile(model, each) for each in losses]
+    ranks = Ranks(*(Host(engine) for engine in engines), restart_takes=4)
+    replicas = Replicas(ranks, 256, gathers=False)
+    assert generate(replicas, made) == generate(alone, made)
+    while replicas._restarts:
+        replicas.poll(0.0)
+    assert generate(replicas, made) == generate(alone, made)  # by all of them again
+    assert [engine.restarts for engine in engines] == [len(each) for each in losses]
+    lost = ranks.calls.index((0, "restart"))
+    if not losses[1]:
+        assert (1, "serve") in ranks.calls[lost : lost + 3]  # while the other starts
+    assert "rank 0 of the rollout is started again: it is gone" in caplog.text
+
+
+def test_a_single_lost_engine_is_waited_for(model: PreTrainedModel) -> None:
+    made = suite.requests(groups=2, n=2)
+    engine = Fragile(model, [2])
+    replicas = Replicas(Ranks(Host(engine), restart_takes=3), 256, gathers=False)
+    assert len(generate(replicas, made)) == 4 and engine.restarts == 1

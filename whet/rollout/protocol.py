@@ -118,6 +118,13 @@ Event = Partial | Finished | Failed
 
 
 @dataclass(frozen=True)
+class Lost:
+    """The loss of a whole replica with all of its requests; it can be started again."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Status:
     """A rollout engine at one moment."""
 
@@ -213,6 +220,23 @@ class Sleeps(Protocol):
 
     def wake(self) -> None:
         """Undoes `sleep`."""
+        ...
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """The ability to start again after a LostReplicaError of `submit`, `poll` or `abort`.
+
+    Until then the other methods do nothing, but for `load`, which keeps the weights."""
+
+    def restart(self) -> None:
+        """Starts what samples, without requests. It may take minutes, and `load` may be called meanwhile.
+
+        Raises: EngineError."""
+        ...
+
+    def rejoin(self) -> None:
+        """Samples again, with the newest weights that were loaded.  Raises: EngineError."""
         ...
 
 

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a rollout as one engine: each takes the next requests as it has room, and none waits for another.
 
-`Router` decides; `Replicas` calls the ranks for it. A worker group ends with the first of its ranks that is lost or
-does not answer in time. So here that is an error of `poll`, and no rank goes on with the requests of another.
+`Router` decides; `Replicas` calls the ranks for it. A rank whose engine is lost is started again, and the others go on
+with its requests. A worker group ends with the first of its processes that is lost or does not answer in time: that is
+an error of `poll`.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import EngineError
-from whet.rollout.protocol import Event, Request, Status, Weights
+from whet.rollout.protocol import Event, Lost, Request, Status, Weights
 from whet.rollout.router import Abort, Command, Give, Replica, Router, Tell
 
+log = logging.getLogger(__name__)
 GATHER_SECONDS = 0.02  # a rank in another process gathers events for this time: a call costs a fraction of it
 
 
 class Replicas:
-    """Ranks whose worker has the method `serve(requests, aborted, timeout_seconds, gathers) -> events`.
+    """Ranks whose worker has the method `serve(requests, aborted, timeout_seconds, gathers) -> events`, and `restart()`
+    where one of the events may be Lost.
 
     A rank in this process returns with its first event; one in another process `gathers` some, as a call costs time.
     Weights reach the ranks by calls of the weight sync, all ranks together and between two polls: to the router they
@@ -33,10 +37,10 @@ class Replicas:
         most = max_batch_size + max_batch_size // 4
         self._router = Router(most if group.world_size > 1 else sys.maxsize)
         for rank in range(group.world_size):
-            self._router.on_join(rank)
-            self._router.on_loaded(rank, self._ranks[rank].generation, self._router.version)
+            self._join(rank)
         self._to_abort: list[set[str]] = [set() for _ in range(group.world_size)]
         self._calls: dict[int, PendingCall] = {}  # under way, by rank
+        self._restarts: dict[int, PendingCall] = {}  # of ranks that the router does not know at the time
         self._events: list[Event] = []
 
     def submit(self, request: Request) -> bool:
@@ -47,11 +51,16 @@ class Replicas:
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Gives waiting requests out, and returns the first events.  Raises: what an engine or a lost worker raises."""
         self._call(timeout_seconds)
-        if self._calls and not self._events:
-            replies = [reply for call in self._calls.values() for reply in call.replies.values()]
+        under_way = [*self._calls.values(), *self._restarts.values()]
+        if under_way and not self._events:
+            replies = [reply for call in under_way for reply in call.replies.values()]
             wait(replies, timeout=timeout_seconds + GATHER_SECONDS, return_when=FIRST_COMPLETED)
         for rank in [rank for rank, call in self._calls.items() if call.done()]:
             self._take(rank)
+        for rank in [rank for rank, call in self._restarts.items() if call.done()]:
+            self._restarts.pop(rank).result()
+            self._join(rank)
+            log.warning("rank %d of the rollout samples again", rank)
         events, self._events = self._events, []
         return events
 
@@ -102,8 +111,21 @@ class Replicas:
 
     def _take(self, rank: int) -> None:
         """Takes the events of a rank, and waits for them."""
-        found = self._calls.pop(rank).result()
-        self._carry_out(self._router.on_events(rank, self._ranks[rank].generation, found))
+        found: list[Event | Lost] = self._calls.pop(rank).result()
+        generation = self._ranks[rank].generation
+        events = [each for each in found if not isinstance(each, Lost)]
+        self._carry_out(self._router.on_events(rank, generation, events))
+        for loss in found[len(events) :]:
+            assert isinstance(loss, Lost)
+            log.warning("rank %d of the rollout is started again: %s", rank, loss.why)
+            self._carry_out(self._router.on_lost(rank, generation))
+            self._to_abort[rank].clear()
+            self._restarts[rank] = self._group.start_on(rank, "restart")
+
+    def _join(self, rank: int) -> None:
+        """Gives requests to a rank, which has the newest weights."""
+        self._router.on_join(rank)
+        self._router.on_loaded(rank, self._ranks[rank].generation, self._router.version)
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:

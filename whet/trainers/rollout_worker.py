@@ -13,10 +13,11 @@ from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import TrainEngine
+from whet.errors import LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.protocol import Event, LoadsAdapter, Request, SharesModule, Sleeps, Status
+from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status
 from whet.trainers.workers import TrainWorker, actor_beside
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Digest, receive
@@ -45,11 +46,21 @@ class RolloutWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def serve(
         self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
-    ) -> list[Event]:
+    ) -> list[Event | Lost]:
         """Takes requests, ends others, samples, and returns with the first events; where it `gathers` with all events
-        of `timeout_seconds`, or as soon as nothing is left.  Raises: EngineError, WeightSyncError."""
-        until, events = time.monotonic() + timeout_seconds, list[Event]()
+        of `timeout_seconds`, or as soon as nothing is left. The last one may say that the engine is lost.
+
+        Raises: EngineError, WeightSyncError."""
+        events = list[Event | Lost]()
         self._queue += requests
+        try:
+            self._sample(events, aborted, time.monotonic() + timeout_seconds, gathers)
+        except LostReplicaError as error:
+            self._queue.clear()
+            events.append(Lost(str(error)))
+        return events
+
+    def _sample(self, events: list[Event | Lost], aborted: Sequence[str], until: float, gathers: bool) -> None:
         if aborted:
             with self._turn:
                 self.engine.abort(aborted)
@@ -61,7 +72,15 @@ class RolloutWorker(Worker):
                 status = self.engine.status() if gathers else None
             is_idle = status is not None and not (status.running or status.waiting or self._queue)
             if (events and not gathers) or is_idle or time.monotonic() >= until:
-                return events
+                return
+
+    @register(Dispatch.ONE_TO_ALL)
+    def restart(self) -> None:
+        """Starts an engine that is lost again, with the newest weights.  Raises: EngineError, WeightSyncError."""
+        assert isinstance(self.engine, Restarts)
+        self.engine.restart()  # takes long, and weights may arrive meanwhile
+        with self._turn:
+            self.engine.rejoin()
 
     @register(Dispatch.ONE_TO_ALL)
     def pause(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW = range(3, 11)
+QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW, CUT = range(3, 12)
 TOKEN_SECONDS = 0.02
 
 
@@ -94,7 +95,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(0)
         elif kind == KILLED:
             os.abort()
-        if kind >= REFUSED and kind != TOO_FEW:
+        elif kind == CUT and not name.endswith("-again"):
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        if REFUSED <= kind < TOO_FEW or (kind == CUT and not name.endswith("-again")):
             return
         state = {"token_ids": [], "log_probs": [], "weight_versions": [], "aborted": False}
         with State.lock:

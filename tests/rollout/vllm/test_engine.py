@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fake_server as fake
 
 from whet.config.schema import LoraConfig, ModelConfig, TrainConfig
-from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import Event, Failed, Finished, LoadsAdapter, Partial, Request, SamplingParams, generate
@@ -224,7 +224,7 @@ def test_a_server_that_does_not_start(start: Start, script: str, message: str) -
 @pytest.mark.parametrize(("kind", "code"), [(fake.ENDS, 0), (fake.KILLED, -6)])
 def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> None:
     """With exit code 0 too."""
-    engine = start()
+    engine = start(restarts=0)
     generate(engine, [request(fake.QUICK)])
     began = time.monotonic()
     with pytest.raises(EngineError, match=f"the vLLM server .* ended with code {code}; its log"):
@@ -238,7 +238,7 @@ def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> N
 
 
 def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
-    engine = start(answer_seconds=1.0)
+    engine = start(answer_seconds=1.0, restarts=0)
     generate(engine, [request(fake.QUICK)])
     os.kill(engine.server.process.pid, signal.SIGSTOP)
     engine.submit(request(fake.QUICK))
@@ -266,6 +266,49 @@ def test_slow_and_paused_requests_are_not_taken_for_hung_ones(start: Start) -> N
     assert engine.poll(0.1) == []
     engine.resume()
     assert isinstance(events_of(engine)[0], Finished)
+
+
+def test_a_request_whose_connection_is_cut_is_sent_again(start: Start) -> None:
+    engine = start()
+    [completion] = generate(engine, [request(fake.CUT)])
+    assert completion.token_ids == (3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, adapter: bool) -> None:
+    engine = start(restarts=2, adapter=adapter)
+
+    def load(version: int) -> None:
+        if adapter:
+            engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
+        else:
+            engine.load([("a", torch.ones(2))], version)
+
+    load(1)
+    for loss, version in ((1, 3), (2, 5)):
+        engine.submit(request(fake.QUICK, uid="done"))
+        events_of(engine)
+        engine.submit(request(fake.STUCK))
+        lost = engine.server.process
+        lost.kill()
+        with pytest.raises(LostReplicaError, match=r"the vLLM server .* ended with code -9"):
+            events_of(engine)
+        load(version - 1)  # kept, as is the next
+        load(version)
+        engine.pause()
+        engine.resume()
+        with pytest.raises(LostReplicaError):
+            engine.submit(request(fake.QUICK, uid="later"))
+        engine.restart()
+        assert engine.server.process is not lost and engine.status().running == 0
+        engine.rejoin()
+        [completion] = generate(engine, [request(fake.QUICK, uid=f"after {loss}")])
+        assert completion.versions == ((version, 5),) and completion.token_ids == (3, 4, 5, 6, 7)
+    engine.server.process.kill()
+    engine.submit(request(fake.QUICK))
+    with pytest.raises(EngineError, match="ended with code -9") as error:
+        events_of(engine)
+    assert not isinstance(error.value, LostReplicaError)  # none is left
 
 
 def test_closing_ends_the_server_and_its_log(start: Start) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
-from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.folder import split_adapters
 from whet.models.load import outline
 from whet.options import Count, Positive
@@ -26,11 +25,12 @@ from whet.registry import register_rollout
 from whet.rollout.constraints import check_rules
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.vllm.arguments import engine_arguments, max_length
 from whet.rollout.vllm.environment import find_environment
 from whet.rollout.vllm.http import HttpError
 from whet.rollout.vllm.server import Server, command, environment, free_port
 from whet.rollout.vllm.translate import FIRST_VERSION, body_of, completion_of, versions_of
-from whet.rollout.vllm.weights import adapter_folder, as_in_checkpoints, weights_file
+from whet.rollout.vllm.weights import Adapter, Kept, adapter_folder, as_in_checkpoints, kept, weights_file
 from whet.types import Failure
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -38,8 +38,8 @@ TICK_SECONDS = 0.2  # between two looks at the server while events are waited fo
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 ADAPTER = "trained"  # its name in the server
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 LOST = (OSError, EOFError)  # connections that broke
+SENDS = 3  # of a request whose connection broke while the server is well
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
@@ -69,6 +69,8 @@ class VLLMEngine:
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
+        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
@@ -88,6 +90,7 @@ class VLLMEngine:
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
+        restarts: Count = 3,
         server: dict[str, Any] | None = None,
     ) -> None:
         assert model.path is not None
@@ -99,12 +102,12 @@ class VLLMEngine:
         self._outline: PreTrainedModel = whole
         config = whole.config.get_text_config()
         self.vocab_size, positions = int(config.vocab_size), int(config.max_position_embeddings)
-        arguments = _engine_arguments(
+        arguments = engine_arguments(
             model, dtype, max_batch_size, device, kv_cache_bytes, compile=compile, adapter=adapter
         )
         found = find_environment(python)
         found.check_arguments(server or {}, arguments)
-        self.max_length = _max_length(server or {}, positions)
+        self.max_length = max_length(server or {}, positions)
         self._live: dict[str, Live] = {}  # by uid, the oldest first
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._room = asyncio.Semaphore(max_batch_size + max_batch_size // 4)  # in the server, so that it need not wait
@@ -113,16 +116,24 @@ class VLLMEngine:
         self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
         self._coming: int | None = None  # the version that is being loaded, or was when it broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
-        port = free_port(port)
+        self._restarts = restarts  # that are left
+        self._loss: LostReplicaError | None = None  # why the server is lost
+        self._weights: Kept | None = None
+        self._adapter: Adapter | None = None
         index = None if device == HOST else device.index or 0
-        line = command(found.python, port, arguments | (server or {}))
-        self.server = Server(line, environment(threads or torch.get_num_threads(), index), port)
+        variables = environment(threads or torch.get_num_threads(), index)
+
+        def start() -> Server:
+            own = free_port(port)
+            return Server(command(found.python, own, arguments | (server or {})), variables, own)
+
+        self._start, self.server = start, start()
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         """Raises: ConfigError where vLLM is not here, or could not be started with these options."""
         cache, server = options["kv_cache_bytes"], options["server"] or {}
-        ours = _engine_arguments(model, torch.float32, 1, HOST, cache, compile=False, adapter=options["adapter"])
+        ours = engine_arguments(model, torch.float32, 1, HOST, cache, compile=False, adapter=options["adapter"])
         find_environment(options["python"]).check_arguments(server, ours)
         length = server.get("max_model_len", longest)
         if isinstance(length, int) and length < longest:
@@ -150,6 +161,7 @@ class VLLMEngine:
         if earlier is not None:
             earlier.is_replaced = True
             self._end([earlier])
+        self._raise_loss()
         self._ready()
         if not self._live:
             self._seen = (-1, time.monotonic())
@@ -161,25 +173,30 @@ class VLLMEngine:
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Returns the events as soon as there are any.  Raises: EngineError, WeightSyncError."""
         until, events = time.monotonic() + timeout_seconds, list[Event]()
+        self._raise_loss()
         while True:
             self._require_whole_weights()
             left = until - time.monotonic()
-            events += self._taken(min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
-            if events or not self._live or self._paused:
+            with self._noting_loss():
+                self._take(events, min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
+                if not events and self._live and not self._paused:
+                    self._look()
+            if events or not self._live or self._paused or (self._loss is None and left <= TICK_SECONDS):
                 return events
-            self._look()
-            if left <= TICK_SECONDS:
-                return events
+            self._raise_loss()
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
+        self._raise_loss()
         self._end([self._live[uid] for uid in uids if uid in self._live])
 
     def pause(self) -> None:
         """Stops sampling; every request with tokens gives them as Partial.  Raises: EngineError."""
-        self._ready()
-        self._call("POST", "/pause?mode=keep&clear_cache=false")
         self._paused = True
+        self._unless_lost(self._stop)
+
+    def _stop(self) -> None:
+        self._call("POST", "/pause?mode=keep&clear_cache=false")
         by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
         for found in self._call("GET", "/whet/requests"):
             if (live := by_name.get(found["request_id"])) is not None and found["token_ids"]:
@@ -190,23 +207,62 @@ class VLLMEngine:
 
     def resume(self) -> None:
         """Goes on after `pause`.  Raises: EngineError."""
-        self._ready()
         self._paused, self._seen = False, (-1, time.monotonic())
         if self._coming is None:
-            self._call("POST", "/resume")
+            self._unless_lost(lambda: self._call("POST", "/resume"))
 
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
-        self._ready()
-        with weights_file(as_in_checkpoints(weights, self._outline)) as path, self._between_two_steps(version):
-            self._call("POST", "/start_weight_update")
-            self._call("POST", "/update_weights", {"update_info": {"path": path}})
-            self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
-            self._has_adapter = False
+        self._keep(kept(weights_file(as_in_checkpoints(weights, self._outline)), version))
+        self._unless_lost(self._send_weights)
+        self._forget(version)
 
     def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
         """Samples with an adapter beside the first weights, from now on.  Raises: as `load`."""
+        self._keep(self._weights, Adapter([(name, weight.clone()) for name, weight in weights], config, version))
+        self._unless_lost(self._send_adapter)
+        self._forget(version)
+
+    def restart(self) -> None:
+        """Starts another server in the place of one that is lost.  Raises: EngineError."""
+        self._restarts -= 1
+        self._live, self._ended = {}, queue.SimpleQueue()
+        self.server.close()
+        self.server, self._is_ready, self._is_adapter_known = self._start(), False, False
         self._ready()
+
+    def rejoin(self) -> None:
+        """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
+        self._coming, self._loss = None, None
+        for held, send in ((self._weights, self._send_weights), (self._adapter, self._send_adapter)):
+            if held is not None:
+                self._unless_lost(send)
+        if self._paused:
+            self._unless_lost(self._stop)
+
+    def _keep(self, weights: Kept | None = None, adapter: Adapter | None = None) -> None:
+        """Holds these until newer ones come."""
+        if self._weights is not None and self._weights is not weights:
+            self._weights.files.close()
+        self._weights, self._adapter = weights, adapter
+
+    def _forget(self, version: int) -> None:
+        """Ends a load; the weights are kept only for restarts."""
+        self.version = version
+        if not self._restarts and self._loss is None:
+            self._keep()
+
+    def _send_weights(self) -> None:
+        assert self._weights is not None
+        with self._between_two_steps(self._weights.version):
+            self._call("POST", "/start_weight_update")
+            self._call("POST", "/update_weights", {"update_info": {"path": self._weights.path}})
+            self._call("POST", "/finish_weight_update", {"weight_version": str(self._weights.version)})
+            self._has_adapter = False
+
+    def _send_adapter(self) -> None:
+        assert self._adapter is not None
+        weights, config, version = self._adapter.weights, self._adapter.config, self._adapter.version
         with adapter_folder(weights, config) as folder, self._between_two_steps(version):
             if not self._is_adapter_known:
                 self._call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
@@ -234,13 +290,11 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
-        self._ready()
-        self._call("POST", "/sleep?level=1&mode=keep")
+        self._unless_lost(lambda: self._call("POST", "/sleep?level=1&mode=keep"))
 
     def wake(self) -> None:
         """Undoes `sleep`.  Raises: EngineError."""
-        self._ready()
-        self._call("POST", "/wake_up")
+        self._unless_lost(lambda: self._call("POST", "/wake_up"))
 
     def status(self) -> Status:
         """Version of the weights, and what runs and waits."""
@@ -258,6 +312,7 @@ class VLLMEngine:
         """Ends the server; unfinished requests are lost."""
         self._live.clear()
         self.server.close()
+        self._keep()
 
     def _check(self, request: Request) -> None:
         """Raises: EngineError for a request that can never be sampled."""
@@ -289,8 +344,7 @@ class VLLMEngine:
         try:
             async with asyncio.timeout(request.deadline_seconds), self._room:
                 live.is_sent = True
-                body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None)
-                answer = await self.server.client.answer("POST", "/inference/v1/generate", body, seconds=None)
+                answer = await self._sent(live)
             event: Event = Finished(request.uid, request.attempt, completion_of(answer, request))
         except TimeoutError:
             why = f"its deadline of {request.deadline_seconds:g} s was over"
@@ -299,9 +353,22 @@ class VLLMEngine:
             event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
         self._ended.put((live, event))
 
-    def _taken(self, timeout_seconds: float) -> list[Event]:
-        """The events that have come, of requests that were not replaced."""
-        events = []
+    async def _sent(self, live: Live) -> Any:
+        """The answer to a request. Where its connection breaks, the server ends it, and it is sent under another name.
+        Raises: OSError, EOFError, HttpError."""
+        left = SENDS
+        while True:
+            body = body_of(live.request, live.name, self.version, ADAPTER if self._has_adapter else None)
+            try:
+                return await self.server.client.answer("POST", "/inference/v1/generate", body, seconds=None)
+            except LOST as error:
+                left -= 1
+                if isinstance(error, TimeoutError) or not left:
+                    raise
+                live.name = f"{live.name}-again"
+
+    def _take(self, events: list[Event], timeout_seconds: float) -> None:
+        """Appends the events that have come, of requests that were not replaced."""
         with _empty_is_fine():
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
@@ -313,7 +380,6 @@ class VLLMEngine:
                     del self._live[event.uid]
                     self._seen = (-1, time.monotonic())
                 live, event = self._ended.get_nowait()
-        return events
 
     def _end(self, chosen: list[Live]) -> None:
         """Ends requests, and returns when all have come to their end."""
@@ -335,6 +401,26 @@ class VLLMEngine:
             self.server.wait(self._start_seconds)
             self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
             self._is_ready = True
+            self.server.error = LostReplicaError if self._restarts else EngineError
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Notes that the server was lost, for the next call that says so."""
+        try:
+            yield
+        except LostReplicaError as error:
+            self._loss = error
+
+    def _unless_lost(self, work: Callable[[], object]) -> None:
+        """Works with the server; one that is or was lost gets the same at its restart."""
+        if self._loss is None:
+            with self._noting_loss():
+                self._ready()
+                work()
+
+    def _raise_loss(self) -> None:
+        if self._loss is not None:
+            raise self._loss
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         """Calls the server and returns its answer.  Raises: HttpError; EngineError where it is gone or hangs."""
@@ -343,6 +429,9 @@ class VLLMEngine:
             return self.server.client.call(method, path, body, seconds=self._answer_seconds)
         except TimeoutError as error:
             raise self.server.failure(f"did not answer {path} within {self._answer_seconds:g} s") from error
+        except HttpError as error:
+            self.server.examine(str(error))  # a server without its worker refuses everything
+            raise
         except LOST as error:
             raise self.server.failure(f"closed the connection ({error}) at {path}") from error
 
@@ -372,59 +461,3 @@ def _empty_is_fine() -> Iterator[None]:
         yield
     except queue.Empty:
         return
-
-
-def _engine_arguments(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    max_batch_size: int,
-    device: torch.device,
-    kv_cache_bytes: int,
-    *,
-    compile: bool,  # noqa: A002
-    adapter: bool,
-) -> dict[str, Any]:
-    """The engine arguments of vLLM that whet sets.  Raises: ConfigError."""
-    base, _ = split_adapters(str(model.path))  # adapters come by `load`
-    return {
-        **_where_found(base, model),
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_num_seqs": max_batch_size,
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "enforce_eager": not compile,
-        "enable_sleep_mode": device != HOST,
-        "trust_remote_code": model.trust_remote_code,
-        "worker_extension_cls": "whet_vllm.Extension",
-        "weight_transfer_config": {"backend": "whet"},
-        "generation_config": "vllm",  # no defaults of the folder's generation_config.json
-        "logprobs_mode": "raw_logprobs",
-        **(_for_adapter(model) if adapter else {}),
-    }
-
-
-def _where_found(base: str, model: ModelConfig) -> dict[str, Any]:
-    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
-    paths = {"model": base, "tokenizer": model.tokenizer_path or base}
-    return {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in paths.items()}
-
-
-def _for_adapter(model: ModelConfig) -> dict[str, Any]:
-    """The arguments for the adapter that a run trains.  Raises: ConfigError for one that vLLM cannot sample with."""
-    rank = model.lora.rank
-    if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
-        raise ConfigError(
-            f"rollout.engine.options.adapter=true with model.lora.rank={rank}; expected a rank of 1 to {RANKS[-1]} "
-            "over the weights of a whole model's folder, without another adapter: set it to false"
-        )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
-
-
-def _max_length(server: Mapping[str, Any], positions: int) -> int:
-    """The longest sequence that vLLM is to take.  Raises: ConfigError for one that the model cannot have."""
-    length = server.get("max_model_len", positions)
-    if not isinstance(length, int) or not 0 < length <= positions:
-        raise ConfigError(
-            f"rollout.engine.options.server.max_model_len={length!r}; expected 1 to {positions}, the positions of the "
-            "model: lower it, or leave it out"
-        )
-    return length

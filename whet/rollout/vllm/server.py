@@ -39,6 +39,7 @@ class Server:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="whet-vllm-"))
         self.log, self.client = self.folder / "log", Client(port)
+        self.error: type[EngineError] = EngineError  # that a failure raises
         # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
         self.process = self.client.start(_start(command, environment, self.log)).result()
         self._end = weakref.finalize(self, _end, self.process)
@@ -76,7 +77,7 @@ class Server:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         telling = list(dict.fromkeys(line.strip() for line in lines if TELLING.search(line)))
         shown = "\n".join(telling[:SHOWN_LINES] or lines[-SHOWN_LINES:])
-        return EngineError(f"the vLLM server (process {self.process.pid}, {HOST}:{self.client.port}) {what}; its log "
+        return self.error(f"the vLLM server (process {self.process.pid}, {HOST}:{self.client.port}) {what}; its log "
                            f"{self.log} has:\n{shown or 'nothing'}")  # fmt: skip
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,27 @@ def _split(weights: Weights, model: PreTrainedModel) -> Weights:
 def _layer(named: tuple[str, torch.Tensor]) -> str:
     found = LAYER.match(named[0])
     return named[0] if found is None else found.group()
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, as its folder has it."""
+
+    weights: Sequence[tuple[str, torch.Tensor]]
+    config: Mapping[str, Any]
+    version: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Weights in shared memory, as long as `files` is open."""
+
+    path: str
+    version: int
+    files: ExitStack
+
+
+def kept(opened: AbstractContextManager[str], version: int) -> Kept:
+    """Holds weights that are written to memory.  Raises: whatever writing them raises."""
+    files = ExitStack()
+    return Kept(files.enter_context(opened), version, files)
