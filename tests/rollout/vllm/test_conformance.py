@@ -173,6 +173,10 @@ def test_a_request_alone_and_among_others(engine: VLLMEngine) -> None:
 # -- requests that cannot be sampled
 
 
+def test_streams(engine: VLLMEngine) -> None:
+    suite.check_streams(engine, suite.requests(groups=4, n=4, longest=40), ROUNDING)
+
+
 def test_what_can_never_be_sampled_is_refused(engine: VLLMEngine) -> None:
     [request] = suite.requests(groups=1, n=1)
     tokens = replace(request.params, allowed_token_ids=(5, 10**6))
