@@ -40,6 +40,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 ADAPTER = "trained"  # its name in the server
 LOST = (OSError, EOFError)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
+NONE_LEFT = "\nno restart of it is left: correct what the log says, or raise rollout.engine.options.restarts"
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
@@ -279,7 +280,7 @@ class VLLMEngine:
         try:
             yield
         except HttpError as error:
-            why = self.server.failure("did not take them")
+            why = self.server.told("did not take them")
             raise WeightSyncError(
                 f"version {version} of the weights does not fit vLLM's model: {error}; trainer and rollout were built "
                 f"from different models, or vLLM cannot reload this one: let both load model.path. {why}"
@@ -401,7 +402,10 @@ class VLLMEngine:
             self.server.wait(self._start_seconds)
             self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
             self._is_ready = True
-            self.server.error = LostReplicaError if self._restarts else EngineError
+            if self._restarts:
+                self.server.error = LostReplicaError
+            else:
+                self.server.advice = NONE_LEFT
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
