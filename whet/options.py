@@ -21,6 +21,7 @@ NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Le(1)]
 Cap = Annotated[float, Gt(0)]  # inf: no cap
 Count = Annotated[int, Gt(0)]
+Number = Annotated[int, Ge(0)]
 
 # By type of bound: its sign, its comparison, its limit.
 BOUNDS: dict[type[Any], tuple[str, Callable[[Any, Any], bool], Callable[[Any], Any]]] = {

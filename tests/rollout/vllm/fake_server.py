@@ -103,13 +103,22 @@ class Handler(BaseHTTPRequestHandler):
         state = {"token_ids": [], "log_probs": [], "weight_versions": [], "aborted": False}
         with State.lock:
             State.requests[name] = state
-        first = params["extra_args"]["sampled"]
+        first, streams = params["extra_args"]["sampled"], body.get("stream", False)
+        if streams:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
         while len(state["token_ids"]) < params["max_tokens"] and not state["aborted"]:
             with State.lock:
                 if State.paused or kind == STUCK:
                     State.lock.wait(0.05)
                     continue
                 self.add(state, first + len(state["token_ids"]))
+            if streams:
+                token, log_prob = state["token_ids"][-1], {"logprob": state["log_probs"][-1]}
+                none = {"finish_reason": None, "stop_reason": None, "weight_versions": None}
+                self.chunk({"choices": [{"token_ids": [token], "logprobs": {"content": [log_prob]}, **none}]})
             if kind == SLOW:
                 time.sleep(TOKEN_SECONDS)
         with State.lock:
@@ -122,7 +131,19 @@ class Handler(BaseHTTPRequestHandler):
             "stop_reason": None,
             "weight_versions": state["weight_versions"] or None,
         }
-        self.answer({"choices": [choice]})
+        if streams:
+            self.chunk({"choices": [{**choice, "token_ids": [], "logprobs": None}]})
+            self.chunk(None)
+        else:
+            self.answer({"choices": [choice]})
+
+    def chunk(self, value: Any) -> None:
+        """Sends an event, in two pieces; with None the end."""
+        text = b"data: [DONE]\n\n" if value is None else f"data: {json.dumps(value)}\n\n".encode()
+        for piece in (text[:9], text[9:]):
+            self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        if value is None:
+            self.wfile.write(b"0\r\n\r\n")
 
     @staticmethod
     def add(state: dict[str, Any], place: int) -> None:

@@ -20,7 +20,7 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.folder import split_adapters
 from whet.models.load import outline
-from whet.options import Count, Positive
+from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.constraints import check_rules
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -29,9 +29,9 @@ from whet.rollout.vllm.arguments import engine_arguments, max_length
 from whet.rollout.vllm.environment import find_environment
 from whet.rollout.vllm.http import HttpError
 from whet.rollout.vllm.server import Server, command, environment, free_port
-from whet.rollout.vllm.translate import FIRST_VERSION, body_of, completion_of, versions_of
+from whet.rollout.vllm.translate import FIRST_VERSION, body_of, completion_of, versions_at, versions_of
 from whet.rollout.vllm.weights import Adapter, Kept, adapter_folder, as_in_checkpoints, kept, weights_file
-from whet.types import Failure
+from whet.types import Failure, Versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
@@ -40,7 +40,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 ADAPTER = "trained"  # its name in the server
 LOST = (OSError, EOFError)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
-NONE_LEFT = "\nno restart of it is left: correct what the log says, or raise rollout.engine.options.restarts"
+GENERATE = "/inference/v1/generate"
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
@@ -52,6 +52,7 @@ class Live:
     name: str  # of this attempt, for the server
     submitted_at: float = field(default_factory=time.monotonic)
     is_sent: bool = False
+    known: Versions = ()  # of its tokens at the last change of weights, where it streams
     is_replaced: bool = False  # by a later attempt: its end is no event
     call: Future[None] = field(default_factory=Future)
 
@@ -91,7 +92,7 @@ class VLLMEngine:
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
-        restarts: Count = 3,
+        restarts: Number = 3,
         server: dict[str, Any] | None = None,
     ) -> None:
         assert model.path is not None
@@ -198,13 +199,18 @@ class VLLMEngine:
 
     def _stop(self) -> None:
         self._call("POST", "/pause?mode=keep&clear_cache=false")
-        by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
-        for found in self._call("GET", "/whet/requests"):
-            if (live := by_name.get(found["request_id"])) is not None and found["token_ids"]:
-                request, versions = live.request, versions_of(found["weight_versions"])
-                where = request.uid, request.attempt, len(request.sampled_ids)
+        for live, found in self._so_far():
+            if not live.request.streams:
+                where = live.request.uid, live.request.attempt, len(live.request.sampled_ids)
+                versions = versions_of(found["weight_versions"])
                 partial = Partial(*where, tuple(found["token_ids"]), tuple(found["log_probs"]), versions)
                 self._ended.put((None, partial))
+
+    def _so_far(self) -> list[tuple[Live, dict[str, Any]]]:
+        """The requests that have tokens, and what the server has of them."""
+        by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
+        found = [(by_name.get(each["request_id"]), each) for each in self._call("GET", "/whet/requests")]
+        return [(live, each) for live, each in found if live is not None and each["token_ids"]]
 
     def resume(self) -> None:
         """Goes on after `pause`.  Raises: EngineError."""
@@ -277,10 +283,13 @@ class VLLMEngine:
         """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
         self._coming = version
         self._call("POST", f"/pause?mode=keep&clear_cache={str(not self.keep_cache).lower()}")
+        if any(live.request.streams for live in self._live.values()):
+            for live, found in self._so_far():
+                live.known = versions_of(found["weight_versions"])
         try:
             yield
         except HttpError as error:
-            why = self.server.told("did not take them")
+            why = self.server.failure("did not take them")
             raise WeightSyncError(
                 f"version {version} of the weights does not fit vLLM's model: {error}; trainer and rollout were built "
                 f"from different models, or vLLM cannot reload this one: let both load model.path. {why}"
@@ -361,12 +370,31 @@ class VLLMEngine:
         while True:
             body = body_of(live.request, live.name, self.version, ADAPTER if self._has_adapter else None)
             try:
-                return await self.server.client.answer("POST", "/inference/v1/generate", body, seconds=None)
+                if live.request.streams:
+                    return await self._streamed(live, body)
+                return await self.server.client.answer("POST", GENERATE, body, seconds=None)
             except LOST as error:
                 left -= 1
-                if isinstance(error, TimeoutError) or not left:
+                if isinstance(error, TimeoutError) or live.request.streams or not left:
                     raise
                 live.name = f"{live.name}-again"
+
+    async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
+        """The same answer, whose tokens come as Partial meanwhile."""
+        request, tokens, log_probs, choice = live.request, list[int](), list[Any](), dict[str, Any]()
+        async for event in self.server.client.events(GENERATE, {**body, "stream": True}):
+            if "error" in event:
+                raise EngineError(str(event["error"]))
+            [choice] = event["choices"]
+            new, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+            if new:
+                place = len(tokens)
+                versions = versions_at(live.known, self.version, place, place + len(new))
+                values = tuple(each["logprob"] for each in content)
+                where = request.uid, request.attempt, len(request.sampled_ids) + place
+                self._ended.put((None, Partial(*where, tuple(new), values, versions)))
+            tokens, log_probs = tokens + new, log_probs + content
+        return {"choices": [{**choice, "token_ids": tokens, "logprobs": {"content": log_probs}}]}
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
         """Appends the events that have come, of requests that were not replaced."""
@@ -402,10 +430,7 @@ class VLLMEngine:
             self.server.wait(self._start_seconds)
             self._call("POST", "/init_weight_transfer_engine", {"init_info": {}})
             self._is_ready = True
-            if self._restarts:
-                self.server.error = LostReplicaError
-            else:
-                self.server.advice = NONE_LEFT
+            self.server.error = LostReplicaError if self._restarts else EngineError
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:

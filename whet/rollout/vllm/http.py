@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -63,7 +63,37 @@ class Client:
             task.cancel()
         self._loop.call_soon(self._loop.stop)
 
+    async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
+        """The objects that the server sends as events, as they come.  Raises: HttpError, OSError, EOFError."""
+        (reader, writer), status, headers = await self._begin("POST", path, json.dumps(body).encode())
+        try:
+            if status != 200:
+                answer = b"".join([part async for part in _parts(reader, headers)])
+                raise HttpError(_refused("POST", path, status, answer))
+            rest = b""
+            async for part in _parts(reader, headers):
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        yield json.loads(line[6:])
+        finally:
+            writer.transport.abort()
+
     async def _exchange(self, method: str, path: str, body: bytes) -> Any:
+        (reader, writer), status, headers = await self._begin(method, path, body)
+        try:
+            answer = b"".join([part async for part in _parts(reader, headers)])
+        except BaseException:
+            writer.transport.abort()
+            raise
+        self._idle.append((reader, writer))
+        if status != 200:
+            raise HttpError(_refused(method, path, status, answer))
+        is_json = "json" in headers.get("content-type", "")
+        return json.loads(answer) if is_json else answer.decode(errors="replace")
+
+    async def _begin(self, method: str, path: str, body: bytes) -> tuple[Connection, int, dict[str, str]]:
+        """Sends a call.  Returns its connection, and the status and headers of the answer."""
         while True:
             is_used = bool(self._idle)
             reader, writer = self._idle.pop() if is_used else await asyncio.open_connection(HOST, self.port)
@@ -74,8 +104,7 @@ class Client:
                 line = await reader.readline()
                 if not line and is_used:
                     continue  # the server closed the connection while nobody used it
-                status, headers = _status(line), await _headers(reader)
-                answer = await _body(reader, headers)
+                return (reader, writer), _status(line), await _headers(reader)
             except ConnectionError:
                 if is_used:
                     continue
@@ -83,11 +112,6 @@ class Client:
             except BaseException:
                 writer.transport.abort()
                 raise
-            self._idle.append((reader, writer))
-            if status != 200:
-                raise HttpError(f"{method} {path} was answered with {status}: {answer.decode(errors='replace')[:600]}")
-            is_json = "json" in headers.get("content-type", "")
-            return json.loads(answer) if is_json else answer.decode(errors="replace")
 
 
 def _status(line: bytes) -> int:
@@ -104,11 +128,15 @@ async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
     return headers
 
 
-async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The body of an answer, as it comes."""
     if headers.get("transfer-encoding", "").lower() != "chunked":
-        return await reader.readexactly(int(headers.get("content-length", 0)))
-    parts = []
+        yield await reader.readexactly(int(headers.get("content-length", 0)))
+        return
     while size := int((await reader.readline()).split(b";")[0], 16):
-        parts.append(await reader.readexactly(size + 2))
+        yield (await reader.readexactly(size + 2))[:-2]
     await reader.readline()
-    return b"".join(part[:-2] for part in parts)
+
+
+def _refused(method: str, path: str, status: int, answer: bytes) -> str:
+    return f"{method} {path} was answered with {status}: {answer.decode(errors='replace')[:600]}"

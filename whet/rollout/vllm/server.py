@@ -40,7 +40,6 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="whet-vllm-"))
         self.log, self.client = self.folder / "log", Client(port)
         self.error: type[EngineError] = EngineError  # that a failure raises
-        self.advice = ""  # at its end
         # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
         self.process = self.client.start(_start(command, environment, self.log)).result()
         self._end = weakref.finalize(self, _end, self.process)
@@ -74,16 +73,12 @@ class Server:
         raise self.failure(f"is not well after {why}")
 
     def failure(self, what: str) -> EngineError:
-        """The error of a server that is lost."""
-        return self.error(self.told(what) + self.advice)
-
-    def told(self, what: str) -> str:
-        """Says what the server did, with the telling lines of its log."""
+        """The error of a server that failed, with the telling lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         telling = list(dict.fromkeys(line.strip() for line in lines if TELLING.search(line)))
         shown = "\n".join(telling[:SHOWN_LINES] or lines[-SHOWN_LINES:])
-        who = f"the vLLM server (process {self.process.pid}, {HOST}:{self.client.port})"
-        return f"{who} {what}; its log {self.log} has:\n{shown or 'nothing'}"
+        return self.error(f"the vLLM server (process {self.process.pid}, {HOST}:{self.client.port}) {what}; its log "
+                           f"{self.log} has:\n{shown or 'nothing'}")  # fmt: skip
 
     def close(self) -> None:
         """Ends the processes, and removes the log of a server that did not fail."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from whet.errors import EngineError
@@ -73,3 +74,10 @@ def versions_of(spans: Sequence[Any]) -> Versions:
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans
     )
+
+
+def versions_at(known: Versions, version: int, start: int, end: int) -> Versions:
+    """Runs of the tokens from `start` to `end`: the first ones are `known`, those behind are of `version`."""
+    each = [known_version for known_version, count in known for _ in range(count)]
+    each += [version] * (end - len(each))
+    return tuple((run, len(list(same))) for run, same in groupby(each[start:end]))
