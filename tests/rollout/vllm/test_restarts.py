@@ -135,23 +135,29 @@ def test_a_server_that_fails_changes_no_result(
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_other_replica_goes_on(
     has_vllm: None,
+    undisturbed: dict[str, Any],
     train_config: MakeConfig,
     additions: list[dict[str, Any]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     staleness: int,
 ) -> None:
-    """One of two replicas is killed, and comes back with the weights of the time."""
+    """One of two replicas is killed, and comes back with the weights of the time. Without stale samples the result is
+    that of one replica which nothing happened to."""
+    if not staleness and not undisturbed:
+        undisturbed["rows"] = trained(train_config({**RUN, "trainer.run_dir": tmp_path / "alone"}), additions)
     settings: dict[str, Any] = {**RUN, "cluster.placement": TWO, "trainer.run_dir": tmp_path / "run"}
     settings["trainer.total_steps"] = 200 if staleness else 5
     if staleness:
         settings |= {"rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}
     with after_step_1(tmp_path / "run", lambda: servers()[1].kill()):
-        trained(train_config(settings), additions)
+        rows = trained(train_config(settings), additions)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(1, settings["trainer.total_steps"] + 1))
     assert "of the rollout is started again: the vLLM server" in caplog.text
-    if staleness:
+    if not staleness:
+        assert rows == undisturbed["rows"]
+    else:
         assert "of the rollout samples again" in caplog.text
         assert max(line["staleness/max"] for line in lines) <= 1
         # the log-probs of both sides agree where a token is of the newest weights, also at the end
