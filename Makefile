@@ -9,12 +9,13 @@ PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
 VLLM := .venv-vllm/.ready
+SGLANG := .venv-sglang/.ready
 
 # A part of the slow tests, by the names of tests/parts.toml: make test-long PART=ray
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers vllm quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers vllm sglang quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -35,6 +36,8 @@ endif
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
+
+sglang: $(SGLANG) ## SGLang for rollout.engine.name=sglang, in an environment of its own
 
 quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check
@@ -111,5 +114,25 @@ ifeq ($(shell command -v nvidia-smi),)
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
 	.venv-vllm/bin/pip install --quiet vllm==0.32.0
+endif
+	@touch $@
+
+# SGLang's kernels are built for CUDA alone: a machine without a GPU gets what its server imports, and a stand-in for the
+# kernels (tests/rollout/sglang/standin).
+SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 blobfile==3.0.0 build compressed-tensors==0.18.0 datasets distro \
+    easydict einops fastapi gguf interegular IPython 'kernels<0.15,>=0.14.1' 'llguidance<2,>=1.7.6' 'mistral_common>=1.11.5' \
+    modelscope msgspec ninja numba==0.65.1 numpy nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson outlines==0.1.11 \
+    packaging partial_json_parser pillow prometheus-client psutil py-spy pybase64 pydantic 'python-dateutil<3' \
+    python-multipart pyzmq regex requests scipy sentencepiece==0.2.1 setproctitle soundfile==0.13.1 tiktoken tqdm triton \
+    'uvicorn>=0.51' uvloop watchfiles xxhash zstandard
+
+$(SGLANG):
+	$(PYTHON) -m venv .venv-sglang
+ifeq ($(shell command -v nvidia-smi),)
+	.venv-sglang/bin/pip install --quiet torch==2.13.0 transformers==5.19.0 $(SGLANG_NEEDS)
+	.venv-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 timm==1.0.25 torch_memory_saver torchao xgrammar==0.2.7
+	printf '%s\nimport sglang_standin\n' $(CURDIR)/tests/rollout/sglang/standin > $$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet_standin.pth
+else
+	.venv-sglang/bin/pip install --quiet sglang==0.5.23
 endif
 	@touch $@

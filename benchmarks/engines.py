@@ -14,7 +14,8 @@ from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers, make_workload
 from whet.errors import ConfigError
-from whet.rollout.vllm.environment import find_environment
+from whet.rollout.servers.environment import find_environment
+from whet.rollout.vllm.engine import PACKAGE
 
 TITLE = "Rollout engines"
 NOTE = """\
@@ -48,7 +49,7 @@ def run(setting: Setting) -> dict[str, Any]:
     """All engines in turns, case by case; vLLM where its environment is there."""
     engines = ["transformers", "native", "vllm"]
     try:
-        find_environment(None)
+        find_environment(PACKAGE, None)
     except ConfigError as error:
         log.warning("vLLM takes no part: %s", error)
         engines.remove("vllm")

@@ -91,7 +91,16 @@ def test_parts_that_know_nothing_of_each_other(part: str, apart: str) -> None:
 
 def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
     concrete = tuple(
-        f"whet.{name}" for name in ("engines.single", "engines.fsdp", "rollout.hf", "rollout.native", "rollout.vllm")
+        f"whet.{name}"
+        for name in (
+            "engines.single",
+            "engines.fsdp",
+            "rollout.hf",
+            "rollout.native",
+            "rollout.servers",
+            "rollout.sglang",
+            "rollout.vllm",
+        )
     )
     builders = {
         f"whet/trainers/{name}.py" for name in ("build", "workers", "rollout_worker")
@@ -215,7 +224,9 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "serving"])
+@pytest.mark.parametrize(
+    "folder", ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "rollout/sglang", "serving"]
+)
 def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "whet", ignore=ignored)

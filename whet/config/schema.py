@@ -124,7 +124,7 @@ class RolloutEngineConfig(Section):
     """The rollout engine."""
 
     name: Annotated[str, Choice(ROLLOUT_ENGINES, "options")] = key(
-        "native", "registered rollout engine (native, hf, vllm), or path/file.py:MyEngine"
+        "native", "registered rollout engine (native, hf, vllm, sglang), or path/file.py:MyEngine"
     )
     options: dict[str, Any] = key({}, ENGINE_OPTIONS)
 

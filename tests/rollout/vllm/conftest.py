@@ -18,8 +18,8 @@ from whet.config.schema import ModelConfig
 from whet.errors import ConfigError
 from whet.models.init import Arch, init_model
 from whet.models.load import load_policy, load_tokenizer
-from whet.rollout.vllm.engine import VLLMEngine
-from whet.rollout.vllm.environment import find_environment
+from whet.rollout.servers.environment import find_environment
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 
 CPU = torch.device("cpu")
 SMALL = {"kv_cache_bytes": 2**26, "threads": 1}
@@ -30,7 +30,7 @@ Start = Callable[..., VLLMEngine]
 def has_vllm() -> None:
     """Skips where no environment with vLLM is found."""
     try:
-        find_environment(None)
+        find_environment(PACKAGE, None)
     except ConfigError as error:
         pytest.skip(f"no environment with vLLM here: {error}")
 

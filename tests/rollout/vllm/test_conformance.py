@@ -71,7 +71,7 @@ def begin(engine: VLLMEngine, made: Sequence[Request], tokens: int) -> None:
             assert engine.submit(replace(request, attempt=attempt))
         while any(not live.call.done() for live in engine._live.values()):
             assert time.monotonic() < until
-            if engine._call("GET", "/whet/requests?count")["tokens"] >= tokens:
+            if engine.call("GET", "/whet/requests?count")["tokens"] >= tokens:
                 return
         engine.poll(0.0)
     raise AssertionError(f"20 times all of {len(made)} requests ended before {tokens} tokens were seen")
@@ -317,7 +317,7 @@ def test_a_request_past_its_deadline_fails_alone(engine: VLLMEngine) -> None:
     assert failed.keys() == {first.uid, second.uid} and completions(events).keys() == {other.uid}
     assert all(each.timed_out and each.source == "engine" for each in failed.values())
     until = time.monotonic() + 10  # the server hears of it
-    while engine._call("GET", "/whet/requests"):
+    while engine.call("GET", "/whet/requests"):
         assert time.monotonic() < until
 
 
@@ -414,6 +414,6 @@ def test_a_plain_id_aborts_nothing(engine: VLLMEngine) -> None:
     [request] = suite.requests(groups=1, n=1, **LONG)
     begin(engine, [request], 1)
     [live] = engine._live.values()
-    assert engine._call("POST", "/abort_requests", {"request_ids": [live.name]})["status"] == "aborted"
+    assert engine.call("POST", "/abort_requests", {"request_ids": [live.name]})["status"] == "aborted"
     [completion] = completions(drain(engine)).values()
     assert completion.finish_reason == "length" and len(completion.token_ids) == LENGTH

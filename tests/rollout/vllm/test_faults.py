@@ -84,7 +84,7 @@ def test_no_process_outlives_whoever_started_it(has_vllm: None, tmp_path: Path) 
         "from whet.rollout.vllm.engine import VLLMEngine\n"
         f"model = ModelConfig(path={str(tmp_path / 'sharp')!r})\n"
         "engine = VLLMEngine(torch.float32, 8, torch.device('cpu'), model, kv_cache_bytes=2**26, threads=1)\n"
-        "engine._ready()\n"
+        "engine.ready()\n"
         "print(engine.server.process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 from whet.errors import EngineError
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.engine import FIRST_VERSION
 from whet.types import FinishReason, Versions
 
-FIRST_VERSION = 0  # of the weights that the server itself loaded, which it calls "default"
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -50,9 +50,7 @@ def body_of(request: Request, name: str, version: int, adapter: str | None = Non
 
 
 def completion_of(answer: Any, request: Request) -> Completion:
-    """The completion in an answer of the server; without one that of a request never sent.  Raises: EngineError."""
-    if answer is None:
-        return Completion((), (), "abort", ())
+    """The completion in an answer of the server.  Raises: EngineError."""
     [choice] = answer["choices"]
     tokens, reason = tuple(choice["token_ids"] or ()), choice["finish_reason"]
     log_probs = tuple(each["logprob"] for each in (choice["logprobs"] or {}).get("content") or ())
@@ -69,7 +67,7 @@ def completion_of(answer: Any, request: Request) -> Completion:
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:
-    """Runs of (version, tokens) from vLLM's spans."""
+    """Runs of (version, tokens) from spans of the server, which calls the weights that itself loaded "default"."""
     return tuple(
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as one safetensors file in shared memory, which vLLM's processes read."""
+"""Weights as one safetensors file in shared memory, which the processes of a server read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def weights_file(weights: Weights) -> Iterator[str]:
     is a descriptor of this process, and the kernel frees it with the last process that has it open.
 
     Raises: what `weights` raises; WeightSyncError where there is no memory for them."""
-    file = os.memfd_create("whet-vllm-weights")
+    file = os.memfd_create("whet-rollout-weights")
     try:
         header, end = dict[str, object](), 0
         for name, weight in weights:
@@ -67,7 +67,7 @@ def _write(file: int, octets: memoryview, offset: int) -> None:
             octets, offset = octets[written:], offset + written
     except OSError as error:
         raise WeightSyncError(
-            f"weights for vLLM cannot be written to shared memory at byte {offset} ({error.strerror}); expected "
+            f"weights for the rollout cannot be written to shared memory at byte {offset} ({error.strerror}); expected "
             "room for the weights once more: use a machine with more memory"
         ) from error
 

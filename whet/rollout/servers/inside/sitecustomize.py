@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up of every Python process of a vLLM server: each ends when the process that started it is gone.
+"""Start-up of every Python process of a server: each ends when the process that started it is gone.
 
 vLLM's engine process does not hear that its parent was killed. Python imports this file by its name, as its folder is
 on the server's PYTHONPATH."""

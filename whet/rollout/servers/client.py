@@ -31,7 +31,7 @@ class Client:
         self.port = port
         self._idle: list[Connection] = []
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="whet-vllm-http", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="whet-rollout-http", daemon=True)
         self._thread.start()
 
     def call(self, method: str, path: str, body: Any = None, *, seconds: float) -> Any:

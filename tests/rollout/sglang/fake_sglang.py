@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that answers as SGLang's does, without a model: token n of a response is n + 3, its log-prob -1 / (n + 1).
+
+The first token of a prompt says what happens: see the constants."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+QUICK, SLOW, REFUSED, ENDS = range(3, 7)
+TOKEN_SECONDS = 0.02
+
+
+class State:
+    """Shared by the threads of the server."""
+
+    lock = threading.Condition()
+    sent: dict[str, int] = {}  # tokens of running requests  # noqa: RUF012
+    aborted: set[str] = set()  # noqa: RUF012
+    paused = False
+    version = "0"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One thread a connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Is silent."""
+
+    def do_GET(self) -> None:
+        """Health and progress."""
+        with State.lock:
+            self.answer({"internal_states": [{"whet_sent": State.sent}]})
+
+    def do_POST(self) -> None:
+        """Requests, and what changes the server."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
+        if self.path == "/generate":
+            self.generate(body)
+            return
+        with State.lock:
+            if self.path == "/pause_generation":
+                State.paused = True
+            elif self.path == "/continue_generation":
+                State.paused = False
+            elif self.path == "/abort_request":  # of all whose names begin so
+                State.aborted |= {name for name in State.sent if name.startswith(body["rid"])}
+            elif self.path == "/update_weights_from_disk":
+                with safe_open(next(Path(body["model_path"]).glob("*.safetensors")), "pt") as file:
+                    if not file.get_tensor("model.norm.weight").any():
+                        self.answer({"success": False, "message": "zeros"}, 400)
+                        return
+                State.version = body["weight_version"]
+            State.lock.notify_all()
+        self.answer({})
+
+    def generate(self, body: dict[str, Any]) -> None:
+        """Tokens, one after the other."""
+        name, kind, total = body["rid"], body["input_ids"][0], body["sampling_params"]["max_new_tokens"]
+        if kind == REFUSED:
+            self.answer({"error": "a bad request"}, 400)
+            return
+        if kind == ENDS:
+            os._exit(0)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        first, spans, count, reason = len(body["input_ids"]) - 2, list[dict[str, Any]](), 0, None
+        with State.lock:
+            State.sent[name] = 0
+        while reason is None:
+            with State.lock:
+                if State.paused and name not in State.aborted:
+                    State.lock.wait(0.05)
+                    continue
+                if not spans or spans[-1]["version"] != State.version:
+                    spans.append({"version": State.version, "start": count})
+                count += 1
+                spans[-1]["end"] = State.sent[name] = count
+                kinds = {"abort": name in State.aborted, "length": count == total}
+                reason = next(({"type": each} for each, holds in kinds.items() if holds), None)
+                place = first + count - 1
+                about = {"finish_reason": reason, "completion_tokens": count, "weight_versions": spans}
+                about["output_token_logprobs"] = [[-1 / (place + 1), place + 3, None]]
+                self.piece(json.dumps({"output_ids": [place + 3], "meta_info": about}))
+            if kind == SLOW:
+                time.sleep(TOKEN_SECONDS)
+        with State.lock:
+            del State.sent[name]
+        self.piece("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def piece(self, text: str) -> None:
+        """Sends one event."""
+        octets = f"data: {text}\n\n".encode()
+        self.wfile.write(f"{len(octets):x}\r\n".encode() + octets + b"\r\n")
+
+    def answer(self, value: Any, status: int = 200) -> None:
+        """Sends JSON."""
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer.daemon_threads = True
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

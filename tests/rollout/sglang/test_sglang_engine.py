@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine against a server that speaks SGLang's protocol: pauses, versions, aborts, errors, bad input."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_sglang as fake
+
+from whet.config.schema import ModelConfig
+from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.load import load_policy
+from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
+from whet.rollout.servers.environment import Environment, find_environment
+from whet.rollout.sglang import engine as engine_module
+from whet.rollout.sglang import server as server_module
+from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
+
+FAKE = str(Path(__file__).with_name("fake_sglang.py"))
+Start = Callable[..., SGLangEngine]
+
+
+@pytest.fixture
+def start(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts engines whose server is the fake one."""
+    started: list[SGLangEngine] = []
+    fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (fields / "model.py").write_text("class Model:\n    context_length: int = 1\n    model_path: str = ''\n")
+    found = Environment(sys.executable, tmp_path / "sglang", PACKAGE)
+    monkeypatch.setattr(engine_module, "find_environment", lambda *_: found)
+
+    def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
+        return [sys.executable, FAKE, str(port)]
+
+    monkeypatch.setattr(engine_module, "command", line)
+
+    def begin(**options: Any) -> SGLangEngine:
+        model, options = ModelConfig(path=str(model_folder)), {"start_seconds": 30.0, "answer_seconds": 20.0, **options}
+        started.append(SGLangEngine(torch.float32, 64, torch.device("cpu"), model, **options))
+        return started[-1]
+
+    yield begin
+    for engine in started:
+        engine.close()
+
+
+def request(kind: int, tokens: int = 5, uid: str = "0", **more: Any) -> Request:
+    return Request(uid, (kind, 4), SamplingParams(tokens), key=1, **more)
+
+
+def events_of(engine: SGLangEngine, count: int = 1) -> list[Event]:
+    until, events = time.monotonic() + 20, list[Event]()
+    while len(events) < count:
+        events += engine.poll(1.0)
+        assert time.monotonic() < until
+    return events
+
+
+def weights(folder: Path, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.detach() * factor) for name, weight in load_policy(folder).named_parameters()]
+
+
+def test_requests_and_completions(start: Start) -> None:
+    made = [request(fake.QUICK, tokens, uid=str(tokens)) for tokens in range(1, 21)]
+    for each, completion in zip(made, generate(start(), made), strict=True):
+        tokens = each.params.max_new_tokens
+        assert completion.token_ids == tuple(range(3, tokens + 3)) and completion.versions == ((0, tokens),)
+        assert completion.log_probs == tuple(-1 / (place + 1) for place in range(tokens))
+
+
+def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
+    engine = start()
+    engine.submit(request(fake.SLOW, 60))
+    engine.poll(0.3)
+    engine.pause()
+    [partial] = engine.poll(0.0)
+    assert isinstance(partial, Partial) and 0 < len(partial.token_ids) < 60
+    engine.submit(request(fake.QUICK, uid="late"))
+    engine.load(weights(model_folder), version=3)
+    assert engine.poll(0.2) == []
+    engine.abort(["late"])
+    [late] = engine.poll(0.0)
+    assert isinstance(late, Finished) and late.completion.finish_reason == "abort"
+    engine.resume()
+    [done] = events_of(engine)
+    before = len(partial.token_ids)
+    assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
+
+
+def test_an_abort_ends_one_request(start: Start) -> None:
+    """The server ends all whose names begin with the one given."""
+    engine = start()
+    for number in range(12):
+        engine.submit(request(fake.SLOW, 30, uid=str(number)))
+    engine.poll(0.3)
+    engine.abort(["0"])
+    [cut] = engine.poll(0.0)
+    assert isinstance(cut, Finished) and 0 < len(cut.completion.token_ids) < 30
+    engine.submit(request(fake.QUICK, 30, attempt=1, sampled_ids=cut.completion.token_ids))
+    found = {event.uid: event.completion for event in events_of(engine, 12) if isinstance(event, Finished)}
+    assert cut.completion.token_ids + found.pop("0").token_ids == tuple(range(3, 33))
+    assert {each.finish_reason for each in found.values()} == {"length"} and len(found) == 11
+
+
+def test_weights_that_do_not_fit(start: Start, model_folder: Path) -> None:
+    engine, whole = start(), weights(model_folder)
+    for wrong, message in (
+        (whole[:-1], "1 did not come, such as"),
+        ([*whole, ("extra", torch.ones(2))], r"extra of shape \(2,\) is none of its weights"),
+        (weights(model_folder, 0.0), "zeros"),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.load(wrong, version=2)
+        with pytest.raises(WeightSyncError, match="nothing is sampled until all weights of a version came"):
+            engine.poll(0.0)
+    engine.load(whole, version=3)
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((3, 5),)
+
+
+def test_failures(start: Start) -> None:
+    engine = start()
+    engine.submit(request(fake.REFUSED))
+    [event] = events_of(engine)
+    assert isinstance(event, Failed) and "400: " in event.failure.message
+    with pytest.raises(EngineError, match="a penalty, bad words or allowed tokens"):
+        engine.submit(Request("1", (3,), SamplingParams(4, repetition_penalty=1.1), key=1))
+    with pytest.raises(EngineError, match="has stop strings"):
+        engine.submit(Request("1", (3,), SamplingParams(4, stop=("a",)), key=1))
+    with pytest.raises(EngineError, match=r"the SGLang server .* ended with code 0; its log"):
+        generate(engine, [request(fake.ENDS)])
+
+
+def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, model_folder: Path) -> None:
+    engine = start(restarts=1)
+    engine.load(weights(model_folder), version=1)
+    engine.submit(request(fake.SLOW, 500))
+    engine.poll(0.3)
+    engine.server.process.kill()
+    with pytest.raises(LostReplicaError, match=r"the SGLang server .* ended with code -9"):
+        events_of(engine)
+    engine.load(weights(model_folder), version=2)
+    engine.restart()
+    engine.rejoin()
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((2, 5),)
+
+
+def test_options_are_checked_before_anything_starts(start: Start) -> None:
+    for server, message in (
+        ({"context_len": 64}, r"SGLang 0.5.23 has no engine argument 'context_len'; did you mean 'context_length'\?"),
+        ({"model_path": "other"}, "server.model_path is set by whet"),
+        ({"context_length": 100_000}, "context_length=100000; expected 1 to 512, the positions of the model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(server=server)
+    with pytest.raises(ConfigError, match=r"no/python does not exist; expected .*SGLang 0.5.23: run `make sglang`"):
+        find_environment(PACKAGE, "no/python")
+    with pytest.raises(ConfigError, match="has no package sglang; expected SGLang"):
+        find_environment(PACKAGE, sys.executable)
+
+
+def test_the_command_line() -> None:
+    line = server_module.command(
+        "python", 80, {"skip_server_warmup": True, "trust_remote_code": False, "dtype": "float32"}
+    )
+    assert line[1:3] == ["-m", "whet_sglang"] and line[-3:] == ["--skip-server-warmup", "--dtype", "float32"]

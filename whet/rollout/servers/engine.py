@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine whose requests go to a server of its own: the bookkeeping that all such engines share."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from whet.config.schema import ModelConfig
+from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.folder import split_adapters
+from whet.models.load import outline
+from whet.rollout.constraints import check_rules
+from whet.rollout.planned import Decoding, RolloutBytes
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.servers.client import HttpError
+from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.process import Server
+from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
+from whet.types import Failure, Versions
+
+FIRST_VERSION = 0  # of the weights that the server itself loaded
+MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
+ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
+LOST = (OSError, EOFError)  # connections that broke
+SENDS = 3  # of a request whose connection broke while the server is well
+NEVER_SENT = Completion((), (), "abort", ())
+UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
+
+
+@dataclass(eq=False)
+class Live:
+    """An unfinished request, and the call of the server that answers it."""
+
+    request: Request
+    name: str  # of this attempt, for the server
+    submitted_at: float = field(default_factory=time.monotonic)
+    is_sent: bool = False
+    known: Versions = ()  # of its tokens at the last change of weights, where it streams
+    is_replaced: bool = False  # by a later attempt: its end is no event
+    call: Future[None] = field(default_factory=Future)
+
+
+class ServerEngine(ABC):
+    """Requests, versions and weights of a server, whose own words are the abstract methods.
+
+    A subclass checks its options in `__init__`, starts the server, and hands both to this class."""
+
+    kind: ClassVar[str]  # the server's name in errors
+    length_option: ClassVar[str]  # its name for the longest sequence
+    package: ClassVar[Package]
+    server: Server
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        model: ModelConfig,
+        *,
+        keep_cache: bool,
+        start_seconds: float,
+        answer_seconds: float,
+        restarts: int,
+    ) -> None:
+        assert model.path is not None
+        self.dtype, self.keep_cache, self.version = dtype, keep_cache, FIRST_VERSION
+        self.base, _ = split_adapters(model.path)  # adapters come by `load`
+        self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
+        with torch.device("meta"):
+            whole: Any = outline(self.base, trust_remote_code=model.trust_remote_code)
+        self._outline: PreTrainedModel = whole
+        config = whole.config.get_text_config()
+        self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
+        self.max_length = self.positions
+        self._live: dict[str, Live] = {}  # by uid, the oldest first
+        self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
+        self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
+        self._names, self._paused, self._is_ready = 0, False, False
+        self._coming: int | None = None  # the version that is being loaded, or was when it broke off
+        self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
+        self._restarts = restarts  # that are left
+        self._loss: LostReplicaError | None = None  # why the server is lost
+        self._weights: Kept | None = None
+
+    def launch(self, start: Callable[[], Server]) -> None:
+        """Starts the server, and at each restart another one."""
+        self._start, self.server = start, start()
+        self._room = asyncio.Semaphore(self._most)  # of the thread of this server's client
+
+    @classmethod
+    def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
+        """Raises: ConfigError where the server could not be started with these options."""
+        server = options["server"] or {}
+        find_environment(cls.package, options["python"]).check_arguments(server, ())
+        length = server.get(cls.length_option, longest)
+        if isinstance(length, int) and length < longest:
+            raise ConfigError(
+                f"rollout.engine.options.server.{cls.length_option}={length} is less than data.max_prompt_length and "
+                f"data.max_response_length together, {longest} tokens; raise it, or lower them"
+            )
+
+    @classmethod
+    def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """The whole cache, which the server reserves at its start."""
+        cache, rows = options["kv_cache_bytes"], decoding.rows
+        needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
+        smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
+        return RolloutBytes(cache, min(cache, needed), True, rows, max(decoding.lengths.prompts), smaller)
+
+    # -- the server's own words
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes ready a server that has just started."""
+
+    @abstractmethod
+    async def admit(self) -> None:
+        """Waits, in the client's thread, until the server takes requests."""
+
+    @abstractmethod
+    async def sample(self, live: Live) -> Completion:
+        """Sends a request and waits for its completion, in the client's thread. Where it streams, its tokens may come
+        before (`stream`).  Raises: EngineError, OSError, EOFError."""
+
+    @abstractmethod
+    def end(self, names: list[str]) -> None:
+        """Asks the server to end requests that it runs; unknown names are no error."""
+
+    @abstractmethod
+    def hold(self, *, keep_cache: bool) -> None:
+        """Stops sampling between two decode steps; without `keep_cache` running requests compute all again."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Goes on after `hold`."""
+
+    @abstractmethod
+    def so_far(self) -> Iterable[tuple[Live, Completion]]:
+        """The unfinished requests with their tokens, while the server is on hold."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """The number of tokens that unfinished requests have."""
+
+    @abstractmethod
+    def update(self, path: str, version: int) -> None:
+        """Loads all weights from a safetensors file, while the server is on hold.  Raises: HttpError."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undoes `sleep`.  Raises: EngineError."""
+
+    # -- the contract of rollout engines
+
+    def submit(self, request: Request) -> bool:
+        """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
+        earlier = self._live.get(request.uid)
+        if earlier is not None and request.attempt <= earlier.request.attempt:
+            return True
+        if earlier is None and len(self._live) >= MAX_UNFINISHED:
+            return False
+        self.check(request)
+        if earlier is not None:
+            earlier.is_replaced = True
+            self._end([earlier])
+        self._raise_loss()
+        self.ready()
+        if not self._live:
+            self._seen = (-1, time.monotonic())
+        self._names += 1
+        live = self._live[request.uid] = Live(request, str(self._names))
+        live.call = self.server.client.start(self._answer(live))
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Returns the events as soon as there are any.  Raises: EngineError, WeightSyncError."""
+        until, events = time.monotonic() + timeout_seconds, list[Event]()
+        self._raise_loss()
+        while True:
+            self._require_whole_weights()
+            left = until - time.monotonic()
+            with self._noting_loss():
+                self._take(events, min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
+                if not events and self._live and not self._paused:
+                    self._look()
+            if events or not self._live or self._paused or (self._loss is None and left <= TICK_SECONDS):
+                return events
+            self._raise_loss()
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
+        self._raise_loss()
+        self._end([self._live[uid] for uid in uids if uid in self._live])
+
+    def pause(self) -> None:
+        """Stops sampling; every request with tokens gives them as Partial.  Raises: EngineError."""
+        self._paused = True
+        self.unless_lost(self._stop)
+
+    def _stop(self) -> None:
+        self.hold(keep_cache=True)
+        for live, found in self.so_far():
+            if not live.request.streams:
+                self.stream(live, 0, found.token_ids, found.log_probs, found.versions)
+
+    def stream(
+        self, live: Live, place: int, token_ids: Sequence[int], log_probs: Sequence[float], versions: Versions
+    ) -> None:
+        """Gives tokens of a request before its end; `place` counts from those that earlier attempts sampled."""
+        where = live.request.uid, live.request.attempt, len(live.request.sampled_ids) + place
+        self._ended.put((None, Partial(*where, tuple(token_ids), tuple(log_probs), versions)))
+
+    def resume(self) -> None:
+        """Goes on after `pause`.  Raises: EngineError."""
+        self._paused, self._seen = False, (-1, time.monotonic())
+        if self._coming is None:
+            self.unless_lost(self.release)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
+        self._keep(kept(weights_file(as_in_checkpoints(weights, self._outline)), version))
+        self.unless_lost(self._send_weights)
+        self.version = version
+        if not self._restarts and self._loss is None:
+            self._keep(None)
+
+    def _keep(self, weights: Kept | None) -> None:
+        """Holds weights until newer ones come."""
+        if self._weights is not None:
+            self._weights.files.close()
+        self._weights = weights
+
+    def _send_weights(self) -> None:
+        assert self._weights is not None
+        with self.between_two_steps(self._weights.version):
+            self.update(self._weights.path, self._weights.version)
+
+    def restart(self) -> None:
+        """Starts another server in the place of one that is lost.  Raises: EngineError."""
+        self._restarts -= 1
+        self._live, self._ended, self._is_ready = {}, queue.SimpleQueue(), False
+        self.server.close()
+        self.launch(self._start)
+        self.ready()
+
+    def rejoin(self) -> None:
+        """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
+        self._coming, self._loss = None, None
+        if self._weights is not None:
+            self.unless_lost(self._send_weights)
+        if self._paused:
+            self.unless_lost(self._stop)
+
+    @contextmanager
+    def between_two_steps(self, version: int) -> Iterator[None]:
+        """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
+        self._coming = version
+        self.hold(keep_cache=self.keep_cache)
+        if any(live.request.streams for live in self._live.values()):
+            for live, found in self.so_far():
+                live.known = found.versions
+        try:
+            yield
+        except HttpError as error:
+            why = self.server.failure("did not take them")
+            raise WeightSyncError(
+                f"version {version} of the weights does not fit {self.kind}'s model: {error}; trainer and rollout were "
+                f"built from different models, or {self.kind} cannot reload this one: let both load model.path. "
+                f"{why}"
+            ) from error
+        self.version, self._coming = version, None
+        if not self._paused:
+            self.release()
+
+    def status(self) -> Status:
+        """Version of the weights, and what runs and waits."""
+        unfinished = list(self._live.values())  # at once: another thread may submit
+        running, oldest = sum(live.is_sent for live in unfinished), next(iter(unfinished), None)
+        return Status(
+            version=self.version,
+            running=running,
+            waiting=len(unfinished) - running,
+            oldest=None if oldest is None else oldest.request.uid,
+            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
+        )
+
+    def close(self) -> None:
+        """Ends the server; unfinished requests are lost."""
+        self._live.clear()
+        self.server.close()
+        self._keep(None)
+
+    def check(self, request: Request) -> None:
+        """Raises: EngineError for a request that can never be sampled."""
+        params, uid = request.params, request.uid
+        needed = len(request.prompt_ids) + params.max_new_tokens
+        if request.media:
+            raise EngineError(f"request {uid} has {request.media[0].kind}s, and this rollout engine reads text")
+        if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
+            raise EngineError(
+                f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "
+                f"and {len(request.sampled_ids)} tokens sampled earlier; it needs a prompt token and room for one more"
+            )
+        if needed > self.max_length:
+            raise EngineError(
+                f"request {uid} may need {needed} tokens, and {self.kind} takes {self.max_length}; shorten "
+                f"prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
+            )
+        if params.allowed_token_ids is not None or params.bad_words:
+            check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
+
+    async def _answer(self, live: Live) -> None:
+        """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""
+        request = live.request
+        try:
+            async with asyncio.timeout(request.deadline_seconds), self._room:
+                await self.admit()
+                live.is_sent = True
+                completion = await self._sampled(live)
+            event: Event = Finished(request.uid, request.attempt, completion)
+        except TimeoutError:
+            why = f"its deadline of {request.deadline_seconds:g} s was over"
+            event = Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))
+        except (EngineError, *LOST, *UNREADABLE) as error:
+            event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
+        self._ended.put((live, event))
+
+    async def _sampled(self, live: Live) -> Completion:
+        """The completion of a request. Where its connection breaks, it is sent under another name."""
+        for _ in range(SENDS - 1):
+            try:
+                return await self.sample(live)
+            except LOST as error:
+                if isinstance(error, TimeoutError) or live.request.streams:
+                    raise
+                live.name = f"{live.name}-again"
+        return await self.sample(live)
+
+    def _take(self, events: list[Event], timeout_seconds: float) -> None:
+        """Appends the events that have come, of requests that were not replaced."""
+        with _empty_is_fine():
+            live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
+            while True:
+                if isinstance(event, Failed) and not event.failure.timed_out:
+                    self.server.examine(event.failure.message)
+                if live is None or self._live.get(event.uid) is live:
+                    events.append(event)
+                if live is not None and self._live.get(event.uid) is live:
+                    del self._live[event.uid]
+                    self._seen = (-1, time.monotonic())
+                live, event = self._ended.get_nowait()
+
+    def _end(self, chosen: list[Live]) -> None:
+        """Ends requests, and returns when all have come to their end."""
+        until = time.monotonic() + self._answer_seconds
+        for live in chosen:
+            if not live.is_sent and live.call.cancel():
+                request = live.request
+                self._ended.put((live, Finished(request.uid, request.attempt, NEVER_SENT)))
+        while sent := [live for live in chosen if not live.call.done()]:
+            self.end([live.name for live in sent])
+            wait([live.call for live in sent], timeout=ABORT_SECONDS)
+            if time.monotonic() > until:
+                raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
+
+    def ready(self) -> None:
+        """Waits for the server's start.  Raises: EngineError."""
+        if not self._is_ready:
+            self.server.wait(self._start_seconds)
+            self.prepare()
+            self._is_ready = True
+            self.server.error = LostReplicaError if self._restarts else EngineError
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Notes that the server was lost, for the next call that says so."""
+        try:
+            yield
+        except LostReplicaError as error:
+            self._loss = error
+
+    def unless_lost(self, work: Callable[[], object]) -> None:
+        """Works with the server; one that is or was lost gets the same at its restart."""
+        if self._loss is None:
+            with self._noting_loss():
+                self.ready()
+                work()
+
+    def _raise_loss(self) -> None:
+        if self._loss is not None:
+            raise self._loss
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Calls the server and returns its answer.  Raises: HttpError; EngineError where it is gone or hangs."""
+        self.server.check()
+        try:
+            return self.server.client.call(method, path, body, seconds=self._answer_seconds)
+        except TimeoutError as error:
+            raise self.server.failure(f"did not answer {path} within {self._answer_seconds:g} s") from error
+        except HttpError as error:
+            self.server.examine(str(error))  # a server without its worker refuses everything
+            raise
+        except LOST as error:
+            raise self.server.failure(f"closed the connection ({error}) at {path}") from error
+
+    def _look(self) -> None:
+        """Raises: EngineError where the server has ended, or no running request got a token in time."""
+        self.server.check()
+        now, (tokens, changed_at) = time.monotonic(), self._seen
+        if now - changed_at < self._answer_seconds / 4:
+            return
+        count = self.count()
+        if count != tokens:
+            self._seen = count, now
+        elif now - changed_at > self._answer_seconds:
+            raise self.server.failure(f"gave no token to {len(self._live)} requests for {self._answer_seconds:g} s")
+
+    def _require_whole_weights(self) -> None:
+        if self._coming is not None:
+            raise WeightSyncError(
+                f"version {self._coming} of the weights did not arrive whole, and what is left of version "
+                f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
+            )
+
+
+@contextmanager
+def _empty_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except queue.Empty:
+        return
+
+
+def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
+    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
+    paths = base, model.tokenizer_path or base
+    first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
+    return first, second
+
+
+def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
+    """The longest sequence that a server is to take.  Raises: ConfigError for one that the model cannot have."""
+    length = server.get(option, positions)
+    if not isinstance(length, int) or not 0 < length <= positions:
+        raise ConfigError(
+            f"rollout.engine.options.server.{option}={length!r}; expected 1 to {positions}, the positions of the "
+            "model: lower it, or leave it out"
+        )
+    return length

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python environment of an inference engine, checked without importing the engine."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+from whet.errors import CHECKOUT, ConfigError
+
+SECONDS = 60.0  # for an interpreter to say what it has
+LOOK = """
+import importlib.metadata, importlib.util, json, sys
+package, *names = sys.argv[1:]
+spec = importlib.util.find_spec(package)
+versions = [each.version for each in importlib.metadata.distributions() if each.name in names]
+print(json.dumps([None if spec is None else spec.origin, (versions or [None])[0]]))
+"""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An inference engine as it is installed."""
+
+    title: str
+    name: str  # of the package, of `make NAME` and of the environment .venv-NAME
+    distributions: tuple[str, ...]
+    version: str
+    why: str  # this version
+    arguments: tuple[str, str]  # pattern of files, and of their classes, that have a field for each argument
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that may name the interpreter."""
+        return f"WHET_{self.name.upper()}_PYTHON"
+
+    @property
+    def how(self) -> str:
+        """The advice at the end of an error."""
+        where = f"name the interpreter as rollout.engine.options.python or in {self.variable}"
+        return f"run `make {self.name}` in {CHECKOUT}, and {where}"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter that has an inference engine of the right version."""
+
+    python: str
+    folder: Path  # of the package
+    package: Package
+
+    def check_arguments(self, names: Iterable[str], ours: Iterable[str]) -> None:
+        """Checks names of engine arguments.  Raises: ConfigError for an unknown one, or one that whet sets."""
+        known, package = _engine_arguments(self.folder, self.package), self.package
+        for name in names:
+            where = f"rollout.engine.options.server.{name}"
+            if name in ours:
+                raise ConfigError(f"{where} is set by whet; expected another argument of {package.title}: take it out")
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its arguments are the fields of {self.folder.name}"
+                raise ConfigError(f"{where}: {package.title} {package.version} has no engine argument {name!r}; {hint}")
+
+
+@cache
+def find_environment(package: Package, python: str | None) -> Environment:
+    """The environment of the interpreter `python`, or of the one that `make` builds.  Raises: ConfigError."""
+    name, wanted, how = package.name, f"{package.title} {package.version}", package.how
+    path = python or os.environ.get(package.variable) or str(CHECKOUT / f".venv-{name}" / "bin" / "python")
+    if not Path(path).is_file():
+        raise ConfigError(f"{path} does not exist; expected the Python of an environment with {wanted}: {how}")
+    line = [path, "-c", LOOK, name, *package.distributions]
+    try:
+        run = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False, cwd="/")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{path} cannot be run ({error}); expected a Python interpreter: {how}") from error
+    if run.returncode:
+        raise ConfigError(f"{path} ended with {run.returncode}: {run.stderr.strip()[-300:]}; expected a Python: {how}")
+    origin, version = json.loads(run.stdout)
+    if origin is None:
+        raise ConfigError(f"{path} has no package {name}; expected {wanted}: {how}")
+    if version is None or not f"{version}.".startswith(f"{package.version}."):
+        raise ConfigError(f"{path} has {package.title} {version}; expected {package.version}, {package.why}: {how}")
+    return Environment(path, Path(origin).parent, package)
+
+
+@cache
+def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
+    """The fields of classes, read from their source."""
+    files, classes = package.arguments
+    nodes = [node for file in folder.glob(files) for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    found = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, classes)]
+    fields = (each.target for node in found for each in node.body if isinstance(each, ast.AnnAssign))
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of a rollout engine: its process, its log and its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from whet.errors import ConfigError, EngineError
+from whet.rollout.servers.client import HOST, Client, HttpError
+
+INSIDE = Path(__file__).parent / "inside"  # what every process of a server imports
+PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # torch's
+TELLING = re.compile(r"\b\w*(Error|Exception)\b: |No module named|unrecognized arguments")
+SHARED = re.compile(r"/dev/shm/psm_\w+")
+SHOWN_LINES = 12
+HEALTH_SECONDS = 5.0
+TICK_SECONDS = 0.1
+END_SECONDS = 10.0  # between asking the processes to end and killing them
+
+
+class Server:
+    """A server that ends with this object, with its process, or with whoever started it; its log is kept only where it
+    failed. Any end that `close` did not ask for is a failure, exit code 0 too."""
+
+    def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
+        self._kind, self.error = kind, EngineError  # that a failure raises
+        self.folder = Path(tempfile.mkdtemp(prefix=f"whet-{kind.lower()}-"))
+        self.log, self.client = self.folder / "log", Client(port)
+        # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
+        self.process = self.client.start(_start(command, environment, self.log)).result()
+        self._end = weakref.finalize(self, _end, self.process)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the server answers.  Raises: EngineError where it ends, or does not answer in time."""
+        until = time.monotonic() + seconds
+        while True:
+            self.check()
+            with suppress(OSError, EOFError, HttpError):
+                self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
+                return
+            if time.monotonic() > until:
+                raise self.failure(f"did not answer within {seconds:g} s; raise rollout.engine.options.start_seconds")
+            time.sleep(TICK_SECONDS)
+
+    def check(self) -> None:
+        """Raises: EngineError where the process has ended."""
+        if (code := self.process.poll()) is not None:
+            raise self.failure(f"ended with code {code}")
+
+    def examine(self, why: str) -> None:
+        """Raises: EngineError where the server is lost, after a request failed because of `why`."""
+        until = time.monotonic() + HEALTH_SECONDS
+        while time.monotonic() < until:  # a server that lost a worker refuses at once, and ends seconds later
+            self.check()
+            with suppress(OSError, EOFError, HttpError):
+                self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
+                return
+            time.sleep(TICK_SECONDS)
+        raise self.failure(f"is not well after {why}")
+
+    def failure(self, what: str) -> EngineError:
+        """The error of a server that failed, with the telling lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        telling = list(dict.fromkeys(line.strip() for line in lines if TELLING.search(line)))
+        shown = "\n".join(telling[:SHOWN_LINES] or lines[-SHOWN_LINES:])
+        who = f"the {self._kind} server (process {self.process.pid}, {HOST}:{self.client.port})"
+        return self.error(f"{who} {what}; its log {self.log} has:\n{shown or 'nothing'}")
+
+    def close(self) -> None:
+        """Ends the processes, and removes the log of a server that did not fail."""
+        is_well = self.process.poll() is None
+        self._end()
+        self.client.close()
+        if is_well:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def variables(threads: int, device_index: int | None, inside: Path) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on that accelerator, and whose
+    processes import from `inside` and nothing else of whet."""
+    kept = {name: value for name, value in os.environ.items() if name not in PLACES}
+    if device_index is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        kept["CUDA_VISIBLE_DEVICES"] = visible[device_index] if visible != [""] else str(device_index)
+    return kept | {"PYTHONPATH": f"{INSIDE}{os.pathsep}{inside}", "OMP_NUM_THREADS": str(threads)}
+
+
+def free_port(wanted: int | None) -> int:
+    """The port `wanted`, or any free one.  Raises: ConfigError where it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted or 0))
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.engine.options.port={wanted} cannot be used ({error.strerror}); expected a free port: "
+                "leave it out for any, or name another"
+            ) from error
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/", start_new_session=True
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the session of the server: politely, then not. What its processes had no time to remove is removed."""
+    files = _shared_memory(process.pid)
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_SECONDS)
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _shared_memory(session: int) -> set[Path]:
+    """The files in shared memory, of Python's making, that processes of a session use."""
+    found = set[Path]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) == session:
+                found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
+    return found

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine `sglang`: requests to an SGLang server of its own, and weights through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.config.schema import ModelConfig
+from whet.devices import HOST
+from whet.errors import EngineError, WeightSyncError
+from whet.options import Count, Number, Positive
+from whet.registry import register_rollout
+from whet.rollout.protocol import Completion, Request, Weights
+from whet.rollout.servers.engine import FIRST_VERSION, TICK_SECONDS, Live, ServerEngine, longest, where_found
+from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.process import Server, free_port
+from whet.rollout.sglang.server import command, environment
+from whet.rollout.sglang.translate import Sampled, body_of
+
+PACKAGE = Package(
+    title="SGLang",
+    name="sglang",
+    distributions=("sglang",),
+    version="0.5.23",
+    why="whose insides whet builds on",
+    arguments=("srt/arg_groups/fields/*.py", "*"),
+)
+SETTLE_SECONDS = 0.002  # between two looks at answers that are on their way
+
+
+@register_rollout("sglang")
+class SGLangEngine(ServerEngine):
+    """SGLang, in a server process from an environment of its own (`make sglang`); float32 requests give the same tokens
+    in any company. Stop strings, penalties, bad words and allowed tokens are refused.
+
+    python: interpreter of the environment; unset: $WHET_SGLANG_PYTHON, else .venv-sglang of the checkout.
+    kv_cache_bytes: memory for keys and values.
+    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
+    port: port of the server on 127.0.0.1; unset: any free one.
+    start_seconds: deadline for the server's start.
+    answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
+        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    server: further arguments of SGLang's server by name, such as context_length.
+    """
+
+    kind, length_option, package = "SGLang", "context_length", PACKAGE
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        device: torch.device,
+        model: ModelConfig,
+        *,
+        python: str | None = None,
+        kv_cache_bytes: Count = 1_073_741_824,
+        keep_cache: bool = False,
+        threads: Count | None = None,
+        port: Count | None = None,
+        start_seconds: Positive = 600.0,
+        answer_seconds: Positive = 300.0,
+        restarts: Number = 3,
+        server: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            dtype,
+            max_batch_size,
+            model,
+            keep_cache=keep_cache,
+            start_seconds=start_seconds,
+            answer_seconds=answer_seconds,
+            restarts=restarts,
+        )
+        path, tokenizer = where_found(self.base, model)
+        is_host = device == HOST
+        arguments = {
+            "model_path": path,
+            "tokenizer_path": tokenizer,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": "cpu" if is_host else "cuda",
+            "max_running_requests": max_batch_size,
+            "max_total_tokens": max(1, kv_cache_bytes // self._token_bytes()),
+            "trust_remote_code": model.trust_remote_code,
+            "weight_version": str(FIRST_VERSION),
+            "sampling_backend": "pytorch",  # whose draws whet_sglang.py replaces
+            "incremental_streaming_output": True,
+            "enable_memory_saver": not is_host,
+            "disable_overlap_schedule": True,
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
+        }
+        found = find_environment(PACKAGE, python)
+        found.check_arguments(server or {}, arguments)
+        self.max_length = longest(self.length_option, server or {}, self.positions)
+        self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
+        variables = environment(threads or torch.get_num_threads(), None if is_host else device.index or 0)
+
+        def start() -> Server:
+            own = free_port(port)
+            return Server(self.kind, command(found.python, own, arguments | (server or {})), variables, own)
+
+        self.launch(start)
+
+    def _token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        config: Any = self._outline.config.get_text_config()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.dtype.itemsize)
+
+    def _open(self, is_open: bool) -> None:
+        async def change() -> None:
+            self._is_open.set() if is_open else self._is_open.clear()
+
+        self.server.client.start(change()).result()
+
+    def prepare(self) -> None:
+        """Lets requests through."""
+        self._streams.clear()
+        self._is_open = asyncio.Event()  # used in the client's thread alone; set while requests may be sent
+        self._open(True)
+
+    async def admit(self) -> None:
+        """Waits for the end of a pause: SGLang knows nothing of requests that come meanwhile, and could not abort."""
+        await self._is_open.wait()
+
+    async def sample(self, live: Live) -> Completion:
+        """Sends a request and reads its answer, piece by piece."""
+        name, sampled = _named(live.name), Sampled()
+        self._streams[name] = live, sampled
+        try:
+            async for piece in self.server.client.events("/generate", body_of(live.request, name, self.version)):
+                sampled.add(piece)
+        finally:
+            self._streams.pop(name, None)
+        if sampled.reason is None:
+            raise EngineError(f"SGLang ended its answer to request {live.request.uid} early; expected a finish_reason")
+        return sampled.completion(live.request)
+
+    def end(self, names: list[str]) -> None:
+        """Aborts requests."""
+        for name in names:
+            self.call("POST", "/abort_request", {"rid": _named(name)})
+
+    def hold(self, *, keep_cache: bool) -> None:
+        """Stops sampling; requests that are to compute all again go back into SGLang's queue."""
+        self._open(False)
+        self.call("POST", "/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
+        self._settle()
+        if not keep_cache:
+            self.call("POST", "/flush_cache")
+
+    def _settle(self) -> None:
+        """Waits until all tokens that were sampled before a pause are here."""
+        states = self.call("GET", "/server_info")["internal_states"]  # answered behind the pause
+        sent = {name: count for state in states for name, count in state["whet_sent"].items()}
+        until = time.monotonic() + self._answer_seconds
+        while any(self._count_of(name) < count for name, count in sent.items()):
+            if time.monotonic() > until:
+                raise self.server.failure(f"did not send sampled tokens within {self._answer_seconds:g} s")
+            self.server.check()
+            time.sleep(min(SETTLE_SECONDS, TICK_SECONDS))
+
+    def _count_of(self, name: str) -> float:
+        found = self._streams.get(name)
+        return float("inf") if found is None else len(found[1].token_ids)  # nobody waits for tokens of an ended one
+
+    def release(self) -> None:
+        """Goes on."""
+        self.call("POST", "/continue_generation", {})
+        self._open(True)
+
+    def so_far(self) -> Iterator[tuple[Live, Completion]]:
+        """The unfinished requests that have tokens."""
+        for live, sampled in list(self._streams.values()):
+            if sampled.token_ids and sampled.reason is None:
+                yield live, sampled.completion(live.request)
+
+    def count(self) -> int:
+        """The number of tokens that unfinished requests have."""
+        return sum(len(sampled.token_ids) for _, sampled in list(self._streams.values()))
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Fills the server's model, which would not miss weights that do not come.  Raises: as ServerEngine.load."""
+        super().load(self._whole(weights, version), version)
+
+    def _whole(self, weights: Weights, version: int) -> Weights:
+        wanted = {name: weight.shape for name, weight in self._outline.named_parameters()}
+        for name, weight in weights:
+            if wanted.pop(name, None) != weight.shape:
+                self._coming = version
+                raise WeightSyncError(
+                    f"version {version} of the weights does not fit SGLang's model: {name} of shape "
+                    f"{tuple(weight.shape)} is none of its weights; trainer and rollout were built from different "
+                    "models: let both load model.path"
+                )
+            yield name, weight
+        if wanted:
+            self._coming = version
+            raise WeightSyncError(
+                f"version {version} of the weights does not fit SGLang's model: {len(wanted)} did not come, such as "
+                f"{next(iter(wanted))}; trainer and rollout were built from different models: let both load model.path"
+            )
+
+    def update(self, path: str, version: int) -> None:
+        """Loads all weights."""
+        with tempfile.TemporaryDirectory(prefix="whet-sglang-weights-") as folder:
+            (Path(folder) / "model.safetensors").symlink_to(path)
+            body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
+            self.call("POST", "/update_weights_from_disk", body)
+
+    def sleep(self) -> None:
+        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
+        self.unless_lost(lambda: self.call("POST", "/release_memory_occupation", {}))
+
+    def wake(self) -> None:
+        """Undoes `sleep`.  Raises: EngineError."""
+        self.unless_lost(lambda: self.call("POST", "/resume_memory_occupation", {}))
+
+    def check(self, request: Request) -> None:
+        """Raises: EngineError for a request that can never be sampled."""
+        super().check(request)
+        params = request.params
+        off = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+        if params.stop:
+            raise EngineError(
+                f"request {request.uid} has stop strings, and SGLang's stream breaks off at them; expected stop tokens "
+                "alone: leave out rollout.stop, or use the engine native or vllm"
+            )
+        if not off or params.bad_words or params.allowed_token_ids is not None:
+            raise EngineError(
+                f"request {request.uid} has a penalty, bad words or allowed tokens, and the log-probs of SGLang would "
+                "be those after them; expected none: turn them off under rollout, or use the engine native or vllm"
+            )
+
+
+def _named(name: str) -> str:
+    """The server's name: an abort ends every request whose name begins with the one given."""
+    return f"whet-{name}."

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and completions in the words of SGLang's /generate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from whet.errors import EngineError
+from whet.rollout.protocol import Completion, Request
+from whet.types import FinishReason, Versions
+
+GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a draw's hash
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def body_of(request: Request, name: str, version: int) -> dict[str, Any]:
+    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+    params, sampled = request.params, len(request.sampled_ids)
+    return {
+        "rid": name,
+        "input_ids": [*request.prompt_ids, *request.sampled_ids],
+        "extra_key": f"version {version}",  # prompts that were computed with other weights are not shared
+        "stream": True,
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": params.max_new_tokens - sampled,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "stop": list(params.stop),
+            "no_stop_trim": True,
+            "sampling_seed": _seed(request),
+        },
+    }
+
+
+def _seed(request: Request) -> int:
+    """The key less the places of the prompt, as SGLang's positions count them too: a signed 64-bit number."""
+    seed = (request.key - (len(request.prompt_ids) - 1) * GOLDEN) % 2**64
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+@dataclass
+class Sampled:
+    """The tokens that a streamed answer has brought so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: Versions = ()
+    reason: dict[str, Any] | None = None
+
+    def add(self, piece: Any) -> None:
+        """Takes the next piece: its tokens are those beyond the ones that are here."""
+        if "error" in piece:
+            raise EngineError(f"SGLang answered with an error: {piece['error']}")
+        about = piece["meta_info"]
+        self.reason = about["finish_reason"]
+        if new := about["completion_tokens"] - len(self.token_ids):
+            self.token_ids += piece["output_ids"][-new:]
+            self.log_probs += [each[0] for each in about["output_token_logprobs"][-new:]]
+            self.versions = tuple(
+                (int(span["version"]), span["end"] - span["start"]) for span in about["weight_versions"]
+            )
+
+    def completion(self, request: Request) -> Completion:
+        """The completion, aborted where the answer has not ended.  Raises: EngineError."""
+        tokens, reason = self.token_ids, self.reason or {"type": "abort"}
+        counted = sum(count for _, count in self.versions)
+        if reason["type"] not in REASONS or not len(tokens) == len(self.log_probs) == counted:
+            raise EngineError(
+                f"SGLang answered request {request.uid} with {len(tokens)} tokens, {len(self.log_probs)} log-probs, "
+                f"versions {self.versions} and finish_reason {reason}; expected as many of each, and stop, length or "
+                "abort: see its log"
+            )
+        if reason["type"] == "abort" and reason.get("status_code"):
+            raise EngineError(f"SGLang gave up request {request.uid}: {reason.get('message')}")
+        stop = reason.get("matched") if isinstance(reason.get("matched"), str) else None
+        return Completion(tuple(tokens), tuple(self.log_probs), REASONS[reason["type"]], self.versions, stop)
