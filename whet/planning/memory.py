@@ -178,13 +178,15 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     config, model = setup.config, setup.outlines["actor"]
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
+    planned = rollout_bytes(config, model.config, setup.lengths)
     if not _samples_from_the_actor(setup):
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
         kept.keep("rollout: weights", size, ("rollout",))
         kept.keep("rollout: weights", size, others, on_host=turns)
         if config.rollout.max_staleness > 0:  # gathered while requests are sampled
             kept.keep("rollout: weights that arrive", size, ("rollout",))
-    planned = rollout_bytes(config, model.config, setup.lengths)
+        if planned.keeps_weights:
+            kept.keep("rollout: weights for restarts", size, kept.phases, on_host=True)
     kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
     kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
     return planned

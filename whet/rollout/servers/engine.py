@@ -117,7 +117,8 @@ class ServerEngine(ABC):
         cache, rows = options["kv_cache_bytes"], decoding.rows
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
-        return RolloutBytes(cache, min(cache, needed), True, rows, max(decoding.lengths.prompts), smaller)
+        longest = max(decoding.lengths.prompts)
+        return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, bool(options["restarts"]))
 
     # -- the server's own words
 
