@@ -43,7 +43,6 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, Benchmark] = {
     "machine": machine,
     "rollout": rollout,
-    "engines": engines,
     "grpo_step": grpo_step,
     "quickstart": quickstart,
     "recipes": recipes,
@@ -53,6 +52,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "exactness": exactness,
     "scaling": scaling,
     "asynchronous": asynchronous,
+    "engines": engines,
     "cold_start": cold_start,
 }
 

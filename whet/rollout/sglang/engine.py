@@ -86,7 +86,7 @@ class SGLangEngine(ServerEngine):
             "model_path": path,
             "tokenizer_path": tokenizer,
             "dtype": str(dtype).removeprefix("torch."),
-            "device": "cpu" if is_host else "cuda",
+            "device": device.type,
             "max_running_requests": max_batch_size,
             "max_total_tokens": max(1, kv_cache_bytes // self._token_bytes()),
             "trust_remote_code": model.trust_remote_code,
