@@ -37,10 +37,10 @@ class Case:
 
 
 FULL = {
-    "3.3 M parameters, ragged": Case("tiny", 4, Answers(prompts=16, n=8, shortest=16, longest=512), 5),
-    "3.3 M parameters, equal": Case("tiny", 4, Answers(prompts=8, n=8, shortest=128, longest=128), 5),
-    "352 M parameters, ragged": Case("base", 28, Answers(prompts=8, n=4, shortest=4, longest=64), 3),
-    "352 M parameters, equal": Case("base", 28, Answers(prompts=8, n=4, shortest=32, longest=32), 3),
+    "3.3 M parameters, ragged": Case("tiny", 4, Answers(prompts=16, n=8, shortest=16, longest=512), 3),
+    "3.3 M parameters, equal": Case("tiny", 4, Answers(prompts=8, n=8, shortest=128, longest=128), 3),
+    "352 M parameters, ragged": Case("base", 28, Answers(prompts=8, n=4, shortest=4, longest=64), 2),
+    "352 M parameters, equal": Case("base", 28, Answers(prompts=8, n=4, shortest=32, longest=32), 2),
 }
 QUICK = {"tiny": Case("nano", 1, Answers(prompts=2, n=2, shortest=2, longest=8), 1)}
 

@@ -18,6 +18,8 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, generate
 
+MAX_LENGTH = 2048  # tokens of a sequence
+
 
 def main() -> None:
     """Samples all requests once a turn."""
@@ -30,10 +32,9 @@ def main() -> None:
         while True:
             turns.wait()
             turns.done(sampled_tokens=sample(), load_seconds=None)
-    config, model = (
-        RolloutConfig(engine=RolloutEngineConfig(name=name), max_batch_size=len(requests)),
-        ModelConfig(path=path),
-    )
+    options = {"server": {"max_model_len": MAX_LENGTH}} if name == "vllm" else {}  # else its cache has to hold 32,768
+    chosen, model = RolloutEngineConfig(name=name, options=options), ModelConfig(path=path)
+    config = RolloutConfig(engine=chosen, max_batch_size=len(requests))
     engine = rollout_engine(config, torch.bfloat16, partial(load_tokenizer, path), devices.here(), model)
     try:
         load_model(engine, model, devices.here(), torch.bfloat16)
