@@ -137,6 +137,9 @@ def test_an_adapter(reference: Make, engine: Make) -> None:
         pytest.skip("this engine trains no adapters")
     assert isinstance(one, TrainsAdapter) and other.fingerprint() == one.fingerprint()
     suite.check_update(one, other, suite.OBJECTIVES[1])
+    expected = dict(one.adapter_weights())
+    assert all(name.startswith("base_model.model.") and name.endswith(".weight") for name in expected)
+    torch.testing.assert_close(dict(other.adapter_weights()), expected, atol=1e-5, rtol=0)
     assert (other.forward(batch, needs)["log_probs"] - before).abs().max() > 1e-6
     with other.adapter_off():
         torch.testing.assert_close(other.forward(batch, needs)["log_probs"], before, atol=2e-5, rtol=0)

@@ -24,7 +24,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.models.load import TrainedModel, body_of
-from whet.models.lora import adapted_layers, adapter_off, fingerprint, merged_weights
+from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.packing import Layout, layout, same_prompt
 from whet.protocol import DataProto
 
@@ -174,6 +174,10 @@ class Engine(ABC):
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
         yield from merged_weights(self.model)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
+        yield from adapter_weights(self.model)
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

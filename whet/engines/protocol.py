@@ -116,6 +116,10 @@ class TrainEngine(Protocol):
 class TrainsAdapter(Protocol):
     """An engine that can train an adapter in place of the model."""
 
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights of the adapter, as its folder names them, one at a time; all ranks take part."""
+        ...
+
     def adapter_off(self) -> AbstractContextManager[None]:
         """The model as it was before its adapter, for as long as the block lasts."""
         ...

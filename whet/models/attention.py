@@ -24,6 +24,17 @@ NAME = "whet"
 SHORT = 8
 
 
+def head_size(config: Any) -> int:
+    """The size D of an attention head of a model with this transformers config."""
+    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
+
+
+def token_bytes(config: Any, item_bytes: int) -> int:
+    """Bytes of the keys and values of one token in all layers, of `item_bytes` a number."""
+    heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_size(config) * item_bytes)
+
+
 class PagedContext(Protocol):
     """The argument `paged=` that a rollout engine passes."""
 

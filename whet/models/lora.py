@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,11 +75,9 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
                 f"model.lora.target_modules names {target!r}, but no linear layer of {type(model).__name__} has that "
                 f"name; it has {', '.join(names)}"
             )
-    assert settings.rank is not None
-    alpha = 2.0 * settings.rank if settings.alpha is None else settings.alpha
     return _peft().LoraConfig(
         r=settings.rank,
-        lora_alpha=alpha,
+        lora_alpha=_alpha(settings),
         target_modules=sorted(settings.target_modules) or names,
         task_type="CAUSAL_LM",
     )
@@ -146,21 +144,27 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.detach()
 
 
-def adapter_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The weights of a whole model's adapter, and its config, as an adapter's folder has them."""
-    layers = adapted_layers(model)
-    weights = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight.detach()
-        for name, weight in model.named_parameters()
-        if any(f".{part}." in name for part in TRAINED_PARTS)
-    }
-    first = next(iter(layers.values()))
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": first.r[ADAPTER]}
-    config |= {
-        "lora_alpha": first.lora_alpha[ADAPTER],
-        "target_modules": sorted({n.rpartition(".")[2] for n in layers}),
-    }
-    return weights, config
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the weights of the model's adapter under the names that they have in an adapter's folder."""
+    for name, weight in model.named_parameters():
+        if any(f".{part}." in name for part in TRAINED_PARTS):
+            yield _in_folder(name), weight.detach()
+
+
+def adapter_config(names: Iterable[str], settings: LoraSettings) -> dict[str, Any]:
+    """The config in the folder of an adapter with weights of these names, made by `settings`."""
+    targets = sorted({name.split(".")[-3] for name in names})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": settings.rank}
+    return config | {"lora_alpha": _alpha(settings), "target_modules": targets}
+
+
+def _in_folder(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def _alpha(settings: LoraSettings) -> float:
+    assert settings.rank is not None
+    return 2.0 * settings.rank if settings.alpha is None else settings.alpha
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -176,8 +180,8 @@ def save_adapter(weights: dict[str, torch.Tensor], config: Any, out: Path) -> No
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight for name, weight in weights.items()}
-    save_file({name: weight.contiguous() for name, weight in named.items()}, out / "adapter_model.safetensors")
+    named = {_in_folder(name): weight.contiguous() for name, weight in weights.items()}
+    save_file(named, out / "adapter_model.safetensors")
     config.save_pretrained(out)
     written = out / "adapter_config.json"
     fields = json.loads(written.read_text())

@@ -13,6 +13,7 @@ from whet.config.schema import RolloutConfig, SFTConfig, TrainConfig
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.models.attention import token_bytes
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength
 from whet.registry import ENGINES, ROLLOUT_ENGINES
@@ -262,25 +263,14 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
     """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
-    dtype = config.rollout.dtype or config.model.dtype
-    decoding = Decoding(rows, config.rollout.n, lengths, token_bytes(model, dtype), int(model.num_hidden_layers))
+    of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype or config.model.dtype])
+    decoding = Decoding(rows, config.rollout.n, lengths, of_token, int(model.num_hidden_layers))
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
         return RolloutBytes(0, 0, False, rows, 0)
     return engine.planned_bytes(
         decoding, entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
     )
-
-
-def token_bytes(model: Any, dtype: str) -> int:
-    """Bytes of the keys and values of one token in all layers."""
-    heads = model.to_dict().get("num_key_value_heads") or model.num_attention_heads
-    return int(2 * model.num_hidden_layers * heads * head_size(model) * ITEM_BYTES[dtype])
-
-
-def head_size(model: Any) -> int:
-    """The size of an attention head."""
-    return int(model.to_dict().get("head_dim") or model.hidden_size // model.num_attention_heads)
 
 
 def inner_size(model: Any) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
-from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, head_size, inner_size, mini_batch, token_bytes
+from whet.models.attention import head_size, token_bytes
+from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, inner_size, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
@@ -133,7 +134,8 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: 
     weights = model.layer_weights + model.head_weights
     context = sum(prompts.values()) / len(prompts) + response / 2
     arithmetic = 2 * weights * together / rates.decode_flops / EFFICIENCY
-    traffic = (weights * ITEM_BYTES[dtype] + together * context * token_bytes(model.config, dtype)) / rates.bytes
+    per_item = ITEM_BYTES[dtype]
+    traffic = (weights * per_item + together * context * token_bytes(model.config, per_item)) / rates.bytes
     calls = (model.config.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE) / rates.calls
     sampling = together * model.config.vocab_size / rates.logits
     rounds = -(-len(rows) // together)

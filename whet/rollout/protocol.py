@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -203,8 +203,9 @@ class LoadsAdapter(Protocol):
 
     takes_adapter: bool  # built for it
 
-    def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
-        """Replaces the adapter between two decode steps; `weights` and `config` are those of an adapter's folder.
+    def load_adapter(self, weights: Weights, version: int) -> None:
+        """Replaces the adapter between two decode steps; `weights` are those of an adapter's folder, made by the
+        settings `model.lora` of the model that the engine was given.
 
         Raises: as `load`."""
         ...

@@ -113,10 +113,10 @@ class Replicas:
         """Takes the events of a rank, and waits for them."""
         found: list[Event | Lost] = self._calls.pop(rank).result()
         generation = self._ranks[rank].generation
-        events = [each for each in found if not isinstance(each, Lost)]
-        self._carry_out(self._router.on_events(rank, generation, events))
-        for loss in found[len(events) :]:
-            assert isinstance(loss, Lost)
+        self._carry_out(
+            self._router.on_events(rank, generation, [each for each in found if not isinstance(each, Lost)])
+        )
+        for loss in [each for each in found if isinstance(each, Lost)]:
             log.warning("rank %d of the rollout is started again: %s", rank, loss.why)
             self._carry_out(self._router.on_lost(rank, generation))
             self._to_abort[rank].clear()

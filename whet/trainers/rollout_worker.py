@@ -17,8 +17,8 @@ from whet.errors import LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status
-from whet.trainers.workers import TrainWorker, actor_beside
+from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
+from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Digest, receive
 from whet.weight_sync.link import Inlet
@@ -123,10 +123,21 @@ class RolloutWorker(Worker):
                 self.engine.adopt(module)
             elif not self._owns_module:
                 self._load()
-        elif isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter and module is not None:
-            return in_process.copy_adapter(self.engine, module, version)
+        elif self.takes_adapter():
+            weights = with_adapter(actor.engine).adapter_weights()
         self._owns_module = True
-        return in_process.copy(self.engine, weights, version, self.dtype)
+        return in_process.copy(self._fill, weights, version, self.dtype)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def takes_adapter(self) -> bool:
+        """Tells whether this rank samples with the trained adapter beside the first weights, and wants it alone."""
+        return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
+
+    def _fill(self, weights: Weights, version: int) -> None:
+        if isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter:
+            self.engine.load_adapter(weights, version)
+        else:
+            self.engine.load(weights, version)
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
@@ -153,11 +164,11 @@ class RolloutWorker(Worker):
                 status = self.engine.status()
                 is_sampling = bool(status.running or status.waiting)
                 if not is_sampling:
-                    self.engine.load(weights, version)
+                    self._fill(weights, version)
             if is_sampling:
                 gathered = [(name, weight.clone()) for name, weight in weights]
                 with self._turn:
-                    self.engine.load(gathered, version)
+                    self._fill(gathered, version)
         except BaseException:
             self._close_link()  # the trainer, which waits for this rank, hears of it
             raise

@@ -117,14 +117,15 @@ class TrainWorker(EngineWorker):
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, dtype: str) -> str | None:
-        """Sends the weights of `version` in the rollout's dtype; every rank takes part, as making them whole may need
-        it.  Returns their digest; None on a rank that sends to nobody.
+    def publish(self, version: int, dtype: str, only_adapter: bool) -> str | None:
+        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype; every rank takes part,
+        as making them whole may need it.  Returns their digest; None on a rank that sends to nobody.
 
         Raises: WeightSyncError; DeadlineError.
         """
         try:
-            return send(self.engine.named_weights(), version, list(self._outlets.values()), vars(torch)[dtype])
+            weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
+            return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
         except BaseException:
             self.close()  # whoever waits for this rank hears of it
             raise

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import PreTrainedModel
 
-from whet.models.lora import adapter_of
-from whet.rollout.protocol import LoadsAdapter, RolloutEngine, SharesModule
+from whet.rollout.protocol import SharesModule
 from whet.weight_sync.buckets import Digest, Weights, in_dtype
 
 
@@ -22,18 +21,8 @@ def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, ver
     return str(digest)
 
 
-def copy_adapter(rollout: LoadsAdapter, module: PreTrainedModel, version: int) -> str:
-    """Copies the adapter of `module` into the rollout.  Returns the digest of its weights."""
-    weights, config = adapter_of(module)
-    digest = Digest()
-    for name, weight in weights.items():
-        digest.add(name, weight)
-    rollout.load_adapter(weights.items(), config, version)
-    return str(digest)
-
-
-def copy(rollout: RolloutEngine, weights: Weights, version: int, dtype: torch.dtype) -> str:
-    """Copies weights into the rollout's own module, one at a time.  Returns the digest of the copied weights."""
+def copy(load: Callable[[Weights, int], None], weights: Weights, version: int, dtype: torch.dtype) -> str:
+    """Copies weights into the rollout by its `load`, one at a time.  Returns the digest of the copied weights."""
     digest = Digest()
 
     def converted_weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,5 +31,5 @@ def copy(rollout: RolloutEngine, weights: Weights, version: int, dtype: torch.dt
             digest.add(name, converted)
             yield name, converted
 
-    rollout.load(converted_weights(), version)
+    load(converted_weights(), version)
     return str(digest)

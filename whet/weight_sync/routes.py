@@ -117,6 +117,7 @@ class BetweenPools:
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
         self._deadline_seconds = deadline_seconds
+        self._only_adapter = all(rollout.takes_adapter())
         self._is_open = False
 
     def __call__(self, version: int) -> str:
@@ -125,7 +126,7 @@ class BetweenPools:
             self._open()
         with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this process, where a call blocks
             calls = [
-                threads.submit(self._actor.publish, version, self._dtype),
+                threads.submit(self._actor.publish, version, self._dtype, self._only_adapter),
                 threads.submit(self._rollout.receive, version),
             ]
         if errors := [error for call in calls if (error := call.exception()) is not None]:

@@ -36,7 +36,7 @@ def start(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fields.mkdir(parents=True)
     (fields / "model.py").write_text("class Model:\n    context_length: int = 1\n    model_path: str = ''\n")
     found = Environment(sys.executable, tmp_path / "sglang", PACKAGE)
-    monkeypatch.setattr(engine_module, "find_environment", lambda *_: found)
+    monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: found)
 
     def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
         return [sys.executable, FAKE, str(port)]

@@ -53,7 +53,9 @@ def package(tmp_path: Path) -> Path:
 def start(model_folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts engines whose server is the fake one, or another script."""
     started: list[VLLMEngine] = []
-    monkeypatch.setattr(engine_module, "find_environment", lambda *_: Environment(sys.executable, package, PACKAGE))
+    monkeypatch.setattr(
+        "whet.rollout.servers.engine.find_environment", lambda *_: Environment(sys.executable, package, PACKAGE)
+    )
 
     def begin(script: Sequence[str] = (sys.executable, FAKE), batch: int = 64, **options: Any) -> VLLMEngine:
         def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
@@ -215,7 +217,7 @@ def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
     assert isinstance(engine, LoadsAdapter) and engine.takes_adapter and not start().takes_adapter
     files = "adapter_config.json adapter_model.safetensors"
     for version, call in ((1, "/v1/load_lora_adapter"), (2, "/collective_rpc"), (3, "/collective_rpc")):
-        engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
+        engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], version)
         calls = engine.call("GET", "/calls")
         clear = "/pause?mode=keep&clear_cache=true"
         assert calls[-4:] == [clear, f"{call} {files}", "/update_weight_version", "/resume"]
@@ -312,7 +314,7 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
 
     def load(version: int) -> None:
         if adapter:
-            engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], {"r": 2}, version)
+            engine.load_adapter([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], version)
         else:
             engine.load([("a", torch.ones(2))], version)
 

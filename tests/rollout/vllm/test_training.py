@@ -31,9 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     "in a pool of its own": APART,
     "bfloat16": {"rollout.dtype": "bfloat16"},
     "an adapter added in": {"model.lora.rank": 4},
-    "an adapter beside the weights": {"model.lora.rank": 4},
+    "an adapter beside the weights": {"model.lora.rank": 4, "model.lora.alpha": 12.0},
+    "an adapter sent to another pool": {"model.lora.rank": 4, "model.lora.target_modules": ["q_proj"], **APART},
 }
-OPTIONS = {"an adapter beside the weights": {"adapter": True}}
+OPTIONS = {case: {"adapter": True} for case in ("an adapter beside the weights", "an adapter sent to another pool")}
 
 
 def pays_for_sevens(solution_str: str) -> float:

@@ -7,7 +7,7 @@ Whole layers exist one at a time, gathered before they are used and given up aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,18 @@ class FSDPEngine(Engine):
         """True where results come from this rank."""
         return self.ranks.is_reporting
 
-    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, gathered one at a time; on every rank, in one order."""
+        return self._gathered(super().named_weights())
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights of the adapter, as its folder names them, gathered one at a time; on every rank."""
+        return self._gathered(super().adapter_weights())
+
+    @torch.no_grad()
+    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
-        for name, weight in super().named_weights():
+        for name, weight in weights:
             yield name, _gathered(weight.to(self.device)) if isinstance(weight, DTensor) else weight
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:

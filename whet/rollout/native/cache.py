@@ -10,6 +10,7 @@ import torch
 
 from whet.devices import HOST, moved
 from whet.errors import EngineError
+from whet.models.attention import head_size, token_bytes
 from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
 
@@ -28,8 +29,7 @@ class BlockCache:
 
     def __init__(self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device) -> None:
         kv_heads = config.num_key_value_heads
-        head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        per_block = config.num_hidden_layers * 2 * kv_heads * head_dim * BLOCK_SIZE * dtype.itemsize
+        head_dim, per_block = head_size(config), BLOCK_SIZE * token_bytes(config, dtype.itemsize)
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:
             raise EngineError(

@@ -26,7 +26,7 @@ from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.process import Server
+from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
 from whet.types import Failure, Versions
 
@@ -49,16 +49,14 @@ class Live:
     submitted_at: float = field(default_factory=time.monotonic)
     is_sent: bool = False
     known: Versions = ()  # of its tokens at the last change of weights, where it streams
-    is_replaced: bool = False  # by a later attempt: its end is no event
     call: Future[None] = field(default_factory=Future)
 
 
 class ServerEngine(ABC):
     """Requests, versions and weights of a server, whose own words are the abstract methods.
 
-    A subclass checks its options in `__init__`, starts the server, and hands both to this class."""
+    A subclass gives its options to `__init__`, and then the server's arguments to `launch`."""
 
-    kind: ClassVar[str]  # the server's name in errors
     length_option: ClassVar[str]  # its name for the longest sequence
     package: ClassVar[Package]
     server: Server
@@ -83,7 +81,6 @@ class ServerEngine(ABC):
         self._outline: PreTrainedModel = whole
         config = whole.config.get_text_config()
         self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
-        self.max_length = self.positions
         self._live: dict[str, Live] = {}  # by uid, the oldest first
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
@@ -94,9 +91,33 @@ class ServerEngine(ABC):
         self._loss: LostReplicaError | None = None  # why the server is lost
         self._weights: Kept | None = None
 
-    def launch(self, start: Callable[[], Server]) -> None:
-        """Starts the server, and at each restart another one."""
-        self._start, self.server = start, start()
+    def launch(
+        self,
+        command: Callable[[str, int, Mapping[str, Any]], list[str]],
+        arguments: Mapping[str, Any],
+        variables: Mapping[str, str],
+        *,
+        python: str | None,
+        port: int | None,
+        server: Mapping[str, Any] | None,
+    ) -> None:
+        """Starts the server: `command` gives its command line from an interpreter, a port and its arguments, which
+        are `arguments` and those of the user, `server`.  Raises: ConfigError."""
+        own = server or {}
+        found = find_environment(self.package, python)
+        found.check_arguments(own, arguments)
+        self.max_length = longest(self.length_option, own, self.positions)
+        whole = {**arguments, **own}
+
+        def start() -> Server:
+            chosen = free_port(port)
+            return Server(self.package.title, command(found.python, chosen, whole), variables, chosen)
+
+        self._start = start
+        self._begin()
+
+    def _begin(self) -> None:
+        self.server = self._start()
         self._room = asyncio.Semaphore(self._most)  # of the thread of this server's client
 
     @classmethod
@@ -178,7 +199,6 @@ class ServerEngine(ABC):
             return False
         self.check(request)
         if earlier is not None:
-            earlier.is_replaced = True
             self._end([earlier])
         self._raise_loss()
         self.ready()
@@ -257,7 +277,7 @@ class ServerEngine(ABC):
         self._restarts -= 1
         self._live, self._ended, self._is_ready = {}, queue.SimpleQueue(), False
         self.server.close()
-        self.launch(self._start)
+        self._begin()
         self.ready()
 
     def rejoin(self) -> None:
@@ -279,11 +299,10 @@ class ServerEngine(ABC):
         try:
             yield
         except HttpError as error:
-            why = self.server.failure("did not take them")
+            why, title = self.server.failure("did not take them"), self.package.title
             raise WeightSyncError(
-                f"version {version} of the weights does not fit {self.kind}'s model: {error}; trainer and rollout were "
-                f"built from different models, or {self.kind} cannot reload this one: let both load model.path. "
-                f"{why}"
+                f"version {version} of the weights does not fit {title}'s model: {error}; trainer and rollout were "
+                f"built from different models, or {title} cannot reload this one: let both load model.path. {why}"
             ) from error
         self.version, self._coming = version, None
         if not self._paused:
@@ -320,7 +339,7 @@ class ServerEngine(ABC):
             )
         if needed > self.max_length:
             raise EngineError(
-                f"request {uid} may need {needed} tokens, and {self.kind} takes {self.max_length}; shorten "
+                f"request {uid} may need {needed} tokens, and {self.package.title} takes {self.max_length}; shorten "
                 f"prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
             )
         if params.allowed_token_ids is not None or params.bad_words:

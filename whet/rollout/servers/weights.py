@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,6 +35,15 @@ DTYPES = {
 }
 LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number of its layer
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, as its folder has it."""
+
+    weights: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+    version: int
 
 
 @contextmanager
@@ -81,12 +90,13 @@ def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
 
 
 @contextmanager
-def adapter_folder(weights: Weights, config: Mapping[str, Any]) -> Iterator[str]:
+def adapter_folder(adapter: Adapter) -> Iterator[str]:
     """Writes an adapter's folder, in shared memory where there is some, and yields its path."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=memory if memory.is_dir() else None) as folder:
-        save_file({name: each.detach().cpu().contiguous() for name, each in weights}, f"{folder}/{ADAPTER_WEIGHTS}")
-        Path(folder, "adapter_config.json").write_text(json.dumps(dict(config)))
+        on_host = {name: weight.detach().cpu().contiguous() for name, weight in adapter.weights.items()}
+        save_file(on_host, f"{folder}/{ADAPTER_WEIGHTS}")
+        Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
         yield folder
 
 
@@ -99,15 +109,6 @@ def _split(weights: Weights, model: PreTrainedModel) -> Weights:
 def _layer(named: tuple[str, torch.Tensor]) -> str:
     found = LAYER.match(named[0])
     return named[0] if found is None else found.group()
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter, as its folder has it."""
-
-    weights: Sequence[tuple[str, torch.Tensor]]
-    config: Mapping[str, Any]
-    version: int
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import EngineError, WeightSyncError
+from whet.models.attention import token_bytes
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import FIRST_VERSION, TICK_SECONDS, Live, ServerEngine, longest, where_found
-from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.process import Server, free_port
+from whet.rollout.servers.engine import FIRST_VERSION, TICK_SECONDS, Live, ServerEngine, where_found
+from whet.rollout.servers.environment import Package
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
 
@@ -52,7 +52,7 @@ class SGLangEngine(ServerEngine):
     server: further arguments of SGLang's server by name, such as context_length.
     """
 
-    kind, length_option, package = "SGLang", "context_length", PACKAGE
+    length_option, package = "context_length", PACKAGE
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class SGLangEngine(ServerEngine):
             restarts=restarts,
         )
         path, tokenizer = where_found(self.base, model)
-        is_host = device == HOST
+        is_host, of_token = device == HOST, token_bytes(self._outline.config.get_text_config(), dtype.itemsize)
         arguments = {
             "model_path": path,
             "tokenizer_path": tokenizer,
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
-            "max_total_tokens": max(1, kv_cache_bytes // self._token_bytes()),
+            "max_total_tokens": max(1, kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
             "sampling_backend": "pytorch",  # whose draws whet_sglang.py replaces
@@ -99,24 +99,9 @@ class SGLangEngine(ServerEngine):
             "skip_server_warmup": True,
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
         }
-        found = find_environment(PACKAGE, python)
-        found.check_arguments(server or {}, arguments)
-        self.max_length = longest(self.length_option, server or {}, self.positions)
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         variables = environment(threads or torch.get_num_threads(), None if is_host else device.index or 0)
-
-        def start() -> Server:
-            own = free_port(port)
-            return Server(self.kind, command(found.python, own, arguments | (server or {})), variables, own)
-
-        self.launch(start)
-
-    def _token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        config: Any = self._outline.config.get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.dtype.itemsize)
+        self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def _open(self, is_open: bool) -> None:
         async def change() -> None:

@@ -12,12 +12,12 @@ from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
+from whet.models.lora import adapter_config
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import Live, ServerEngine, longest, where_found
-from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.process import Server, free_port
+from whet.rollout.servers.engine import Live, ServerEngine, where_found
+from whet.rollout.servers.environment import Package
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
@@ -55,7 +55,7 @@ class VLLMEngine(ServerEngine):
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
-    kind, length_option, package = "vLLM", "max_model_len", PACKAGE
+    length_option, package = "max_model_len", PACKAGE
 
     def __init__(
         self,
@@ -101,19 +101,11 @@ class VLLMEngine(ServerEngine):
             "logprobs_mode": "raw_logprobs",
             **(_for_adapter(model) if adapter else {}),
         }
-        found = find_environment(PACKAGE, python)
-        found.check_arguments(server or {}, arguments)
-        self.max_length = longest(self.length_option, server or {}, self.positions)
-        self.takes_adapter = adapter
+        self.takes_adapter, self._lora = adapter, model.lora
         self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
         self._adapter: Adapter | None = None
         variables = environment(threads or torch.get_num_threads(), None if device == HOST else device.index or 0)
-
-        def start() -> Server:
-            own = free_port(port)
-            return Server(self.kind, command(found.python, own, arguments | (server or {})), variables, own)
-
-        self.launch(start)
+        self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
@@ -189,9 +181,10 @@ class VLLMEngine(ServerEngine):
         self._adapter = None
         super().load(weights, version)
 
-    def load_adapter(self, weights: Weights, config: Mapping[str, Any], version: int) -> None:
+    def load_adapter(self, weights: Weights, version: int) -> None:
         """Samples with an adapter beside the first weights, from now on.  Raises: as `load`."""
-        self._adapter = Adapter([(name, weight.clone()) for name, weight in weights], config, version)
+        adapter = {name: weight.clone() for name, weight in weights}
+        self._adapter = Adapter(adapter, adapter_config(adapter, self._lora), version)
         self.unless_lost(self._send_adapter)
         self.version = version
 
@@ -203,8 +196,8 @@ class VLLMEngine(ServerEngine):
 
     def _send_adapter(self) -> None:
         assert self._adapter is not None
-        weights, config, version = self._adapter.weights, self._adapter.config, self._adapter.version
-        with adapter_folder(weights, config) as folder, self.between_two_steps(version):
+        version = self._adapter.version
+        with adapter_folder(self._adapter) as folder, self.between_two_steps(version):
             if not self._is_adapter_known:
                 self.call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
             else:  # the front would name the path with every request, and the worker read it for each
