@@ -42,7 +42,8 @@ def start(has_vllm: None) -> Iterator[Start]:
 
     def begin(folder: Path, dtype: torch.dtype = torch.float32, max_batch_size: int = 64, **options: Any) -> VLLMEngine:
         model = ModelConfig(path=str(folder))
-        started.append(VLLMEngine(dtype, max_batch_size, CPU, model, **{**SMALL, **options}))
+        num_devices = options.pop("num_devices", 1)
+        started.append(VLLMEngine(dtype, max_batch_size, CPU, model, num_devices, **{**SMALL, **options}))
         return started[-1]
 
     yield begin
