@@ -402,7 +402,7 @@ ROLLOUT_ENGINES = Registry(
     "rollout engine",
     "rollout",
     "register_rollout",
-    ("dtype", "max_batch_size", "load_tokenizer", "device", "model"),
+    ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model"),
 )
 
 register_adv_est = ADV_ESTIMATORS.register

@@ -37,11 +37,20 @@ def refusals(sections: str) -> list[str]:
         (
             "cluster: {backend: ray, nnodes: 2, n_gpus_per_node: 8, processes: 4}",
             "cluster.processes sets 4 processes, but cluster.nnodes=2 x cluster.n_gpus_per_node=8 "
-            "is 16 GPUs; a process has one GPU: make the two",
+            "is 16 GPUs; a process has one GPU, or those in devices",
         ),
         (
             f"cluster: {{backend: ray, n_gpus_per_node: 2, placement: {TWO_POOLS}}}",
             "the pools of cluster.placement have 3 processes, but cluster.nnodes=1 x",
+        ),
+        (
+            "cluster: {placement: {train: {devices: 2}}}",
+            "cluster.placement.train.devices=2 with the roles all; a training engine computes on one device a process",
+        ),
+        (
+            "cluster: {backend: ray, nnodes: 2, n_gpus_per_node: 2, placement: "
+            "{train: {}, sample: {devices: 2, roles: [rollout]}, look: {roles: [ref]}}}",
+            "cluster.placement.sample.devices=2 puts a process on two nodes of 2 devices; expected all of its devices",
         ),
         (f"cluster: {{processes: 2, placement: {TWO_POOLS}}}", "cluster.processes=2 is the size of a single pool, but"),
         (
@@ -79,6 +88,7 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(sections: str,
         "cluster: {backend: ray, nnodes: 2}",
         f"cluster: {{backend: ray, nnodes: 3, placement: {TWO_POOLS}}}",
         "cluster: {n_gpus_per_node: 4}",
+        "cluster: {n_gpus_per_node: 4, placement: {train: {processes: 2}, sample: {devices: 2, roles: [rollout]}}}",
         "{model: {lora: {rank: 4}}, ref: {model_path: x}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
     ],
 )
@@ -112,7 +122,7 @@ def test_every_role_has_a_pool() -> None:
     roles = ("actor", "critic", "ref", "rollout", "teacher:gsm8k")
     assert [cluster.pool_of(role) for role in roles] == ["train", "train", "train", "sample", "train"]
     assert [cluster.processes_of(role) for role in roles] == [2, 2, 2, 1, 2]
-    assert (cluster.world_size, cluster.stays_here) == (3, False)
+    assert (cluster.devices, cluster.stays_here) == (3, False)
     judged = ClusterConfig.model_validate({"placement": {"all": {}, "judge": {"roles": ["teacher"]}}})
     assert [judged.pool_of(role) for role in roles] == ["all", "all", "all", "all", "judge"]
     alone = ClusterConfig()

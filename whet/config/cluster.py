@@ -19,8 +19,8 @@ PROCESSES = (
     "each"
 )
 PLACEMENT = (
-    "pools of processes by name, each {processes: , roles: [actor, critic, ref, rollout, teacher]}; roles in no pool "
-    "go to the first one; empty: one pool of cluster.processes processes for all roles"
+    "pools of processes by name, each {processes: , devices: , roles: [actor, critic, ref, rollout, teacher]}; roles "
+    "in no pool go to the first one; empty: one pool of cluster.processes processes for all roles"
 )
 
 
@@ -28,6 +28,7 @@ class PoolConfig(Section):
     """A pool: processes that some roles share."""
 
     processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
+    devices: PositiveInt = key(1, "GPUs of each process; several only for a rollout engine that computes on several")
     roles: list[str] = key([], f"roles of the pool, from {', '.join(ROLES)}")
 
 
@@ -58,14 +59,14 @@ class ClusterConfig(Section):
         return self.placement or {"main": PoolConfig(processes=self.processes)}
 
     @property
-    def world_size(self) -> int:
-        """Processes of all pools."""
-        return sum(pool.processes for pool in self.pools.values())
+    def devices(self) -> int:
+        """Devices of all pools; on the host shares of its cores."""
+        return sum(pool.processes * pool.devices for pool in self.pools.values())
 
     @property
-    def processes_here(self) -> int:
-        """The number of processes on one node."""
-        return -(-self.world_size // self.nnodes)
+    def devices_here(self) -> int:
+        """The number of devices of one node."""
+        return -(-self.devices // self.nnodes)
 
     @property
     def stays_here(self) -> bool:

@@ -82,16 +82,17 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
             "one server; start whet on a node of the cluster (`ray job submit -- whet train ...`), with host:port or "
             "no address"
         )
-    total, nodes, gpus = cluster.world_size, cluster.nnodes, cluster.n_gpus_per_node
+    total, nodes, gpus = cluster.devices, cluster.nnodes, cluster.n_gpus_per_node
     what = "the pools of cluster.placement have" if cluster.placement else "cluster.processes sets"
+    unit = "devices" if any(pool.devices > 1 for pool in cluster.pools.values()) else "processes"
     if gpus > 0 and total != nodes * gpus:
         yield (
-            f"{what} {total} processes, but cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus} is {nodes * gpus} "
-            "GPUs; a process has one GPU: make the two numbers equal"
+            f"{what} {total} {unit}, but cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus} is {nodes * gpus} "
+            "GPUs; a process has one GPU, or those in devices of its pool: make the two numbers equal"
         )
     elif total % nodes:
         yield (
-            f"{what} {total} processes, which must be a multiple of cluster.nnodes={nodes}; try "
+            f"{what} {total} {unit}, which must be a multiple of cluster.nnodes={nodes}; try "
             f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
         )
     yield from _pools(cluster)
@@ -103,13 +104,26 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
             f"cluster.processes={cluster.processes} is the size of a single pool, but cluster.placement defines pools "
             "with sizes of their own; unset one of these two keys"
         )
-    owners: dict[str, str] = {}
+    owners, first = dict[str, str](), 0
     for number, (name, pool) in enumerate(cluster.placement.items()):
         if not pool.roles and number > 0:
             yield (
                 f"cluster.placement.{name}.roles is empty, and roles in no pool go to the first one, "
                 f"{next(iter(cluster.placement))}; list some of {', '.join(ROLES)}, or remove the pool"
             )
+        if pool.devices > 1 and pool.roles != ["rollout"]:
+            yield (
+                f"cluster.placement.{name}.devices={pool.devices} with the roles {', '.join(pool.roles) or 'all'}; a "
+                "training engine computes on one device a process: set devices to 1, or give the rollout a pool of its "
+                "own"
+            )
+        here, last = cluster.devices_here, first + pool.processes * pool.devices
+        if any(start // here != (start + pool.devices - 1) // here for start in range(first, last, pool.devices)):
+            yield (
+                f"cluster.placement.{name}.devices={pool.devices} puts a process on two nodes of {here} devices; "
+                "expected all of its devices on one: name this pool first, or change devices or cluster.nnodes"
+            )
+        first = last
         for role in pool.roles:
             if role not in ROLES:
                 near = difflib.get_close_matches(role, ROLES, n=1)

@@ -35,14 +35,14 @@ class RankSpec:
     pool: ResourcePool
     rank: int  # in the pool
     device_index: int | None  # among the accelerators that the process sees; None: it computes on the host
-    processes_here: int  # that share the cores of the machine
+    devices_here: int  # of all processes that share the cores of the machine
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
 
     def set_device(self) -> torch.device:
         """Limits torch to this process's part of the cores.  Returns the device to compute on."""
-        torch.set_num_threads(max(1, cores() // self.processes_here))
+        torch.set_num_threads(max(1, cores() // self.devices_here))
         if self.device_index is None:
             return devices.HOST
         torch.accelerator.set_device_index(self.device_index)

@@ -18,7 +18,7 @@ from whet import devices
 from whet.controller import wire
 from whet.controller.local_workers import BUILD, LOOPBACK, RankSpec
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import ResourcePool
+from whet.controller.worker import ResourcePool, ranks_of
 from whet.controller.worker_process import SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
@@ -44,19 +44,19 @@ class ProcessTransport(RemoteTransport[_Process]):
         super().__init__(deadline_seconds)
         self._server = ForkServer("whet.controller.worker_process:prepare", pickle.dumps(main_module()), stdout=None)
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
-        ranks = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        ranks, wanted = ranks_of(pools)
         found = devices.count()
-        if 0 < found < len(ranks):
-            log.warning("%d processes for %d accelerators: all processes compute on the host", len(ranks), found)
-        for number, (pool, rank) in enumerate(ranks):
+        if 0 < found < wanted:
+            log.warning("%d processes for %d accelerators: all processes compute on the host", wanted, found)
+        for pool, rank, first in ranks:
             peer = _Process(pool=pool, rank=rank, child=self._server.spawn(Child))
             peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
             peer.socket.settimeout(deadline_seconds)
             spec = RankSpec(
                 pool=pool,
                 rank=rank,
-                device_index=number if found >= len(ranks) else None,
-                processes_here=len(ranks),
+                device_index=first if found >= wanted else None,
+                devices_here=wanted,
                 store=(LOOPBACK, self._store.port),
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,

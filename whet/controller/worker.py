@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ class ResourcePool:
     processes: int = 1
     roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
     name: str = "main"
+    devices: int = 1  # of each process
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -96,7 +97,20 @@ class ResourcePool:
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
     """The pools of the config's placement with the roles of `specs`, without pools that host no role."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
-    return [ResourcePool(cluster.pools[name].processes, roles, name) for name, roles in hosted.items() if roles]
+    return [
+        ResourcePool(cluster.pools[name].processes, roles, name, cluster.pools[name].devices)
+        for name, roles in hosted.items()
+        if roles
+    ]
+
+
+def ranks_of(pools: Sequence[ResourcePool]) -> tuple[list[tuple[ResourcePool, int, int]], int]:
+    """The ranks of all pools, each as pool, rank and the number of its first device; and the number of all devices."""
+    ranks, first = list[tuple[ResourcePool, int, int]](), 0
+    for pool in pools:
+        ranks += [(pool, rank, first + rank * pool.devices) for rank in range(pool.processes)]
+        first += pool.processes * pool.devices
+    return ranks, first
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
@@ -105,7 +119,7 @@ def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> li
     if not specs or len(set(roles)) < len(roles):
         raise ConfigError(f"launch of roles {roles}: expected at least one, and each once")
     if len(pools) == 1 and not pools[0].roles:
-        return [ResourcePool(pools[0].processes, tuple(roles), pools[0].name)]
+        return [replace(pools[0], roles=tuple(roles))]
     placed = [role for pool in pools for role in pool.roles]
     if sorted(placed) != sorted(roles):
         raise ConfigError(f"pools for {placed} and workers for {roles}: every role needs one pool, every pool a role")

@@ -101,7 +101,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     setup = replace(setup, device=free_accelerator(cluster))
     try:
         bound = upper_bound(setup)
-        is_large = free is not None and bound * cluster.processes_here > free.bytes / 2
+        is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
         if is_large or (setup.device is not None and bound > setup.device.bytes / 2):
             found = rooms(setup)
             room = max(found, key=lambda each: each.share)

@@ -37,11 +37,11 @@ def free_memory() -> FreeMemory | None:
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
     found, ray = devices.count(), cluster.backend == "ray"
-    if (ray and not cluster.n_gpus_per_node) or (not ray and found < cluster.world_size):
+    if (ray and not cluster.n_gpus_per_node) or (not ray and found < cluster.devices):
         return None
     if not found:
         return FreeMemory(sys.maxsize, "an accelerator that this machine does not see")
-    used = range(found if ray else cluster.world_size)
+    used = range(found if ray else cluster.devices)
     return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
 
 

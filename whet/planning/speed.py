@@ -67,7 +67,7 @@ def plan_speed(
         seconds = {"update": _update(outlines["actor"], rows, rates)}
         held_out = [RowLength(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
         validation = _forward(outlines["actor"], held_out, rates) if held_out else 0.0
-        return Speed({"all": sum(row.tokens for row in rows) * config.cluster.world_size}, seconds, validation)
+        return Speed({"all": sum(row.tokens for row in rows) * config.cluster.devices}, seconds, validation)
 
     def rows_of(prompts: int, n: int) -> list[RowLength]:
         lengths = enumerate(setup.lengths.spread(prompts))

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from whet.environments.host import Deadlines
+from whet.errors import ConfigError
 from whet.models.folder import split_adapters
 from whet.models.load import load_policy
 from whet.registry import ROLLOUT_ENGINES
@@ -25,27 +26,38 @@ def rollout_engine(
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     device: torch.device,
     model: ModelConfig,
+    num_devices: int = 1,
 ) -> RolloutEngine:
     """The engine that the config names: without a model yet where it samples from a module of this process, else it has
-    one of its own from the folder of `model`. Only stop strings make it load a tokenizer."""
+    one of its own from the folder of `model`. Only stop strings make it load a tokenizer. Of
+    `num_devices` that it computes on, `device` is the first."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     given = {
         "dtype": dtype,
         "max_batch_size": config.max_batch_size,
         "load_tokenizer": load_tokenizer,
         "device": device,
+        "num_devices": num_devices,
         "model": model,
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine
 
 
-def check_engine(config: RolloutConfig, model: ModelConfig, longest: int) -> None:
-    """Checks that the engine could be made on this machine, for sequences of `longest` tokens.  Raises: ConfigError."""
-    entry = ROLLOUT_ENGINES[config.engine.name]
-    engine = entry.load()
+def check_engine(config: TrainConfig) -> None:
+    """Checks that the engine of a run could be made on this machine.  Raises: ConfigError."""
+    rollout, model, cluster = config.rollout, config.model, config.cluster
+    entry = ROLLOUT_ENGINES[rollout.engine.name]
+    engine, pool = entry.load(), cluster.pool_of("rollout")
+    if cluster.pools[pool].devices > 1 and "num_devices" not in entry.parameters:
+        raise ConfigError(
+            f"cluster.placement.{pool}.devices={cluster.pools[pool].devices}, and the rollout engine "
+            f"{rollout.engine.name} samples on one device; expected 1, or an engine that computes on several, such as "
+            "vllm: change one of the two"
+        )
     if isinstance(engine, ChecksAhead):
-        engine.check_ahead(model, longest, entry.resolve_options(config.engine.options, "rollout.engine.options"))
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
 
 
 def load_model(

@@ -78,7 +78,7 @@ def train(
 def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     if config.cluster.backend == "local":  # another machine may have what this one lacks
-        check_engine(config.rollout, config.model, config.data.max_prompt_length + config.data.max_response_length)
+        check_engine(config)
     scorer = scorer_of(config, reward)  # its processes start before a model is in memory
     try:
         run = build(config, scorer, data, val_data, dry_run=dry_run, reward=reward)
@@ -208,7 +208,9 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (settings_of(model, ref, path),)))
     tokenizer_path = model.tokenizer_path or path_of(model)
-    return [*specs, WorkerSpec("rollout", RolloutWorker, (config.rollout, model.dtype, tokenizer_path, model))]
+    num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
+    sampling = (config.rollout, model.dtype, tokenizer_path, model, num_devices)
+    return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 
 def _rollouts(

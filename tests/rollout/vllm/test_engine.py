@@ -36,7 +36,7 @@ from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm import server as server_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
-from whet.trainers.build import setup
+from whet.trainers.build import setup, train
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 
@@ -349,7 +349,9 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
         "import os, sys, time\n"
         "from whet.rollout.servers.process import Server\n"
         "from whet.rollout.vllm.server import environment\n"
-        f"server = Server('vLLM', [sys.executable, {FAKE!r}, sys.argv[1]], environment(1, None), int(sys.argv[1]))\n"
+        "from whet.devices import HOST\n"
+        f"line = [sys.executable, {FAKE!r}, sys.argv[1]]\n"
+        "server = Server('vLLM', line, environment(1, HOST, 1), int(sys.argv[1]))\n"
         "server.wait(30)\n"
         "print(server.process.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -405,6 +407,38 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
         ROLLOUT_ENGINES["vllm"].resolve_options({"kv_cache_bytes": 0}, "rollout.engine.options")
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "devices", "message"),
+    [
+        (
+            "vllm",
+            {"python": "no/python"},
+            1,
+            "no/python does not exist; expected the Python of an environment with vLLM",
+        ),
+        (
+            "hf",
+            {},
+            2,
+            "cluster.placement.sample.devices=2, and the rollout engine hf samples on one device; expected 1",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_told_before_anything_starts(
+    train_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    engine: str,
+    options: dict[str, Any],
+    devices: int,
+    message: str,
+) -> None:
+    apart = {"train": {}, "sample": {"devices": devices, "roles": ["rollout"]}}
+    settings = {"rollout.engine.name": engine, "rollout.engine.options": options, "cluster.placement": apart}
+    with pytest.raises(ConfigError, match=message):
+        train(train_config({**settings, "trainer.run_dir": tmp_path / "run"}), reward=str, data=[{"prompt": "1"}])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_port_that_is_taken(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -444,6 +478,9 @@ def test_the_command_line() -> None:
 
 def test_variables_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    found = server_module.environment(2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    found = server_module.environment(2, torch.device("cuda", 1), 1)
     assert "MASTER_PORT" not in found and found["CUDA_VISIBLE_DEVICES"] == "6" and found["OMP_NUM_THREADS"] == "2"
+    assert server_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert server_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "1,2"

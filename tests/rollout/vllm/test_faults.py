@@ -36,6 +36,20 @@ def test_experts_are_updated(start: servers.Start, tmp_path: Path) -> None:
     suite.check_log_probs(engine, model, suite.requests())
 
 
+def test_a_server_on_two_devices(start: servers.Start, tmp_path: Path) -> None:
+    """Each process of it takes its own part of the weights that come."""
+    model = servers.random_model(tmp_path, "qwen3", num_layers=2)
+    engine, draw = start(tmp_path / "sharp", num_devices=2), torch.Generator().manual_seed(0)
+    for version in range(1, 4):
+        suite.check_log_probs(engine, model, suite.requests(seed=version))
+        suite.check_choices(engine, model, suite.requests(seed=version))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.2 * weight.std())
+        engine.load(model.named_parameters(), version)
+    suite.check_log_probs(engine, model, suite.requests())
+
+
 @pytest.mark.parametrize("victim", ["Worker", "Engine", servers.SERVER])
 def test_a_killed_process_is_heard_of_within_seconds(start: servers.Start, tmp_path: Path, victim: str) -> None:
     servers.check_kill(start, tmp_path, victim)

@@ -49,13 +49,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The nodes reserved for a launch, and the resources of each process."""
+    """The nodes reserved for a launch, and the resources of each device's process."""
 
     name: str  # unique to the launch
     group: PlacementGroup
-    processes_here: int  # on each node
-    cpus: float  # of a process
-    gpus: float  # of a process
+    devices_here: int  # on each node
+    cpus: float  # of a device
+    gpus: float  # of a device: 1 or 0
 
 
 @contextmanager
@@ -107,13 +107,13 @@ def all_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
-def reserve(processes: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
-    """Reserves resources for `processes`, the same number on each of `cluster.nnodes` nodes. `is_alone`: no node can
+def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
+    """Reserves resources for `devices`, the same number on each of `cluster.nnodes` nodes. `is_alone`: no node can
     join the cluster.
 
-    Where a node has fewer CPUs than processes, each process gets a fraction. Missing and busy nodes are waited for: an
+    Where a node has fewer CPUs than devices, each gets a fraction. Missing and busy nodes are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
-    here, gpus, count = processes // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
+    here, gpus, count = devices // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
     fitting = sorted(
         (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus), reverse=True
     )

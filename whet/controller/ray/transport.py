@@ -32,7 +32,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec
+from whet.controller.worker import Layout, ResourcePool, WorkerSpec, ranks_of
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
@@ -71,14 +71,13 @@ class RayTransport(RemoteTransport[_Actor]):
         super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
-        ranks = [(pool, rank) for pool in pools for rank in range(pool.processes)]
+        ranks, wanted = ranks_of(pools)
         with ExitStack() as on_error:
             is_alone = on_error.enter_context(connected(cluster))
-            self._reserved = reserve(len(ranks), cluster, is_alone=is_alone)
+            self._reserved = reserve(wanted, cluster, is_alone=is_alone)
             self._connection = on_error.pop_all()
         self.peers = [
-            _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, number))
-            for number, (pool, rank) in enumerate(ranks)
+            _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first)) for pool, rank, first in ranks
         ]
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
@@ -162,17 +161,17 @@ class RayTransport(RemoteTransport[_Actor]):
             ray.kill(peer.handle)
         remove_placement_group(self._reserved.group)
 
-    def _start(self, pool: ResourcePool, rank: int, number: int) -> Any:
+    def _start(self, pool: ResourcePool, rank: int, first: int) -> Any:
         name = f"{', '.join(pool.roles)} rank {rank}"
         options = {
             "name": name,
             "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
-            "num_cpus": self._reserved.cpus,
-            "num_gpus": self._reserved.gpus,
+            "num_cpus": self._reserved.cpus * pool.devices,
+            "num_gpus": self._reserved.gpus * pool.devices,
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._reserved.group, placement_group_bundle_index=number // self._reserved.processes_here
+                self._reserved.group, placement_group_bundle_index=first // self._reserved.devices_here
             ),
         }
         # Four threads for concurrent calls; all other calls share one.
@@ -184,8 +183,8 @@ class RayTransport(RemoteTransport[_Actor]):
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
-            device_index=0 if self._reserved.gpus else None,  # Ray makes only the actor's own GPU visible
-            processes_here=self._reserved.processes_here,
+            device_index=0 if self._reserved.gpus else None,  # Ray makes only the actor's own GPUs visible
+            devices_here=self._reserved.devices_here,
             store=(first.address, first.store_port),
             address=location.address,
             deadline_seconds=self.deadline_seconds,

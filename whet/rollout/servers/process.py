@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+from whet import devices
 from whet.errors import ConfigError, EngineError
 from whet.rollout.servers.client import HOST, Client, HttpError
 
@@ -86,13 +89,14 @@ class Server:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def variables(threads: int, device_index: int | None, inside: Path) -> dict[str, str]:
-    """The environment variables of a server that computes with so many threads, or on that accelerator, and whose
-    processes import from `inside` and nothing else of whet."""
+def variables(threads: int, device: torch.device, num_devices: int, inside: Path) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on,
+    and whose processes import from `inside` and nothing else of whet."""
     kept = {name: value for name, value in os.environ.items() if name not in PLACES}
-    if device_index is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        kept["CUDA_VISIBLE_DEVICES"] = visible[device_index] if visible != [""] else str(device_index)
+    if device != devices.HOST:
+        visible, first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), device.index or 0
+        own = range(first, first + num_devices)
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] if visible != [""] else str(index) for index in own)
     return kept | {"PYTHONPATH": f"{INSIDE}{os.pathsep}{inside}", "OMP_NUM_THREADS": str(threads)}
 
 

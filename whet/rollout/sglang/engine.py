@@ -60,6 +60,7 @@ class SGLangEngine(ServerEngine):
         max_batch_size: int,
         device: torch.device,
         model: ModelConfig,
+        num_devices: int = 1,
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
@@ -88,6 +89,7 @@ class SGLangEngine(ServerEngine):
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
+            "tp_size": num_devices,
             "max_total_tokens": max(1, kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
@@ -100,7 +102,7 @@ class SGLangEngine(ServerEngine):
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
-        variables = environment(threads or torch.get_num_threads(), None if is_host else device.index or 0)
+        variables = environment(threads or torch.get_num_threads(), device, num_devices)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def _open(self, is_open: bool) -> None:

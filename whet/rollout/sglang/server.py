@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from whet import devices
 from whet.rollout.servers.client import HOST
 from whet.rollout.servers.process import variables
 
@@ -26,6 +29,7 @@ def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
     return [python, "-m", "whet_sglang", *flags]
 
 
-def environment(threads: int, device_index: int | None) -> dict[str, str]:
-    """The environment variables of a server that computes with so many threads, or on that accelerator."""
-    return variables(threads, device_index, INSIDE) | ({"SGLANG_USE_CPU_ENGINE": "1"} if device_index is None else {})
+def environment(threads: int, device: torch.device, num_devices: int) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on."""
+    engine = {"SGLANG_USE_CPU_ENGINE": "1"} if device == devices.HOST else {}
+    return variables(threads, device, num_devices, INSIDE) | engine

@@ -63,6 +63,7 @@ class VLLMEngine(ServerEngine):
         max_batch_size: int,
         device: torch.device,
         model: ModelConfig,
+        num_devices: int = 1,
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
@@ -91,6 +92,7 @@ class VLLMEngine(ServerEngine):
             "tokenizer": tokenizer,
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_batch_size,
+            "tensor_parallel_size": num_devices,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enforce_eager": not compile,
             "enable_sleep_mode": device != HOST,
@@ -104,7 +106,7 @@ class VLLMEngine(ServerEngine):
         self.takes_adapter, self._lora = adapter, model.lora
         self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
         self._adapter: Adapter | None = None
-        variables = environment(threads or torch.get_num_threads(), None if device == HOST else device.index or 0)
+        variables = environment(threads or torch.get_num_threads(), device, num_devices)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     @classmethod

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.rollout.servers.client import HOST
 from whet.rollout.servers.process import variables
 
@@ -28,9 +30,9 @@ def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
     return [python, "-m", ENTRY, *flags]
 
 
-def environment(threads: int, device_index: int | None) -> dict[str, str]:
-    """The environment variables of a server that computes with so many threads, or on that accelerator."""
-    return variables(threads, device_index, INSIDE) | {
+def environment(threads: int, device: torch.device, num_devices: int) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on."""
+    return variables(threads, device, num_devices, INSIDE) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
