@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
