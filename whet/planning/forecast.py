@@ -195,7 +195,7 @@ def introduce(setup: Setup, counts: Counts) -> None:
     setup = replace(setup, device=free_accelerator(setup.config.cluster))
     try:
         lines = [*model_lines(setup), data_line(setup, counts)]
-        if setup.device is None:  # the speed of accelerators is not measured
+        if setup.device is None and not setup.has_server:  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.steps, counts.first_step)
             longest = "" if isinstance(setup.config, SFTConfig) else " if all responses reach their length limit"

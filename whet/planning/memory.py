@@ -93,6 +93,13 @@ class Setup:
     passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
     device: FreeMemory | None = None  # the accelerator of each process; None on the host
 
+    @property
+    def has_server(self) -> bool:
+        """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
+        if not isinstance(self.config, TrainConfig):
+            return False
+        return not isinstance(ROLLOUT_ENGINES[self.config.rollout.engine.name].load(), SharesModule)
+
     @cached_property
     def outlines(self) -> dict[str, Outline]:
         """The models of the roles, as shapes without numbers.  Raises: ModelError."""
@@ -198,7 +205,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
-    if not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule):
+    if setup.has_server:
         return False
     dtypes = config.rollout.dtype or config.model.dtype, config.model.dtype
     return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")

@@ -26,12 +26,14 @@ ENGINE = {
     "data.max_response_length": 24,
 }
 APART = {"cluster.placement": {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}}
+SPLIT = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"], "devices": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "beside the actor": {},
     "in a pool of its own": APART,
     "bfloat16": {"rollout.dtype": "bfloat16"},
     "an adapter added in": {"model.lora.rank": 4},
     "an adapter beside the weights": {"model.lora.rank": 4, "model.lora.alpha": 12.0},
+    "two devices in a Ray actor": {"cluster.backend": "ray", "cluster.address": "local", "cluster.placement": SPLIT},
     "an adapter sent to another pool": {"model.lora.rank": 4, "model.lora.target_modules": ["q_proj"], **APART},
 }
 OPTIONS = {case: {"adapter": True} for case in ("an adapter beside the weights", "an adapter sent to another pool")}
@@ -64,6 +66,7 @@ def test_a_run_is_that_of_the_native_engine(
         return
     assert max(worst) < 2e-5
     native = {**settings, "rollout.engine.name": "native", "rollout.engine.options": {}}
+    native |= {"cluster.backend": "local", "cluster.placement": {}}
     other = metrics_of(train_config({**native, "trainer.run_dir": tmp_path / "native"}), additions)
     for name in ("critic/rewards/mean", "response_length/mean", "actor/grad_norm"):
         assert [line[name] for line in steps] == pytest.approx([line[name] for line in other if name in line], rel=1e-3)
