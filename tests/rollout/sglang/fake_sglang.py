@@ -5,19 +5,19 @@ The first token of a prompt says what happens: see the constants."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_http import TOKEN_SECONDS, JsonHandler, serve
+
 QUICK, SLOW, REFUSED, ENDS = range(3, 7)
-TOKEN_SECONDS = 0.02
 
 
 class State:
@@ -30,22 +30,16 @@ class State:
     version = "0"
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One thread a connection."""
+class Handler(JsonHandler):
+    """SGLang's paths."""
 
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Is silent."""
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         """Health and progress."""
         with State.lock:
             self.answer({"internal_states": [{"whet_sent": State.sent}]})
 
-    def do_POST(self) -> None:
+    def post(self, body: Any) -> None:
         """Requests, and what changes the server."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
         if self.path == "/generate":
             self.generate(body)
             return
@@ -73,10 +67,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         if kind == ENDS:
             os._exit(0)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.begin_stream()
         first, spans, count, reason = len(body["input_ids"]) - 2, list[dict[str, Any]](), 0, None
         with State.lock:
             State.sent[name] = 0
@@ -94,29 +85,13 @@ class Handler(BaseHTTPRequestHandler):
                 place = first + count - 1
                 about = {"finish_reason": reason, "completion_tokens": count, "weight_versions": spans}
                 about["output_token_logprobs"] = [[-1 / (place + 1), place + 3, None]]
-                self.piece(json.dumps({"output_ids": [place + 3], "meta_info": about}))
+                self.chunk({"output_ids": [place + 3], "meta_info": about})
             if kind == SLOW:
                 time.sleep(TOKEN_SECONDS)
         with State.lock:
             del State.sent[name]
-        self.piece("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
-
-    def piece(self, text: str) -> None:
-        """Sends one event."""
-        octets = f"data: {text}\n\n".encode()
-        self.wfile.write(f"{len(octets):x}\r\n".encode() + octets + b"\r\n")
-
-    def answer(self, value: Any, status: int = 200) -> None:
-        """Sends JSON."""
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.chunk(None)
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer.daemon_threads = True
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    serve(Handler)

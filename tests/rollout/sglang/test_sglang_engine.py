@@ -4,65 +4,37 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import fake_sglang as fake
+from fake_engines import Start, events_of, request, starting
 
-from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.load import load_policy
-from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
-from whet.rollout.servers.environment import Environment, find_environment
+from whet.rollout.protocol import Failed, Finished, Partial, Request, SamplingParams, generate
+from whet.rollout.servers.environment import find_environment
 from whet.rollout.sglang import engine as engine_module
 from whet.rollout.sglang import server as server_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
 
 FAKE = str(Path(__file__).with_name("fake_sglang.py"))
-Start = Callable[..., SGLangEngine]
 
 
 @pytest.fixture
 def start(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts engines whose server is the fake one."""
-    started: list[SGLangEngine] = []
     fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
     fields.mkdir(parents=True)
     (fields / "model.py").write_text("class Model:\n    context_length: int = 1\n    model_path: str = ''\n")
-    found = Environment(sys.executable, tmp_path / "sglang", PACKAGE)
-    monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: found)
-
-    def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
-        return [sys.executable, FAKE, str(port)]
-
-    monkeypatch.setattr(engine_module, "command", line)
-
-    def begin(**options: Any) -> SGLangEngine:
-        model, options = ModelConfig(path=str(model_folder)), {"start_seconds": 30.0, "answer_seconds": 20.0, **options}
-        started.append(SGLangEngine(torch.float32, 64, torch.device("cpu"), model, **options))
-        return started[-1]
-
-    yield begin
-    for engine in started:
-        engine.close()
-
-
-def request(kind: int, tokens: int = 5, uid: str = "0", **more: Any) -> Request:
-    return Request(uid, (kind, 4), SamplingParams(tokens), key=1, **more)
-
-
-def events_of(engine: SGLangEngine, count: int = 1) -> list[Event]:
-    until, events = time.monotonic() + 20, list[Event]()
-    while len(events) < count:
-        events += engine.poll(1.0)
-        assert time.monotonic() < until
-    return events
+    found = tmp_path / "sglang"
+    with starting(SGLangEngine, engine_module, FAKE, found, model_folder, monkeypatch) as start:
+        yield start
 
 
 def weights(folder: Path, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:

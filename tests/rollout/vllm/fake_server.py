@@ -6,20 +6,20 @@ The first token of a prompt says what happens: see the constants.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_http import TOKEN_SECONDS, JsonHandler, serve
+
 QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW, CUT = range(3, 12)
-TOKEN_SECONDS = 0.02
 
 
 class State:
@@ -32,15 +32,10 @@ class State:
     calls: list[str] = []  # noqa: RUF012
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One thread a connection."""
+class Handler(JsonHandler):
+    """vLLM's paths."""
 
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Is silent."""
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         """Health and requests."""
         with State.lock:
             requests = dict(State.requests)
@@ -53,9 +48,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/calls":
             self.answer(State.calls)
 
-    def do_POST(self) -> None:
+    def post(self, body: Any) -> None:
         """Requests, and what changes the server."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
         State.calls.append(self.path)
         if self.path == "/inference/v1/generate":
             self.generate(body)
@@ -105,10 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             State.requests[name] = state
         first, streams = params["extra_args"]["sampled"], body.get("stream", False)
         if streams:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
+            self.begin_stream()
         while len(state["token_ids"]) < params["max_tokens"] and not state["aborted"]:
             with State.lock:
                 if State.paused or kind == STUCK:
@@ -137,14 +128,6 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer({"choices": [choice]})
 
-    def chunk(self, value: Any) -> None:
-        """Sends an event, in two pieces; with None the end."""
-        text = b"data: [DONE]\n\n" if value is None else f"data: {json.dumps(value)}\n\n".encode()
-        for piece in (text[:9], text[9:]):
-            self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-        if value is None:
-            self.wfile.write(b"0\r\n\r\n")
-
     @staticmethod
     def add(state: dict[str, Any], place: int) -> None:
         """Appends the token at `place` of a response."""
@@ -155,16 +138,6 @@ class Handler(BaseHTTPRequestHandler):
             spans.append({"version": State.version, "start": count - 1, "end": count})
         spans[-1]["end"] = count
 
-    def answer(self, value: Any, status: int = 200) -> None:
-        """Sends JSON."""
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
 
 if __name__ == "__main__":
-    ThreadingHTTPServer.daemon_threads = True
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    serve(Handler)

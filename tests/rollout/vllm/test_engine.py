@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import fake_server as fake
+import server_conformance as servers
+from fake_engines import CPU, Start, events_of, request, starting
 
-from whet.config.schema import LoraConfig, ModelConfig, TrainConfig
+from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.load import load_policy
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
-from whet.rollout.protocol import Event, Failed, Finished, LoadsAdapter, Partial, Request, SamplingParams, generate
+from whet.rollout.protocol import Failed, Finished, LoadsAdapter, Partial, generate
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.servers.process import free_port
 from whet.rollout.vllm import engine as engine_module
@@ -35,8 +40,6 @@ from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup, train
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
-CPU = torch.device("cpu")
-Start = Callable[..., VLLMEngine]
 
 
 @pytest.fixture
@@ -52,37 +55,8 @@ def package(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(model_folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts engines whose server is the fake one, or another script."""
-    started: list[VLLMEngine] = []
-    monkeypatch.setattr(
-        "whet.rollout.servers.engine.find_environment", lambda *_: Environment(sys.executable, package, PACKAGE)
-    )
-
-    def begin(script: Sequence[str] = (sys.executable, FAKE), batch: int = 64, **options: Any) -> VLLMEngine:
-        def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
-            return [*script, str(port)]
-
-        monkeypatch.setattr(engine_module, "command", line)
-        rank = 4 if options.get("adapter") else None
-        model = ModelConfig(path=str(model_folder), lora=LoraConfig(rank=rank))
-        options = {"start_seconds": 30.0, "answer_seconds": 20.0, **options}
-        started.append(VLLMEngine(torch.float32, batch, CPU, model, **options))
-        return started[-1]
-
-    yield begin
-    for engine in started:
-        engine.close()
-
-
-def request(kind: int, tokens: int = 5, uid: str = "0", **more: Any) -> Request:
-    return Request(uid, (kind, 4), SamplingParams(tokens), key=1, **more)
-
-
-def events_of(engine: VLLMEngine, count: int = 1, seconds: float = 20.0) -> list[Event]:
-    until, events = time.monotonic() + seconds, list[Event]()
-    while len(events) < count:
-        events += engine.poll(1.0)
-        assert time.monotonic() < until
-    return events
+    with starting(VLLMEngine, engine_module, FAKE, package, model_folder, monkeypatch) as start:
+        yield start
 
 
 # -- requests
@@ -236,6 +210,21 @@ def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) 
     engine.load([("a", torch.ones(2))], version=3)
     [done] = events_of(engine)
     assert isinstance(done, Finished) and done.completion.versions == ((3, 5),)
+
+
+def test_a_check_acts_again_where_a_request_ended_too_early(start: Start, model_folder: Path) -> None:
+    engine, acts = start(), list[float]()
+
+    def act() -> None:
+        acts.append(time.monotonic())
+        if len(acts) == 1:
+            wait([live.call for live in engine._live.values()])
+        else:
+            engine.abort(["0"])
+
+    [event] = servers.in_mid_answer(engine, load_policy(model_folder), [request(fake.SLOW, 20)], 5, act)
+    assert isinstance(event, Finished) and event.completion.finish_reason == "abort" and len(acts) == 2
+    assert 5 <= len(event.completion.token_ids) < 20
 
 
 # -- servers that fail

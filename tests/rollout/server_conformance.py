@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rollout engine with a server of its own is held to, beside rollout_conformance.py.
+
+A check of CHECKS takes the engine and the model that its server samples from, and begins after `reset`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import rollout_conformance as suite
+import torch
+from transformers import PreTrainedModel
+
+from whet.config.schema import ModelConfig
+from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.models.init import Arch, init_model
+from whet.models.load import load_policy, load_tokenizer
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import (
+    Completion,
+    Event,
+    Failed,
+    Finished,
+    Partial,
+    Request,
+    SamplingParams,
+    SharesModule,
+    Sleeps,
+    generate,
+)
+from whet.rollout.servers.engine import ServerEngine
+from whet.rollout.servers.environment import Package, find_environment
+from whet.types import Media
+
+log = logging.getLogger(__name__)
+ROUNDING = 2e-5  # of log-probs: a prompt in the prefix cache, or in another batch, is computed in other parts
+LENGTHS = {"vLLM": 1500, "SGLang": 1000}  # of 2,048 positions: long enough for something to happen before the end
+MIDDLE_SECONDS = 300.0  # within which something has happened in mid-answer
+CPU = torch.device("cpu")
+SERVER = "server"  # the name of the process that answers, among those of a server
+SMALL = {"kv_cache_bytes": 2**26, "threads": 1}
+Start = Callable[..., Any]
+Check = Callable[[ServerEngine, PreTrainedModel], None]
+COUNTS: dict[str, Callable[[ServerEngine], list[int]]] = {  # tokens of each unfinished request, as the server says
+    "vLLM": lambda engine: [len(each["token_ids"]) for each in engine.call("GET", "/whet/requests")],
+    "SGLang": lambda engine: [*engine.call("GET", "/server_info")["internal_states"][0]["whet_sent"].values()],
+}
+
+
+# -- models, servers, requests
+
+
+def random_model(folder: Path, arch: Arch, **options: Any) -> PreTrainedModel:
+    """A random model of a context of 2,048 tokens, saved with a sharper choice, as new weights say nearly the same of
+    every token. A Qwen2.5 gets a head of its own, the others' is tied to the embedding."""
+    alphabet = None if arch == "qwen2.5" else "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
+    init_model(folder / "plain", arch, "nano", alphabet=alphabet, max_position_embeddings=2048, **options)
+    model = load_policy(folder / "plain")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(4)
+        if arch == "qwen2.5":
+            model.config.tie_word_embeddings = False
+            head = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)) * 0.02
+            model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(folder / "sharp")
+    load_tokenizer(folder / "plain").save_pretrained(folder / "sharp")
+    return load_policy(folder / "sharp").eval()
+
+
+def require(package: Package) -> None:
+    """Skips where no environment with the package is found."""
+    try:
+        find_environment(package, None)
+    except ConfigError as error:
+        pytest.skip(f"no environment with {package.title} here: {error}")
+
+
+@contextmanager
+def starting(kind: type[Any]) -> Iterator[Start]:
+    """Gives what starts engines on a model's folder, and closes them at the end."""
+    require(kind.package)
+    started: list[ServerEngine] = []
+
+    def start(folder: Path, dtype: torch.dtype = torch.float32, max_batch_size: int = 64, **options: Any) -> Any:
+        model = ModelConfig(path=str(folder))
+        started.append(kind(dtype, max_batch_size, CPU, model, **{**SMALL, **options}))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def reset(engine: ServerEngine, model: PreTrainedModel, version: int = 0) -> None:
+    """The model's own weights, and nothing under way."""
+    engine.resume()
+    engine.abort(list(engine._live))
+    engine.poll(0.0)
+    if engine.version != version:
+        engine.load(named(model), version)
+
+
+def long_requests(engine: ServerEngine, groups: int, n: int, **params: Any) -> list[Request]:
+    return suite.requests(groups, n, **{"stop_token_ids": (), "max_new_tokens": length_of(engine), **params})
+
+
+def length_of(engine: ServerEngine) -> int:
+    return LENGTHS[engine.package.title]
+
+
+def named(model: PreTrainedModel, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.detach() * factor) for name, weight in model.named_parameters()]
+
+
+def changed(model: PreTrainedModel, factor: float) -> PreTrainedModel:
+    other = load_policy(model.config._name_or_path).eval()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(factor)
+    return other
+
+
+def gaps(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:
+    return (suite.own_log_probs(model, request, completion) - torch.tensor(completion.log_probs)).abs()
+
+
+def in_mid_answer(
+    engine: ServerEngine, model: PreTrainedModel, made: Sequence[Request], tokens: int, act: Callable[[], object]
+) -> list[Event]:
+    """Submits requests to the model's own weights, acts when each has so many tokens, and returns the events; all again
+    where one had come to its own end by then, as on a busy machine."""
+    until, version, count = time.monotonic() + MIDDLE_SECONDS, engine.version, COUNTS[engine.package.title]
+    while time.monotonic() < until:
+        reset(engine, model, version)
+        for request in made:
+            assert engine.submit(request)
+        while not (is_over := any(live.call.done() for live in engine._live.values())):
+            assert time.monotonic() < until
+            if len(counts := count(engine)) == len(made) and min(counts) >= tokens:
+                break
+        if not is_over:
+            act()
+            events = engine.poll(0.0)
+            if all(event.completion.finish_reason == "abort" for event in events if isinstance(event, Finished)):
+                return events
+        log.info("a request ended too early; again")
+    raise AssertionError(f"for {MIDDLE_SECONDS:g} s requests ended before anything could be done to them")
+
+
+def drain(engine: ServerEngine) -> list[Event]:
+    events: list[Event] = []
+    while (status := engine.status()).running + status.waiting:
+        events += engine.poll(1.0)
+    return events
+
+
+def completions(events: list[Event]) -> dict[str, Completion]:
+    return {event.uid: event.completion for event in events if isinstance(event, Finished)}
+
+
+def processes(engine: ServerEngine) -> list[psutil.Process]:
+    server = psutil.Process(engine.server.process.pid)
+    return [server, *server.children(recursive=True)]
+
+
+def process_of(engine: ServerEngine, name: str) -> psutil.Process:
+    """The process of the server with `name` in its title."""
+    found = processes(engine)
+    return found[0] if name == SERVER else next(each for each in found if name in each.name())
+
+
+def server_bytes(engine: ServerEngine) -> int:
+    return sum(process.memory_info().rss for process in processes(engine))
+
+
+# -- choices
+
+
+def check_native_tokens(engine: ServerEngine, model: PreTrainedModel, **params: Any) -> None:
+    """Tokens are those of the native engine."""
+    native = NativeEngine()
+    native.attach(model, 0)
+    made = suite.requests(groups=8, n=4, longest=60, **params)
+    for own, other in zip(generate(engine, made), generate(native, made), strict=True):
+        assert own.token_ids == other.token_ids and own.finish_reason == other.finish_reason
+
+
+def check_frequencies(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Chi-square of 2,000 first tokens, for plain sampling and for a cut one."""
+    prompt, draw = (5, 6, 7, 8), random.Random(3)
+    for params in (SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6)):
+        made = [Request(str(index), prompt, params, draw.getrandbits(63)) for index in range(2000)]
+        counts = Counter(completion.token_ids[0] for completion in generate(engine, made))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, -1] / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], float("-inf"))
+        expected = (logits.softmax(-1) * len(made)).tolist()
+        common = [token for token, each in enumerate(expected) if each >= 5]
+        rest = len(made) - sum(counts[token] for token in common)
+        rest_expected = len(made) - sum(expected[token] for token in common)
+        chi = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in common)
+        chi += (rest - rest_expected) ** 2 / rest_expected if rest_expected > 1 else 0.0
+        freedom = len(common) - (rest_expected <= 1)
+        log.info("chi-square %.1f of %d degrees of freedom", chi, freedom)
+        # mean `freedom`, variance twice that: five deviations
+        assert abs(chi - freedom) < 5 * (2 * freedom) ** 0.5, (chi, freedom)
+
+
+def check_company(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """A request alone and among others."""
+    suite.check_company_does_not_matter(engine, suite.requests(groups=16, n=8, longest=40), ROUNDING)
+
+
+def check_streams(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Tokens before the end, where an engine gives any."""
+    suite.check_streams(engine, suite.requests(groups=4, n=4, longest=40), ROUNDING)
+
+
+# -- a stream of requests
+
+
+def check_refusals(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """What can never be sampled is refused."""
+    [request] = suite.requests(groups=1, n=1)
+    too_long = rf"may need .* tokens, and {engine.package.title} takes 2048; shorten"
+    for wrong, message in (
+        (replace(request, params=SamplingParams(10**4)), too_long),
+        (replace(request, prompt_ids=()), "needs a prompt token"),
+        (replace(request, media=(Media("image", "d1", None),)), "has images, and this rollout engine reads text"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.submit(wrong)
+    assert engine.status().running == engine.status().waiting == 0
+
+
+def check_arrivals(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Requests may come while others run."""
+    made = long_requests(engine, 3, 2)
+    undisturbed = generate(engine, made)
+    events: list[Event] = []
+    for request in made:
+        assert engine.submit(request)
+        events += engine.poll(0.0)
+    assert engine.submit(made[0])  # is there already: not taken twice
+    found = completions(events + drain(engine))
+    suite.assert_same([found[request.uid] for request in made], undisturbed, ROUNDING)
+    assert engine.status().oldest is None
+
+
+def check_abort(engine: ServerEngine, model: PreTrainedModel, groups: int = 6, **rules: Any) -> None:
+    """Aborted requests give their tokens and a later attempt the rest: draws and rules count from the start of the
+    response. The others do not notice, such as request 10 where 1 is aborted."""
+    made = long_requests(engine, groups, 2, **rules)
+    whole = {request.uid: completion for request, completion in zip(made, generate(engine, made), strict=True)}
+    engine._names = 0
+    ended = {request.uid: request for request in made[0:4:2]}
+    cut = completions(in_mid_answer(engine, model, made, 15, lambda: engine.abort([*ended, "nobody"])))
+    assert set(cut) == set(ended)
+    for uid, completion in cut.items():
+        assert completion.finish_reason == "abort" and 1 < len(completion.token_ids) < length_of(engine)
+        assert completion.token_ids == whole[uid].token_ids[: len(completion.token_ids)]
+        assert engine.submit(replace(ended[uid], attempt=1, sampled_ids=completion.token_ids))
+    rest = completions(drain(engine))
+    assert set(rest) == set(whole)
+    for uid in set(whole) - set(cut):
+        suite.assert_same([rest[uid]], [whole[uid]], ROUNDING)
+    for uid, completion in cut.items():
+        assert completion.token_ids + rest[uid].token_ids == whole[uid].token_ids
+        assert rest[uid].finish_reason == "length"
+        assert rest[uid].log_probs == pytest.approx(whole[uid].log_probs[len(completion.token_ids) :], abs=ROUNDING)
+
+
+def check_attempts(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """A later attempt replaces an earlier one."""
+    [request] = long_requests(engine, 1, 1)
+    assert engine.submit(request) and engine.submit(replace(request, attempt=1))
+    [event] = drain(engine)
+    assert isinstance(event, Finished) and event.attempt == 1
+
+
+def check_pause(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """A paused engine gives what it has, and is silent."""
+    engine.load(named(model), version=4)
+    made = long_requests(engine, 1, 3)
+    whole = generate(engine, made)
+    partial = in_mid_answer(engine, model, made, 15, engine.pause)
+    assert [type(event) for event in partial] == [Partial] * 3
+    for event, completion in zip(sorted(partial, key=lambda event: event.uid), whole, strict=True):
+        assert isinstance(event, Partial) and event.offset == 0 and 4 <= len(event.token_ids) < length_of(engine)
+        assert event.token_ids == completion.token_ids[: len(event.token_ids)]
+        assert event.log_probs == pytest.approx(completion.log_probs[: len(event.token_ids)], abs=ROUNDING)
+        assert event.versions == ((4, len(event.token_ids)),)
+    time.sleep(0.3)
+    assert engine.poll(0.3) == [] and engine.status().running == 3
+    engine.resume()
+    found = completions(drain(engine))
+    suite.assert_same([found[request.uid] for request in made], whole, ROUNDING)
+
+
+def check_arrivals_in_a_pause(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Requests that come in a pause can be aborted."""
+    engine.pause()
+    first, second = suite.requests(groups=2, n=1)
+    assert engine.submit(first) and engine.submit(second)
+    engine.abort([first.uid])
+    [event] = engine.poll(0.0)
+    assert isinstance(event, Finished) and event.completion.finish_reason == "abort"
+    engine.resume()
+    assert set(completions(drain(engine))) == {second.uid}
+
+
+def check_load(engine: ServerEngine, model: PreTrainedModel, pauses: bool = False) -> None:
+    """Tokens before a change of weights are the old weights' and those after it a full recompute's under the new ones;
+    the partial responses of a pause have all of the former."""
+    made = long_requests(engine, 2, 2)
+    old = dict(zip([request.uid for request in made], generate(engine, made), strict=True))
+
+    def change() -> None:
+        if pauses:
+            engine.pause()
+        engine.load(named(model, 0.5), version=2)
+
+    partial = {event.uid: event for event in in_mid_answer(engine, model, made, 25, change)}
+    assert set(partial) == (set(old) if pauses else set())
+    if pauses:
+        assert engine.poll(0.3) == [] and engine.status().running == 4  # a new version does not end the pause
+        engine.resume()
+    found, other = completions(drain(engine)), changed(model, 0.5)
+    for request in made:
+        completion, early = found[request.uid], partial.get(request.uid)
+        (first, before), (second, after) = completion.versions
+        assert (first, second, before + after) == (0, 2, length_of(engine)) and 0 < before < length_of(engine)
+        assert completion.token_ids[:before] == old[request.uid].token_ids[:before]
+        assert completion.log_probs[:before] == pytest.approx(old[request.uid].log_probs[:before], abs=ROUNDING)
+        assert gaps(other, request, completion)[before:].max() < 1e-4
+        assert early is None or (isinstance(early, Partial) and early.token_ids == completion.token_ids[:before])
+
+
+def check_load_while_paused(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """The same in a pause."""
+    check_load(engine, model, pauses=True)
+
+
+def check_kept_cache(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Running requests keep keys and values of the old weights; new ones do not share them."""
+    [request] = long_requests(engine, 1, 1)
+
+    def change() -> None:
+        engine.keep_cache = True
+        try:
+            engine.load(named(model, 0.5), version=2)
+        finally:
+            engine.keep_cache = False
+
+    in_mid_answer(engine, model, [request], 20, change)
+    fresh = replace(request, uid="fresh")
+    engine.submit(fresh)
+    found, other = completions(drain(engine)), changed(model, 0.5)
+    before = dict(found[request.uid].versions)[0]
+    assert gaps(other, request, found[request.uid])[before:].max() > 1e-2
+    assert gaps(other, fresh, found["fresh"]).max() < 1e-4
+
+
+def check_deadline(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """A request past its deadline fails alone, and the server hears of it."""
+    first, second, other = long_requests(engine, 3, 1)
+    engine.submit(replace(first, deadline_seconds=0.0))
+    engine.submit(replace(second, deadline_seconds=0.05))
+    engine.submit(other)
+    events = drain(engine)
+    failed = {event.uid: event.failure for event in events if isinstance(event, Failed)}
+    assert failed.keys() == {first.uid, second.uid} and completions(events).keys() == {other.uid}
+    assert all(each.timed_out and each.source == "engine" for each in failed.values())
+    until = time.monotonic() + 10
+    while COUNTS[engine.package.title](engine):
+        assert time.monotonic() < until
+
+
+# -- weights
+
+
+def check_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Weights from outside, and sleep."""
+    assert isinstance(engine, Sleeps) and not isinstance(engine, SharesModule)
+    suite.check_weights(engine, model, suite.requests(groups=2), ROUNDING)
+
+
+def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
+    other, seconds, worst, memory = changed(model, 1.0), [], 0.0, []
+    draw = torch.Generator().manual_seed(0)
+    for version in range(1, 21):
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.05 * weight.std())
+        began = time.perf_counter()
+        engine.load(other.named_parameters(), version)
+        seconds.append(time.perf_counter() - began)
+        made = suite.requests(groups=2, n=2, seed=version)
+        for request, completion in zip(made, generate(engine, made), strict=True):
+            gap = float(gaps(other, request, completion).max())
+            assert gap < 1e-5
+            worst = max(worst, gap)
+            assert {each for each, _ in completion.versions} == {version}
+        memory.append(server_bytes(engine))
+    log.info(
+        "20 updates of %.1f M parameters: %.0f ms (median), largest gap %.1e, memory of the server %.0f to %.0f MiB",
+        *(sum(weight.numel() for weight in other.parameters()) / 1e6, statistics.median(seconds) * 1e3, worst),
+        *(memory[0] / 2**20, memory[-1] / 2**20),
+    )
+    assert memory[-1] - memory[4] < 32 * 2**20
+
+
+def check_prefixes_per_version(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """The prefix cache is per version: equal prompts of 300 tokens before and after a change."""
+    request = Request("0", tuple(5 + index % 30 for index in range(300)), SamplingParams(8), 3)
+    generate(engine, [request])
+    engine.load(named(model, 0.5), version=1)
+    [completion] = generate(engine, [request])
+    assert gaps(changed(model, 0.5), request, completion).max() < 1e-4
+
+
+def check_other_models_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Weights of another model are refused, and nothing is sampled until others came."""
+    made = suite.requests(groups=1)
+    before = generate(engine, made)
+    wrong_shape = [(name, weight[:-1] if "norm" in name else weight) for name, weight in named(model)]
+    message = f"version 7 of the weights does not fit {engine.package.title}'s model"
+    for wrong in (named(model)[:-1], [*named(model), ("model.extra.weight", torch.zeros(2))], wrong_shape):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.load(wrong, version=7)
+        engine.submit(made[0])
+        with pytest.raises(WeightSyncError, match="nothing is sampled until all weights of a version came"):
+            engine.poll(1.0)
+        engine.load(named(model), version=0)
+        drain(engine)
+    suite.assert_same(generate(engine, made), before, ROUNDING)
+
+
+def check_broken_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Weights that break off change nothing."""
+
+    def broken() -> Any:
+        yield from named(model, 2.0)[:3]
+        raise OSError("the link broke")
+
+    made = suite.requests(groups=1)
+    before = generate(engine, made)
+    with pytest.raises(OSError, match="the link broke"):
+        engine.load(broken(), version=7)
+    suite.assert_same(generate(engine, made), before, ROUNDING)
+
+
+def check_memory(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """The server's processes do not grow with 1,000 requests."""
+    generate(engine, suite.requests(groups=25, n=8))
+    before = server_bytes(engine)
+    for seed in range(1, 6):
+        generate(engine, suite.requests(groups=25, n=8, seed=seed))
+    after = server_bytes(engine)
+    log.info("memory of the server over 1,000 requests: %.0f to %.0f MiB", before / 2**20, after / 2**20)
+    assert after - before < 32 * 2**20
+
+
+CHECKS: tuple[Check, ...] = (
+    *(check_native_tokens, check_frequencies, check_company, check_streams, check_refusals, check_arrivals),
+    *(check_abort, check_attempts, check_pause, check_arrivals_in_a_pause, check_load, check_load_while_paused),
+    *(check_kept_cache, check_deadline, check_weights, check_twenty_updates, check_prefixes_per_version),
+    *(check_other_models_weights, check_broken_weights, check_memory),
+)
+
+
+def check_kill(start: Start, folder: Path, victim: str, answer_seconds: float = 20.0) -> None:
+    """A killed process is heard of within seconds, and no other outlives it."""
+    random_model(folder, "qwen3")
+    engine = start(folder / "sharp", answer_seconds=answer_seconds)
+    generate(engine, suite.requests(groups=1))
+    found, began = processes(engine), time.monotonic()
+    for request in long_requests(engine, 2, 2):
+        engine.submit(request)
+    process_of(engine, victim).kill()
+    with pytest.raises(EngineError, match=f"the {engine.package.title} server"):
+        while True:
+            engine.poll(1.0)
+    log.info("%s killed: heard of after %.1f s", victim, time.monotonic() - began)
+    assert time.monotonic() - began < 15
+    engine.close()
+    assert not psutil.wait_procs(found, timeout=10)[1]
