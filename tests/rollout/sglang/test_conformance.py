@@ -31,7 +31,6 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 def test_a_killed_process_is_heard_of_within_seconds(
     start: servers.Start, tmp_path: Path, victim: str, answer_seconds: float
 ) -> None:
-    """Before the others: SGLang keeps a processor busy, also where nothing is asked of it."""
     servers.check_kill(start, tmp_path, victim, answer_seconds)
 
 

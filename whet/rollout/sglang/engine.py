@@ -23,6 +23,7 @@ from whet.rollout.servers.engine import FIRST_VERSION, TICK_SECONDS, Live, Serve
 from whet.rollout.servers.environment import Package
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
+from whet.types import last_versions
 
 PACKAGE = Package(
     title="SGLang",
@@ -97,6 +98,7 @@ class SGLangEngine(ServerEngine):
             "incremental_streaming_output": True,
             "enable_memory_saver": not is_host,
             "disable_overlap_schedule": True,
+            "sleep_on_idle": True,
             "grammar_backend": "none",
             "skip_server_warmup": True,
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
@@ -127,7 +129,10 @@ class SGLangEngine(ServerEngine):
         self._streams[name] = live, sampled
         try:
             async for piece in self.server.client.events("/generate", body_of(live.request, name, self.version)):
-                sampled.add(piece)
+                if (new := sampled.add(piece)) and live.request.streams:
+                    versions = last_versions(sampled.versions, new)
+                    place = len(sampled.token_ids) - new
+                    self.stream(live, place, sampled.token_ids[place:], sampled.log_probs[place:], versions)
         finally:
             self._streams.pop(name, None)
         if sampled.reason is None:

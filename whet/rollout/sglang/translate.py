@@ -52,18 +52,20 @@ class Sampled:
     versions: Versions = ()
     reason: dict[str, Any] | None = None
 
-    def add(self, piece: Any) -> None:
-        """Takes the next piece: its tokens are those beyond the ones that are here."""
+    def add(self, piece: Any) -> int:
+        """Takes the next piece: its tokens are those beyond the ones that are here.  Returns their number."""
         if "error" in piece:
             raise EngineError(f"SGLang answered with an error: {piece['error']}")
         about = piece["meta_info"]
         self.reason = about["finish_reason"]
-        if new := about["completion_tokens"] - len(self.token_ids):
+        new: int = about["completion_tokens"] - len(self.token_ids)
+        if new:
             self.token_ids += piece["output_ids"][-new:]
             self.log_probs += [each[0] for each in about["output_token_logprobs"][-new:]]
             self.versions = tuple(
                 (int(span["version"]), span["end"] - span["start"]) for span in about["weight_versions"]
             )
+        return new
 
     def completion(self, request: Request) -> Completion:
         """The completion, aborted where the answer has not ended.  Raises: EngineError."""
