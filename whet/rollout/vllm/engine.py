@@ -45,7 +45,7 @@ class VLLMEngine(ServerEngine):
     kv_cache_bytes: memory for keys and values.
     compile: compiles the model: slower to start, faster to run.
     keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
-    adapter: samples with the trained adapter beside the weights, instead of adding it in and sending all weights.
+    adapter: samples with the trained adapter beside the weights, instead of merging it and sending all weights.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
