@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -190,6 +193,19 @@ def test_a_stream_has_no_half_characters(echo: Running) -> None:
     assert "".join(parts) == text and "\N{REPLACEMENT CHARACTER}" not in "".join(parts) and len(parts) > 8
 
 
+def test_an_asynchronous_client(echo: Running) -> None:
+    async def ask(text: str) -> str:
+        async with openai.AsyncOpenAI(base_url=f"{echo.address}/v1", api_key="any", max_retries=0) as client:
+            chunks = await client.chat.completions.create(model="m", messages=user(text), stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def ask_all(texts: list[str]) -> list[str]:
+        return await asyncio.gather(*map(ask, texts))
+
+    texts = ["one", "two three", "four"]
+    assert asyncio.run(ask_all(texts)) == texts
+
+
 def test_tools(echo: Running) -> None:
     client = echo.client()
     options: dict[str, Any] = {"model": "m", "messages": user(CALLS), "tools": [ADD]}
@@ -233,15 +249,41 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_an_api_key(start: Start, qwen25_folder: Path) -> None:
-    server = start(qwen25_folder, "--name", "m", "--engine", ECHO, "--api-key", "secret-1")
+@pytest.mark.parametrize("is_option", [True, False], ids=["option", "variable"])
+def test_an_api_key(start: Start, qwen25_folder: Path, is_option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_option:
+        monkeypatch.setenv("WHET_API_KEY", "secret-1")
+    words = ["--api-key", "secret-1"] if is_option else []
+    server = start(qwen25_folder, "--name", "m", "--engine", ECHO, *words)
+    other = server.client(api_key="secret-2")
     with pytest.raises(openai.AuthenticationError, match=r"another API key .* send Authorization: Bearer KEY") as error:
-        list(server.client(api_key="secret-2").models.list())
+        list(other.models.list())
     assert error.value.code == "invalid_api_key"
+    for refused in (
+        lambda: other.chat.completions.create(model="m", messages=USER, stream=True),
+        lambda: other.completions.create(model="m", prompt="hi"),
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            refused()
     assert server.client(api_key="secret-1").models.retrieve("m").id == "m"
     with server.http() as http:
         assert http.get("/health").json() == {"status": "ok"} and http.get("/metrics").status_code == 401
         assert http.get("/v1/models", headers={"authorization": b"Bearer s\xe9cret"}).status_code == 401
+
+
+def test_it_listens_on_this_machine_alone(echo: Running) -> None:
+    port = int(echo.address.rpartition(":")[2])
+    with pytest.raises(OSError):  # an address of this machine too
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    assert echo.address == f"http://127.0.0.1:{port}" and not any("anyone who reaches" in line for line in echo.lines)
+
+
+@pytest.mark.slow
+def test_it_listens_on_every_network_when_told(start: Start, qwen25_folder: Path) -> None:
+    server = start(qwen25_folder, "--name", "m", "--engine", ECHO, "--host", "0.0.0.0")
+    server.wait_for(r"anyone who reaches 0\.0\.0\.0:\d+ may use this server; set --api-key KEY")
+    port = server.address.rpartition(":")[2]
+    assert httpx.get(f"http://127.0.0.2:{port}/health").json() == {"status": "ok"}
 
 
 @pytest.mark.slow

@@ -98,6 +98,15 @@ def test_a_full_server_refuses_and_goes_on(server: Running, http: httpx.Client) 
     assert http.post(CHAT, json=asking("yes")).json()["choices"][0]["message"]["content"] == "yes"
 
 
+def test_samples_over_max_running_wait(server: Running, http: httpx.Client) -> None:
+    with server.client().chat.completions.create(**asking("slow one two", n=2), stream=True) as chunks:
+        next(chunks)
+        running, waiting = (metric(http, f"whet_samples_{each}") for each in ("running", "waiting"))
+        assert (running, waiting) == (1, 1)
+        order = [chunk.choices[0].index for chunk in chunks]
+    assert order == sorted(order) and set(order) == {0, 1}  # one after the other
+
+
 def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> None:
     response = http.post(CHAT, json=asking(SLOW))
     assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

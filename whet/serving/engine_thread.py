@@ -62,7 +62,12 @@ class EngineThread:
                 self._deliver[request.uid] = deliver
                 self._waiting.append(request)
 
-        self.call(enter)
+        def tell(entered: Future[None]) -> None:
+            """Tells of an engine that had failed before the requests reached it."""
+            if (error := entered.exception()) is not None:
+                self._tell([(deliver, EngineStoppedError(str(error)))])
+
+        self.call(enter).add_done_callback(tell)
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends those of the requests that are unfinished; none of their events is delivered any more."""
