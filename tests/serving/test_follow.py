@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ LORA = {"model.lora.rank": 4}
 def length(solution_str: str, **rest: object) -> float:
     """A reward for long responses."""
     return float(len(solution_str))
+
+
+class SecondIsBest:
+    """A reward that pays in the second validation alone."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.num_validated = num_rows, 0
+
+    def __call__(self, solution_str: str, data_source: str) -> float:
+        if data_source != "validation":
+            return float(len(solution_str))
+        self.num_validated += 1
+        return float(self.num_rows < self.num_validated <= 2 * self.num_rows)
 
 
 def check(server: Running, checkpoint: Path, version: int, out: Path) -> None:
@@ -72,3 +86,49 @@ def test_a_served_run_follows_its_training(
     (damaged / "manifest.json").write_text("{}")
     server.wait_for(r"damaged.*the server goes on with \S*global_step_6")
     check(server, checkpoints / "global_step_6", 6, tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_run_serves_its_newest_its_best_or_any_checkpoint(
+    train_config: TrainConfigs, additions: list[dict[str, str]], start: Start, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"trainer.save_freq": 1, "trainer.save_limit": None, "trainer.total_steps": 3}
+    rows = [{**row, "data_source": "validation"} for row in additions[:4]]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings |= {"trainer.val_freq": 1, "trainer.val_before_train": False}
+    settings |= {"data.val_files": [str(tmp_path / "val.jsonl")]}
+    train(train_config(settings), reward=SecondIsBest(4), data=additions)
+    run = tmp_path / "run"
+    for words, version in (([run], 3), ([run, "--best"], 2), ([run / "checkpoints/global_step_1"], 1)):
+        server = start(*words, "--name", "run")
+        check(server, run / "checkpoints" / f"global_step_{version}", version, tmp_path / str(version))
+
+
+@pytest.mark.slow
+def test_a_request_goes_on_under_new_weights(
+    train_config: TrainConfigs, additions: list[dict[str, str]], start: Start, tmp_path: Path
+) -> None:
+    settings = {"trainer.save_freq": 1, "trainer.save_limit": None, "trainer.total_steps": 2}
+    train(train_config(settings), reward=length, data=additions)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "global_step_2").rename(tmp_path / "kept")
+    server = start(tmp_path / "run", "--follow", "--name", "run")
+    extra = {"return_token_ids": True, "allowed_token_ids": [5, 6, 7]}  # and so it never ends early
+
+    def ask_until_new(number: int) -> list[Any]:
+        with server.client() as client:
+            while True:
+                [choice] = client.completions.create(
+                    model="run", prompt=[5], max_tokens=100 + 300 * number, seed=number, extra_body=extra
+                ).choices
+                fields = choice.model_extra or {}
+                assert len(fields["token_ids"]) == sum(count for _, count in fields["weight_versions"])
+                if fields["weight_versions"][-1][0] == 2:
+                    versions: list[Any] = fields["weight_versions"]
+                    return versions
+
+    with ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(ask_until_new, number) for number in range(2)]
+        (tmp_path / "kept").rename(checkpoints / "global_step_2")
+        found = [each.result() for each in asking]
+    assert any([version for version, _ in versions] == [1, 2] for versions in found), found

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "serving"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 openai = pytest.importorskip("openai")
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "7+5"}], "max_tokens": 24}
+IDS = {"return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,45 @@ def test_a_stream_is_the_whole_response_in_parts(client: Any) -> None:
     parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(parts) == whole.message.content and sum(map(bool, parts)) > 3
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+def test_models_and_errors(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["m"]
+    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist"):
+        client.chat.completions.create(**{**CHAT, "model": "other"})
+    with pytest.raises(openai.BadRequestError, match="over the model's context of 512 tokens"):
+        client.chat.completions.create(**{**CHAT, "max_tokens": 512})
+
+
+def test_samples_of_a_chat_have_draws_of_their_own_from_its_seed(client: Any) -> None:
+    def ask(seed: int, n: int = 3) -> Any:
+        return client.chat.completions.create(**CHAT, seed=seed, n=n, logprobs=True, extra_body=IDS)
+
+    response = ask(3)
+    tokens = [choice.model_extra["token_ids"] for choice in response.choices]
+    assert [choice.index for choice in response.choices] == [0, 1, 2] and len(set(map(tuple, tokens))) == 3
+    assert response.usage.completion_tokens == sum(map(len, tokens))
+    for choice, own in zip(response.choices, tokens, strict=True):
+        assert len(choice.logprobs.content) == len(own)
+    assert [choice.model_extra["token_ids"] for choice in ask(3).choices] == tokens
+    assert ask(3, n=1).choices[0].model_extra["token_ids"] == tokens[0]  # alone as beside others
+    assert [choice.model_extra["token_ids"] for choice in ask(4).choices] != tokens
+
+
+def test_parts_have_the_log_probs_and_token_ids_of_the_whole(client: Any) -> None:
+    options: dict[str, Any] = {**CHAT, "seed": 5, "n": 2, "logprobs": True, "extra_body": IDS}
+    whole = client.chat.completions.create(**options)
+    *chunks, end = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    assert end.usage == whole.usage and not end.choices
+    for expected in whole.choices:
+        parts = [each for chunk in chunks for each in chunk.choices if each.index == expected.index]
+        ids = [token for part in parts for token in part.model_extra["token_ids"]]
+        assert ids == expected.model_extra["token_ids"]
+        assert [parts[0].model_extra["prompt_token_ids"]] == [expected.model_extra["prompt_token_ids"]]
+        found = [each for part in parts if part.logprobs for each in part.logprobs.content]
+        assert [each.token for each in found] == [each.token for each in expected.logprobs.content]
+        wanted = [each.logprob for each in expected.logprobs.content]
+        assert [each.logprob for each in found] == pytest.approx(wanted, abs=5e-6)
 
 
 def test_a_stop_string_is_cut_from_the_text(client: Any) -> None:
