@@ -66,7 +66,7 @@ def test_a_run_is_that_of_the_native_engine(
         return
     assert max(worst) < 2e-5
     native = {**settings, "rollout.engine.name": "native", "rollout.engine.options": {}}
-    native |= {"cluster.backend": "local", "cluster.placement": {}}
+    native |= {"cluster.backend": "local", "cluster.address": None, "cluster.placement": {}}
     other = metrics_of(train_config({**native, "trainer.run_dir": tmp_path / "native"}), additions)
     for name in ("critic/rewards/mean", "response_length/mean", "actor/grad_norm"):
         assert [line[name] for line in steps] == pytest.approx([line[name] for line in other if name in line], rel=1e-3)
