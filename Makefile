@@ -20,8 +20,8 @@ LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
 
-test: $(READY) ## the CPU suite, in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+test: $(READY) ## the CPU suite, in three processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 test-all: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"

@@ -15,6 +15,7 @@ from benchmarks import gpu
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_without_an_accelerator_it_says_so_and_is_content() -> None:
     before = gpu.PAGE.read_bytes() if gpu.PAGE.exists() else None

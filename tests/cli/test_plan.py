@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whet.cli.app import main
-from whet.planning import fit
+from whet.planning import fit, forecast
 from whet.planning.machine import FreeMemory
 
 # The shape of Qwen2.5-7B, of two layers; without weights.
@@ -44,6 +44,7 @@ def test_a_model_that_is_a_config_alone_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "free_memory", lambda: FreeMemory(2**40, "the machine's memory"))
+    monkeypatch.setattr(forecast, "free_disk", lambda _: 2**40)
     folder = write_config(tmp_path / "model", layers=2)
     run = f"trainer.run_dir={tmp_path / 'run'}"
     assert whet("plan", "quickstart", f"model.path={folder}", run, *SMALL, "actor.optim.name=adamw", "--json") == 0

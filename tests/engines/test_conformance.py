@@ -145,6 +145,7 @@ def test_an_adapter(reference: Make, engine: Make) -> None:
         torch.testing.assert_close(other.forward(batch, needs)["log_probs"], before, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(
     engine_name: str, model_folder: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -140,6 +140,7 @@ def test_dynamic_sampling_keeps_the_direction_of_what_differs() -> None:
     assert kept.cosine > 0.99  # style is a little of the score, and groups that are equally right differ in it
 
 
+@pytest.mark.slow
 def test_the_table_has_everything() -> None:
     names = {(row.kind, row.name) for row in rows()}
     assert len(names) == len(rows()) >= 80

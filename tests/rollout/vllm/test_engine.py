@@ -339,6 +339,7 @@ def test_closing_ends_the_server_and_its_log(start: Start) -> None:
     engine = start()
     generate(engine, [request(fake.QUICK)])
     process, folder, threads = engine.server.process, engine.server.folder, threading.active_count()
+    assert psutil.Process(process.pid).environ()["TMPDIR"] == str(folder)
     engine.close()
     assert process.poll() is not None and not folder.exists() and threading.active_count() == threads - 1
     engine.close()

@@ -40,8 +40,9 @@ class Server:
         self._kind, self.error = kind, EngineError  # that a failure raises
         self.folder = Path(tempfile.mkdtemp(prefix=f"whet-{kind.lower()}-"))
         self.log, self.client = self.folder / "log", Client(port)
+        own = {**environment, "TMPDIR": str(self.folder)}  # sockets that a killed server leaves go with the folder
         # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
-        self.process = self.client.start(_start(command, environment, self.log)).result()
+        self.process = self.client.start(_start(command, own, self.log)).result()
         self._end = weakref.finalize(self, _end, self.process)
 
     def wait(self, seconds: float) -> None:
@@ -97,6 +98,8 @@ def variables(threads: int, device: torch.device, num_devices: int, inside: Path
         visible, first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), device.index or 0
         own = range(first, first + num_devices)
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] if visible != [""] else str(index) for index in own)
+    compiled = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")
+    kept.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     return kept | {"PYTHONPATH": f"{INSIDE}{os.pathsep}{inside}", "OMP_NUM_THREADS": str(threads)}
 
 
