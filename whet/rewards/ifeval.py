@@ -22,7 +22,7 @@ _CODE_FENCE = re.compile(r"\A```(?:json|Json|JSON)?|```\Z")
 # A sentence ends after . ? ! and closing quotes, except after an abbreviation or an initial, and after a number or dots
 # before a small letter.
 _END = re.compile(
-    r"(?<![.?!])([.?!]++)(?=[)\"';}\]*:@({\[\u2018-\u201d\xab\xbb]|\s|\Z)[\"'\u201d\u2019)\]}*]*+(?=\s*+(\S?))"
+    r"(?<![.?!])([.?!]++)(?=[)\"';}\]*:@({\[\u2018-\u201d\xab\xbb]|\s|\Z)[\"'\u201d\u2019)\]}]*+(?=\s*+(\S?))"
 )
 _ABBREVIATED = re.compile(
     r"(?:^|[\s\"'\u201c\u2018(\[{*_])(?:[jms]r|mrs|ms|dr|prof|rev|capt|lt|sgt|st|inc|ltd|corp|vs|e\.g|i\.e|cf|vol|dept"
