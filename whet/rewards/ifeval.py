@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from whet.errors import pip_install
 from whet.options import Number, fits, words
 from whet.registry import register_reward
 from whet.rewards.result import after_thought
@@ -102,7 +103,7 @@ def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
     """The check of one instruction with its arguments.  Raises: ValueError."""
     if name not in CHECKS:
         raise ValueError(
-            f"unknown instruction {name!r}; expected one of {', '.join(CHECKS)}; correct instruction_id_list"
+            f"unknown instruction {name!r}; correct instruction_id_list; expected one of {', '.join(CHECKS)}"
         )
     needed, check = CHECKS[name]
     values = []
@@ -145,7 +146,7 @@ def language_of(text: str) -> str | None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "this instruction needs the language of the response, for which langdetect is missing; install it "
-            "with `pip install langdetect`, or leave such rows out"
+            f"with `{pip_install('ifeval')}`, or leave such rows out"
         ) from error
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages
     try:
