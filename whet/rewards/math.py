@@ -65,10 +65,13 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
-@register_reward("math", aliases=("math_verify",))
+@register_reward(
+    "math",
+    aliases=("math_verify",),
+    examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
+)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """Returns 1 where the answer equals the ground truth, else 0: equal as text, or numerically or symbolically equal
-    according to math-verify.
+    """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
     content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression. An

@@ -29,7 +29,7 @@ def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
     return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
 
-@register_reward("length", examples=(("It is 5.", "", 0.0),))
+@register_reward("length", examples=(("It is 5.", "", 0.0), ("It is 5.", "", -0.5, {"longest": 2})))
 def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count = 1024) -> float:
     """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to it, at least -1."""
     tokens = int(reward_input["response_length"])
