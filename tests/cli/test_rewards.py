@@ -67,6 +67,8 @@ def test_every_example_is_true(entry: Entry) -> None:
     for response, truth, reward, *more in shown:
         given = more[0] if more else {}
         options = {**entry.options, **{name: value for name, value in given.items() if name in entry.options}}
+        if "sandbox" in options:
+            options["sandbox"] = "unisolated"  # bubblewrap is not installed everywhere
         tokens = tuple(range(len(response.split())))
         item = RewardItem(given.get("data_source", ""), response, truth, response_ids=tokens)
         [outcome] = adapt(entry.load(), kwargs=options, correct_threshold=1.0).score([item])

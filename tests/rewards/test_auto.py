@@ -36,9 +36,8 @@ def test_each_source_has_its_function():
 
 def test_every_function_of_the_table_exists_and_takes_its_options():
     for source, (name, options) in SOURCES.items():
-        if name != "code":
-            assert set(options) <= set(REWARDS[name].options), source
-            REWARDS[name].check(options, f"{source}: ")
+        assert set(options) <= set(REWARDS[name].options), source
+        REWARDS[name].check(options, f"{source}: ")
 
 
 def test_an_unknown_source_is_named():

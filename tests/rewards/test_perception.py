@@ -34,6 +34,7 @@ TWO = [box(0, 0, 10, 10), box(20, 20, 30, 30, label="dog")]
         ([*ONE, "box"], ONE, 0.5),  # a malformed box is a wrong box
         ([*ONE, box(0, 0, 10)], ONE, 0.5),
         ([*ONE, {"bbox_2d": [0, 0, float("inf"), 1], "label": "cat"}], ONE, 0.5),
+        ([*ONE, box(0, 0, 10, 10**400)], ONE, 0.5),
         ([], ONE, 0.0),
     ],
 )
@@ -66,6 +67,11 @@ def test_mean_average_precision(boxes, truths, thresholds, expected):
     assert detection(json.dumps(boxes), truths, metric="map", thresholds=thresholds)["reward"] == pytest.approx(
         expected
     )
+
+
+def test_no_thresholds_are_an_error():
+    with pytest.raises(ValueError, match="thresholds is empty; expected numbers"):
+        detection("[]", ONE, thresholds=())
 
 
 def test_the_last_list_after_the_thought_counts():

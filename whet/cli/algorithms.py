@@ -50,12 +50,12 @@ def chosen_by() -> dict[str, tuple[str, str | None]]:
     return {kind.kind: found.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS}
 
 
-algorithms = typer.Typer(help="List estimators, losses and rewards, or show the formula of one.")
+algorithms = typer.Typer(help="List estimators, losses and rewards, or show one's formula.")
 
 
 @algorithms.callback(invoke_without_command=True)
 def list_all(context: typer.Context) -> None:
-    """List estimators, losses and rewards, or show the formula of one."""
+    """List estimators, losses and rewards, or show one's formula."""
     if context.invoked_subcommand is not None:
         return
     output = console()

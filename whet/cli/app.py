@@ -21,7 +21,7 @@ from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import rewards
-from whet.cli.serve import serve
+from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
@@ -48,6 +48,7 @@ for panel, name, function in (
     (AFTER, "compare", compare),
     (AFTER, "lm-eval", lm_eval),
     (AFTER, "serve", serve),
+    (AFTER, "serve-sandbox", serve_sandbox),
     (AFTER, "export", export),
     (LOOK, "doctor", doctor),
     (LOOK, "plan", plan),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -40,8 +39,10 @@ def detection(
     missing nor additional boxes pay. `map`: mean over labels and `thresholds` of the area under the precision-recall
     curve, boxes in descending score. The list is the last in the text after `</think>`. The accuracy is 1 where all
     boxes match with an IoU of at least the first threshold. The parts `iou` and `map` are always reported.
-    Raises: ValueError for a ground truth without boxes.
+    Raises: ValueError for a ground truth without boxes, and for no thresholds.
     """
+    if not thresholds:
+        raise ValueError("thresholds is empty; expected numbers such as 0.5; list at least one")
     expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
     truths = [box for box in expected if box]
     if not truths or len(truths) < len(expected):
@@ -141,7 +142,7 @@ def _box(found: object) -> Box | None:
         return None
     corners, score = found.get("bbox_2d", found.get("bbox")), found.get("score", 1.0)
     numbers = [*corners, score] if isinstance(corners, list | tuple) else []
-    if len(numbers) != 5 or not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+    if len(numbers) != 5 or not all(isinstance(each, int | float) and abs(each) < 1e9 for each in numbers):
         return None
     return str(found.get("label", "")).strip().casefold(), corners, score
 
