@@ -20,6 +20,7 @@ from whet.cli.checks import doctor, plan
 from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
+from whet.cli.rewards import rewards
 from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error
@@ -57,6 +58,7 @@ for panel, name, function in (
     settings = FOREIGN_OPTIONS if name == "lm-eval" else None
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
+app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

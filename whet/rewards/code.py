@@ -47,7 +47,13 @@ class Suite:
     setup: str = ""  # statements before each case
 
 
-@register_reward("code")
+@register_reward(
+    "code",
+    examples=(
+        ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
+        ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
+    ),
+)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
