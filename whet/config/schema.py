@@ -174,6 +174,8 @@ class RewardConfig(Section):
     correct_threshold: float = key(1.0, "lowest reward of a correct response, if the function returns no accuracy")
     timeout_seconds: PositiveFloat = key(30.0, "deadline for scoring one response, in seconds")
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
+    concurrency: PositiveInt = key(16, "most calls that an async function runs at a time in one process")
+    memory_limit_mb: PositiveFloat | None = key(None, "memory at which a reward process is killed, in MB; unset: none")
 
 
 MUON = (

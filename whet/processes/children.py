@@ -84,13 +84,14 @@ class Children:
     """The children of one template. `target` and `argument` are those of a ForkServer.
 
     Replies are pickled objects of the types `replies`; a child that sends anything else is killed. With `in_turn` a
-    child serves its calls one after the other, and the time of each starts when the one before it ends.
+    child serves its calls one after the other, and the time of each starts when the one before it ends. `in_turn` may
+    change while no child has two calls.
     """
 
     def __init__(
         self, target: str, argument: bytes = b"", *, replies: tuple[type, ...] = (object,), in_turn: bool = False
     ) -> None:
-        self._server, self._replies, self._in_turn = ForkServer(target, argument), replies, in_turn
+        self._server, self._replies, self.in_turn = ForkServer(target, argument), replies, in_turn
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._running: dict[int, Callee] = {}  # by descriptor
         self._next = 1
@@ -109,7 +110,7 @@ class Children:
     def call(self, child: Callee, task: Any, content: bytes, seconds: float) -> None:
         """Sends a call without waiting. A child that has ended raises no error here: `poll` returns an `Ended`."""
         child.calls[self._next] = call = Call(task, seconds)
-        if not self._in_turn or len(child.calls) == 1:
+        if not self.in_turn or len(child.calls) == 1:
             call.deadline = time.monotonic() + seconds
         child.unsent += frames.pack(self._next, content)
         self._next += 1
@@ -189,7 +190,7 @@ class Children:
 
     def _reply(self, child: Callee, number: int, content: bytes) -> Reply:
         """Raises: BrokenMessageError where the message is no reply to a pending call."""
-        due = next(iter(child.calls), None) if self._in_turn else number
+        due = next(iter(child.calls), None) if self.in_turn else number
         try:
             value = pickle.loads(content)
         except Exception as error:  # the user's code may write anything
@@ -197,7 +198,7 @@ class Children:
         if number != due or number not in child.calls or not isinstance(value, self._replies):
             raise frames.BrokenMessageError
         call = child.calls.pop(number)
-        if self._in_turn and child.calls:
+        if self.in_turn and child.calls:
             following = next(iter(child.calls.values()))
             following.deadline = time.monotonic() + following.seconds
         return Reply(child, call.task, value)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, describe, last_line
 from whet.rewards.result import failure, read_result, split_rows
-from whet.types import Outcome, RewardItem
+from whet.types import Failure, Outcome, RewardItem
 
 if TYPE_CHECKING:
     import asyncio
@@ -53,9 +53,15 @@ class RewardFunction:
         """True where one call scores all items; they then fail together."""
         return self._form.takes_batch
 
+    @property
+    def is_concurrent(self) -> bool:
+        """True for an async function of one response: `score_one` calls may run at the same time."""
+        call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
+        return not self.takes_batch and any(map(inspect.iscoroutinefunction, (self._function, call)))
+
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order. An exception of the function becomes a Failure; its traceback is
-        logged once for each line that raises. Async functions are awaited one call after the other."""
+        logged once for each line that raises. Awaits one call after the other."""
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in self._score_call(call)]
 
@@ -67,15 +73,34 @@ class RewardFunction:
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
         except KeyboardInterrupt:
             raise
-        except RewardError as error:
-            return [failure(str(error))] * len(items)
         except BaseException as error:  # a user's code may raise anything, SystemExit included
-            self._log_once(error)
-            return [failure(describe(error))] * len(items)
-        return [
-            read_result(row, correct_threshold=self._correct_threshold, num_response_tokens=len(item.response_ids))
-            for row, item in zip(rows, items, strict=True)
-        ]
+            return [self._failure(error)] * len(items)
+        return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
+
+    async def score_one(self, item: RewardItem) -> Outcome:
+        """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""
+        import asyncio
+
+        try:
+            raw = await self._function(**self._form.arguments([item]), **self._kwargs)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # as in _score_call; signals of the run do not reach this process
+            return self._failure(error)
+        return self._read(raw, item)
+
+    def _read(self, row: object, item: RewardItem) -> Outcome:
+        num_response_tokens = len(item.response_ids)
+        return read_result(row, correct_threshold=self._correct_threshold, num_response_tokens=num_response_tokens)
+
+    def _failure(self, error: BaseException) -> Failure:
+        if isinstance(error, RewardError):
+            return failure(str(error))
+        line = last_line(error)
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
+        return failure(describe(error))
 
     def _await(self, awaitable: Any) -> Any:
         """The result of `awaitable`. The event loop lives as long as the function, whose HTTP client may need it."""
@@ -86,12 +111,6 @@ class RewardFunction:
 
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(wait())
-
-    def _log_once(self, error: BaseException) -> None:
-        line = last_line(error)
-        if line not in self._logged:
-            self._logged.add(line)
-            logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
 
 
 def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_threshold: float) -> RewardFunction:

@@ -37,10 +37,11 @@ class RewardPool:
 
     Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or writes
     into its own connection is killed with everything that it started, and replaced. Its item becomes a Failure with
-    source "reward", as after an exception; other items are not affected. A function that takes all items at once scores
-    one `score` call in one process, with `timeout_seconds` times their number, and fails as a whole. Output that a
-    function prints goes to stderr. Processes that it started end with its process, and all of them with this process,
-    even after kill -9.
+    source "reward", as after an exception; other items are not affected. An async function of one response scores
+    `concurrency` items at a time in each process. A process that uses more than `memory_limit_mb` is killed. A function
+    that takes all items at once scores one `score` call in one process, with `timeout_seconds` times their number, and
+    fails as a whole. Output that a function prints goes to stderr. Processes that it started end with its process, and
+    all of them with this process, even after kill -9.
 
     `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
@@ -57,8 +58,12 @@ class RewardPool:
         timeout_seconds: float,
         correct_threshold: float,
         kwargs: Mapping[str, Any] | None = None,
+        concurrency: int = 16,
+        memory_limit_mb: float | None = None,
     ) -> None:
-        self._scorer = _make_scorer(_make_spec(function, kwargs or {}, correct_threshold), num_workers, timeout_seconds)
+        spec = _make_spec(function, kwargs or {}, correct_threshold)
+        spec = replace(spec, timeout_seconds=timeout_seconds, concurrency=concurrency)
+        self._scorer = _make_scorer(spec, num_workers, memory_limit_mb)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -131,7 +136,7 @@ class WeightedRewards:
 
 
 def _make_scorer(
-    spec: WorkerSpec, num_workers: int, timeout_seconds: float
+    spec: WorkerSpec, num_workers: int, memory_limit_mb: float | None
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
     if num_workers == 0:
         return InlineScorer(spec.load)
@@ -145,8 +150,14 @@ def _make_scorer(
             shown_as,
             describe(error),
         )
-        return ThreadScorer(spec.load, timeout_seconds)
-    return ProcessScorer(pickled, shown_as=shown_as, num_workers=num_workers, timeout_seconds=timeout_seconds)
+        return ThreadScorer(spec.load, spec.timeout_seconds)
+    return ProcessScorer(
+        pickled,
+        shown_as=shown_as,
+        num_workers=num_workers,
+        timeout_seconds=spec.timeout_seconds,
+        memory_limit_mb=memory_limit_mb,
+    )
 
 
 def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
@@ -245,6 +256,8 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
             timeout_seconds=config.timeout_seconds,
             correct_threshold=config.correct_threshold,
             kwargs=config.kwargs,
+            concurrency=config.concurrency,
+            memory_limit_mb=config.memory_limit_mb,
         )
         for each in functions
     ]

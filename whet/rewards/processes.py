@@ -11,11 +11,14 @@ import logging
 import math
 import os
 import pickle
+import reprlib
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from whet.errors import RewardError, describe
 from whet.processes.children import Callee, Children, Ended, Event
@@ -32,6 +35,10 @@ MAX_KILLED_STARTS = 3  # in a row, by a signal (out of memory); before that the 
 # Tasks queued after a late one wait with it, so they are few.
 ROUND_SECONDS = 0.02
 MAX_TASKS_PER_ROUND = 8
+GRACE_SECONDS = 0.5  # for a process of an async function to cancel a late call, before it is killed
+MEMORY_CHECK_SECONDS = 0.1
+MAX_DEATHS = 20  # in a row, of processes that were scoring, without a score in between
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Request:
@@ -66,27 +73,68 @@ class _Task:
     start: int
     count: int
     content: bytes
+    is_alone: bool = (
+        False  # scored with no other: the process that scored it with others ended, or hung, by one of them
+    )
+
+    @property
+    def shown(self) -> str:
+        """The beginning of its first response."""
+        return reprlib.repr(pickle.loads(self.content)[0].solution_str)
 
     def put(self, outcomes: list[Outcome] | Outcome) -> None:
         """Stores the outcomes of the items, or one outcome for all of them."""
         self.request.put(self.start, outcomes if isinstance(outcomes, list) else [outcomes] * self.count)
 
 
+@dataclass
+class _Worker:
+    """A process that has started: its id, and how many calls it has served."""
+
+    pid: int
+    served: int = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory in use; 0 once the process has ended."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        except (OSError, IndexError):
+            return 0
+
+
 class ProcessScorer:
     """Scores in `num_workers` processes, which are ready when the constructor returns. `spec` is a pickled WorkerSpec.
+
+    A process that ends or hangs with several calls may do so by any of them: each is scored again alone. A process
+    over `memory_limit_mb` is killed; a call that is not the first of its process is scored again, since the memory may
+    be that of earlier ones. Memory in use is measured from outside: a limit of addresses (RLIMIT_AS) counts what
+    libraries reserve, and raises an error that the function can catch.
 
     Raises: RewardError where the function cannot be loaded in a process. Where a replacement cannot load it, all
     pending and later calls raise that error.
     """
 
-    def __init__(self, spec: bytes, *, shown_as: str, num_workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        spec: bytes,
+        *,
+        shown_as: str,
+        num_workers: int,
+        timeout_seconds: float,
+        memory_limit_mb: float | None = None,
+    ) -> None:
         self._shown_as, self._num_workers, self._timeout_seconds = shown_as, num_workers, timeout_seconds
+        self._memory_limit_mb = memory_limit_mb
         replies = (Started, Scored, RewardError)
         self._children = Children("whet.rewards.worker:prepare", spec, replies=replies, in_turn=True)
         self._lock = threading.Lock()  # over _queue and _ended
         self._queue: deque[_Task] = deque()
         self._ended: RewardError | None = None
-        self._ready: dict[Callee, None] = {}  # the workers that have started
+        self._ready: dict[Callee, _Worker] = {}
+        self._concurrency = 1  # calls that a worker serves at a time; known once it has started
+        self._deaths = 0
+        self._next_memory_check = 0.0
         self._sources: dict[str, bytes] = {}  # the user's files that all workers load, by path
         self._killed_starts = 0
         self._task_seconds = ROUND_SECONDS  # running mean; this first value gives a first round of one task
@@ -142,8 +190,9 @@ class ProcessScorer:
                 self._start()
             while not self._closing:
                 self._send_tasks()
-                for event in self._children.poll():
+                for event in self._children.poll(math.inf if self._memory_limit_mb is None else MEMORY_CHECK_SECONDS):
                     self._handle(event)
+                self._check_memory()
         except RewardError as error:
             ended = error
         except Exception as error:  # the threads that wait for results get this error
@@ -155,6 +204,9 @@ class ProcessScorer:
         self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
     def _send_tasks(self) -> None:
+        if self._concurrency > 1:
+            self._send_concurrently()
+            return
         for worker in [worker for worker in self._ready if not worker.calls]:
             with self._lock:
                 even = math.ceil(len(self._queue) / self._num_workers)
@@ -162,6 +214,19 @@ class ProcessScorer:
                 tasks = [self._queue.popleft() for _ in range(size)]
             for task in tasks:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
+
+    def _send_concurrently(self) -> None:
+        """Fills the workers evenly; a task that is to be scored alone waits for one without calls."""
+        while self._ready:
+            free = [each for each in self._ready if not any(call.task.is_alone for call in each.calls.values())]
+            worker = min(free, key=lambda each: len(each.calls), default=None)
+            with self._lock:
+                if worker is None or not self._queue:
+                    return
+                if len(worker.calls) >= (1 if self._queue[0].is_alone else self._concurrency):
+                    return
+                task = self._queue.popleft()
+            self._children.call(worker, task, task.content, self._timeout_seconds + GRACE_SECONDS)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Ended):
@@ -172,7 +237,14 @@ class ProcessScorer:
             self._handle_start(event.child, event.value)
         else:
             self._note_seconds(event.value.seconds)
-            event.task.put(event.value.outcomes)
+            self._ready[event.child].served += 1
+            self._deaths = 0
+            if event.value.outcomes is not None:
+                event.task.put(event.value.outcomes)
+            elif event.task.is_alone:
+                event.task.put(failure(f"timed out after {self._timeout_seconds:g} s", timed_out=True))
+            else:
+                self._score_alone([event.task])
 
     def _handle_start(self, worker: Callee, message: Started) -> None:
         if any(self._sources.get(path, source) != source for path, source in message.sources.items()):
@@ -181,7 +253,8 @@ class ProcessScorer:
             return
         self._sources |= message.sources
         self._killed_starts = 0
-        self._ready[worker] = None
+        self._ready[worker] = _Worker(message.pid)
+        self._concurrency, self._children.in_turn = message.concurrency, message.concurrency == 1
         if len(self._ready) == self._num_workers and not self._takes_batch.done():
             self._takes_batch.set_result(message.takes_batch)
 
@@ -195,15 +268,60 @@ class ProcessScorer:
                 raise RewardError(f"{self._cannot_load}: {late if ended.is_late else why}")
         elif ended.running is None:
             logger.warning("%s while idle; another one replaces it", why)
+        elif ended.waiting and self._concurrency > 1:
+            self._score_alone([ended.running, *ended.waiting])
         else:
             if ended.is_late:
                 self._note_seconds(self._timeout_seconds)
                 why = f"timed out after {self._timeout_seconds * ended.running.count:g} s"
-            ended.running.put(failure(why, timed_out=ended.is_late))
-            with self._lock:
-                self._queue.extendleft(reversed(ended.waiting))
+            self._fail(ended.running, why, is_late=ended.is_late)
+            self._put_back(ended.waiting)
         self._ready.pop(ended.child, None)
         self._start()
+
+    def _fail(self, task: _Task, why: str, *, is_late: bool = False) -> None:
+        """Fails a task that ended its process.  Raises: RewardError where each process ends by its task."""
+        task.put(failure(why, timed_out=is_late))
+        self._deaths += not is_late
+        if self._deaths == MAX_DEATHS:
+            raise RewardError(
+                f"{MAX_DEATHS} reward processes of {self._shown_as} in a row ended while scoring, the last for the "
+                f"response {task.shown}: {why}; expected a score of some response; correct the function, or give it "
+                "the memory that it needs"
+            )
+
+    def _score_alone(self, tasks: Sequence[_Task]) -> None:
+        self._put_back([replace(task, is_alone=True) for task in tasks])
+
+    def _put_back(self, tasks: Sequence[_Task]) -> None:
+        with self._lock:
+            self._queue.extendleft(reversed(tasks))
+
+    def _check_memory(self) -> None:
+        """Replaces the workers that use more memory than the limit."""
+        if self._memory_limit_mb is None or time.monotonic() < self._next_memory_check:
+            return
+        self._next_memory_check = time.monotonic() + MEMORY_CHECK_SECONDS
+        for worker, state in list(self._ready.items()):
+            used_mb = state.resident_bytes / 2**20
+            if used_mb <= self._memory_limit_mb:
+                continue
+            why = (
+                f"the reward process used {used_mb:.0f} MB, more than reward.memory_limit_mb={self._memory_limit_mb:g}"
+            )
+            tasks = [call.task for call in worker.calls.values()]
+            self._children.kill(worker)
+            del self._ready[worker]
+            if not tasks:
+                logger.warning("%s, while idle; another one replaces it", why)
+            elif (state.served or len(tasks) > 1) and not tasks[0].is_alone:
+                first, *others = tasks
+                self._score_alone(tasks if self._concurrency > 1 else [first])
+                self._put_back(others if self._concurrency == 1 else [])
+            else:
+                self._fail(tasks[0], f"{why}, and was killed")
+                self._put_back(tasks[1:])
+            self._start()
 
     @property
     def _cannot_load(self) -> str:

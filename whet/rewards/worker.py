@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: loads one score function, then scores items, in order.
+"""A reward process: loads one score function, then scores items, in order, or several at a time if it is async.
 
 The first call carries source files; the reply is Started or a RewardError. Each later call carries items; the reply is
 Scored.
@@ -7,6 +7,7 @@ Scored.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 import traceback
@@ -21,7 +22,7 @@ from whet.processes.user_code import pin
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.result import failure
-from whet.types import Outcome
+from whet.types import Failure, Outcome
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class WorkerSpec:
     function: str | Callable[..., Any]
     kwargs: Mapping[str, Any]
     correct_threshold: float
+    timeout_seconds: float = 30.0  # for one item; read only where several are scored at a time
+    concurrency: int = 1
 
     def load(self) -> RewardFunction:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
@@ -47,13 +50,16 @@ class Started:
 
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
+    concurrency: int = 1  # calls that it serves at a time
+    pid: int = 0
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The outcomes of one call, or one Failure for all its items; and the time that the function took."""
+    """The outcomes of one call, or one Failure for all its items; and the time that the function took. None: the call
+    was late, but another call blocked the process at that time."""
 
-    outcomes: list[Outcome] | Outcome
+    outcomes: list[Outcome] | Outcome | None
     seconds: float
 
 
@@ -68,12 +74,19 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     sources: dict[str, bytes] = pickle.loads(content)
     pin(sources)
     try:
-        function = pickle.loads(spec_bytes).load()
+        spec: WorkerSpec = pickle.loads(spec_bytes)
+        function = spec.load()
     except BaseException as error:  # the user's module runs here; the pool raises this error
         why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
         caller.send(number, pickle.dumps(RewardError(why)))
         return
-    caller.send(number, pickle.dumps(Started(function.takes_batch, sources)))
+    concurrency = spec.concurrency if function.is_concurrent else 1
+    caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getpid())))
+    if concurrency > 1:
+        from whet.rewards.tasks import serve_concurrently  # loads asyncio
+
+        serve_concurrently(caller, function, spec.timeout_seconds)
+        return
     while True:
         number, content = caller.receive()
         start = time.perf_counter()
@@ -85,5 +98,10 @@ def _outcomes(function: RewardFunction, content: bytes) -> list[Outcome] | Outco
     try:
         items = pickle.loads(content)
     except Exception as error:  # an object whose class this process cannot import
-        return failure(f"the item cannot be read in the reward process: {describe(error)}")
+        return unreadable(error)
     return function.score(items)
+
+
+def unreadable(error: Exception) -> Failure:
+    """The outcome of an item whose class this process cannot import, or whose pickle raises."""
+    return failure(f"the item cannot be read in the reward process: {describe(error)}")
