@@ -129,6 +129,7 @@ def test_the_forms_of_a_row():
         ({"instruction_id_list": [], "kwargs": []}, "not empty"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": []}, "1 instructions have 0 kwargs; expected one"),
         (truth(("startend:quote", {})), "unknown instruction 'startend:quote'; correct .*; expected one of keyw"),
+        (truth(("keywords:existence", "cat")), "keywords is missing"),
         (truth(("keywords:existence", {})), "keywords:existence: keywords is missing; expected a list.*; correct"),
         (
             truth(("length_constraints:number_words", {"relation": "more than", "num_words": 3})),

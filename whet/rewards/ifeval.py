@@ -96,7 +96,9 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
             f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
             "{} for an instruction without arguments"
         )
-    return [_bind(name, given or {}) for name, given in zip(names, arguments, strict=True)]
+    return [
+        _bind(name, given if isinstance(given, Mapping) else {}) for name, given in zip(names, arguments, strict=True)
+    ]
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -173,11 +175,8 @@ def _find(pattern: str, text: str, flags: int = re.IGNORECASE) -> list[str]:
 
 
 def _paragraphs(text: str, count: int) -> bool:
-    parts = re.split(r"\s?\*\*\*\s?", text)
-    inner, ends = parts[1:-1], {0: parts[0], len(parts) - 1: parts[-1]}
-    return (
-        all(part.strip() for part in inner) and len(inner) + sum(bool(part.strip()) for part in ends.values()) == count
-    )
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == count
 
 
 def _nth_paragraph(text: str, count: int, position: int, word: str) -> bool:
