@@ -207,7 +207,7 @@ PIECES = [
     "My answer is maybe.", "Any other questions?", "Is there anything else I can help with?", '"', "'", ",", ".",
     "!", "?", ".\n", ". ", "? ", "! ", "\n", "\n\n", "\n\n\n", "{", "}", '{"a": 1}', "```json\n", "\n```",
     "Write a poem.", "привет мир", "Да, это так.", "snow-white", "well-known", "AT&T", "A,B", "A:B", "(OK)",
-    "10:30PM", "cannot", "CANNOT", "--", "CO-OP", "e.g. this", "p.m. now",
+    "10:30PM", "cannot", "CANNOT", "WANNA go", "GIMME", "--", "CO-OP", "e.g. this", "p.m. now",
 ]  # fmt: skip
 SENTENCES = [
     "The cat sat.", "Dr. Smith paid 3.50 dollars.", "Why not?", "He said \"Stop.\"", "(It rained, e.g. on Monday.)",

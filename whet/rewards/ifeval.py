@@ -32,10 +32,10 @@ _ABBREVIATED = re.compile(
 )
 # Words as in the Penn Treebank: "DON'T" is DO and N'T, "AT&T" is three tokens.
 _BETWEEN_WORDS = re.compile(
-    r"[\s;@#$%&*?!()\[\]{}<>\"`«»\u2018\u2019\u201c-\u201e\u2012-\u2015]+|--|\.{2,}|[:,](?!\d)"
-    r"|(?<=[^'\s])(?='(?:[sSmMdD]|ll|LL|re|RE|ve|VE)(?!\.?[\w'/]|-\w))|(?<=[^'\s])(?=(?:n't|N'T)(?!\.?[\w'/]|-\w))"
-    r"|(?i:(?<=\bcan)(?=not\b)|(?<=\bgim)(?=me\b)|(?<=\bgon)(?=na\b)|(?<=\bgot)(?=ta\b)|(?<=\blem)(?=me\b)"
-    r"|(?<=\bwan)(?=na\s))"
+    r"[\s;@#$%&*?!()\[\]{}<>\"`«»\u2018\u2019\u201c-\u201e\u2012-\u2015]+|--|''|\.{2,}|[:,](?!\d)"
+    r"|(?<=[^'\s])(?=(?:'(?:[sSmMdD]|ll|LL|re|RE|ve|VE)|n't|N'T)(?!\.?[\w/]|'(?!'|\s+\S)|-(?!-)))"
+    r"|(?i:\b(?=(?:cannot|gimme|gonna|gotta|lemme)\b|wanna\s)|(?<=\bcan)(?=not\b)|(?<=\bgon)(?=na\b)|(?<=\bgot)(?=ta\b)"
+    r"|(?<=\b(?:gim|lem))(?=me\b)|(?<=\bwan)(?=na\s))"
 )
 
 
