@@ -20,7 +20,7 @@ from whet.cli.checks import doctor, plan
 from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
-from whet.cli.rewards import rewards
+from whet.cli.rewards import check_reward, rewards
 from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error
@@ -54,6 +54,7 @@ for panel, name, function in (
     (LOOK, "plan", plan),
     (LOOK, "config", config),
     (LOOK, "data", data),
+    (LOOK, "check-reward", check_reward),
 ):
     settings = FOREIGN_OPTIONS if name == "lm-eval" else None
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)

@@ -56,7 +56,7 @@ def serve(
     from whet.errors import ConfigError, pip_install
     from whet.registry import ROLLOUT_ENGINES
 
-    options = _options(option or [])
+    options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     try:
         from whet.serving.app import Settings
@@ -101,8 +101,8 @@ def serve_sandbox(
     run(box, host, port, concurrency or os.cpu_count() or 1)
 
 
-def _options(words: list[str]) -> dict[str, Any]:
-    """The options of the engine, each value read as YAML.  Raises: ConfigError."""
+def read_options(words: list[str]) -> dict[str, Any]:
+    """Reads options, each value read as YAML.  Raises: ConfigError."""
     import yaml
 
     from whet.errors import ConfigError

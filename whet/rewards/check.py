@@ -94,7 +94,7 @@ def check(pool: RewardPool, rows: Sequence[Row], *, reads_truth: bool) -> Report
 
 
 class _Check:
-    """One check; `scored` has the outcome of every response so far."""
+    """A check of one function: its rows, what it found, and how long it took."""
 
     def __init__(self, pool: RewardPool, rows: Sequence[Row]) -> None:
         self.pool, self.rows = pool, rows
@@ -169,9 +169,7 @@ class _Check:
                 self._find(name, f"it pays {what}", response)
 
     def _is_paid(self, row: Row, outcome: Outcome) -> bool:
-        if isinstance(outcome, Failure):
-            return False
-        return outcome.accuracy >= 1.0 or outcome.reward >= self.full.get(id(row), 1.0) - 1e-9
+        return not isinstance(outcome, Failure) and outcome.reward >= self.full[id(row)] - 1e-9
 
     def _repeatable(self) -> None:
         """The same responses again, in another order and among others, have the same outcomes."""

@@ -42,8 +42,16 @@ _BETWEEN_WORDS = re.compile(
 @register_reward(
     "ifeval",
     examples=(
-        ("A short answer.", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, 1.0),
-        ("Short, but wrong.", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, 0.0),
+        (
+            "The otter eats fish.",
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
+            1.0,
+        ),
+        (
+            "The heron eats fish.",
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
+            0.0,
+        ),
     ),
 )
 def compute_score(
