@@ -129,6 +129,7 @@ def test_the_forms_of_a_row():
         ({"instruction_id_list": [], "kwargs": []}, "not empty"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": []}, "1 instructions have 0 kwargs; expected one"),
         (truth(("startend:quote", {})), "unknown instruction 'startend:quote'; correct .*; expected one of keyw"),
+        (truth(("keywords:existence", "cat")), "keywords is missing"),
         (truth(("keywords:existence", {})), "keywords:existence: keywords is missing; expected a list.*; correct"),
         (
             truth(("length_constraints:number_words", {"relation": "more than", "num_words": 3})),
@@ -206,7 +207,7 @@ PIECES = [
     "My answer is maybe.", "Any other questions?", "Is there anything else I can help with?", '"', "'", ",", ".",
     "!", "?", ".\n", ". ", "? ", "! ", "\n", "\n\n", "\n\n\n", "{", "}", '{"a": 1}', "```json\n", "\n```",
     "Write a poem.", "привет мир", "Да, это так.", "snow-white", "well-known", "AT&T", "A,B", "A:B", "(OK)",
-    "10:30PM", "cannot", "CANNOT", "--", "CO-OP", "e.g. this", "p.m. now",
+    "10:30PM", "cannot", "CANNOT", "WANNA go", "GIMME", "--", "CO-OP", "e.g. this", "p.m. now",
 ]  # fmt: skip
 SENTENCES = [
     "The cat sat.", "Dr. Smith paid 3.50 dollars.", "Why not?", "He said \"Stop.\"", "(It rained, e.g. on Monday.)",

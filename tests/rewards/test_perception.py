@@ -112,6 +112,7 @@ def test_word_errors(response, truth, wer):
         ("a man sits", "a man runs fast", 4 / 7),  # two words in common: 2 * 2 / (3 + 4)
         ("fast runs man a", "a man runs fast", 0.25),  # in order only one: 2 * 1 / 8
         ("", "a man", 0.0),
+        ("-42", "42", 0.0),
     ],
 )
 def test_the_longest_common_subsequence(response, truth, score):
@@ -135,7 +136,7 @@ def test_rouge_is_that_of_rouge_score():
     ("response", "truth", "score", "accuracy"),
     [
         ("40", 40, 1.0, 1.0),
-        ("about 38.5 s", "40", 0.9625, 1.0),
+        ("about 38.5 s", "40", 0.9625, 0.0),
         ("50", 40, 0.75, 0.0),
         ("-40", 40, 0.0, 0.0),
         ("<answer>1,000</answer> or 3", 1000, 1.0, 1.0),
@@ -147,6 +148,10 @@ def test_rouge_is_that_of_rouge_score():
 def test_relative_errors(response, truth, score, accuracy):
     found = relative_error(response, truth)
     assert (found["reward"], found["accuracy"]) == (pytest.approx(score), accuracy)
+
+
+def test_the_tolerance_of_the_accuracy():
+    assert [relative_error("38", 40, tolerance=each)["accuracy"] for each in (0.04, 0.05)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("function", [ocr, rouge_l, relative_error])

@@ -23,6 +23,11 @@ from whet.rewards.search_qa import compute_score, normalise, token_f1
         # "to be" against "to be or not to be": 2 * 2 / (2 + 6); the other truth shares nothing.
         ("<answer>to be</answer>", ["to be or not to be", "nothing"], 0, 0.5),
         ("<answer>to to to</answer>", "to be", 0, 0.4),  # 2 * 1 / (3 + 2): a word counts as often as it is expected
+        ("<answer>-42</answer>", "42", 0, 0),
+        ("<answer>4.2</answer>", "42", 0, 0),
+        ("<answer>.5</answer>", "5", 0, 0),
+        ("<answer>1,000.</answer>", "1000", 1, 1),
+        ("<answer>-5 degrees</answer>", "-5 Degrees", 1, 1),
         ("<answer></answer>", "Paris", 0, 0),
         ("<answer>the</answer>", "Paris", 0, 0),
     ],

@@ -32,10 +32,10 @@ _ABBREVIATED = re.compile(
 )
 # Words as in the Penn Treebank: "DON'T" is DO and N'T, "AT&T" is three tokens.
 _BETWEEN_WORDS = re.compile(
-    r"[\s;@#$%&*?!()\[\]{}<>\"`«»\u2018\u2019\u201c-\u201e\u2012-\u2015]+|--|\.{2,}|[:,](?!\d)"
-    r"|(?<=[^'\s])(?='(?:[sSmMdD]|ll|LL|re|RE|ve|VE)(?!\.?[\w'/]|-\w))|(?<=[^'\s])(?=(?:n't|N'T)(?!\.?[\w'/]|-\w))"
-    r"|(?i:(?<=\bcan)(?=not\b)|(?<=\bgim)(?=me\b)|(?<=\bgon)(?=na\b)|(?<=\bgot)(?=ta\b)|(?<=\blem)(?=me\b)"
-    r"|(?<=\bwan)(?=na\s))"
+    r"[\s;@#$%&*?!()\[\]{}<>\"`«»\u2018\u2019\u201c-\u201e\u2012-\u2015]+|--|''|\.{2,}|[:,](?!\d)"
+    r"|(?<=[^'\s])(?=(?:'(?:[sSmMdD]|ll|LL|re|RE|ve|VE)|n't|N'T)(?!\.?[\w/]|'(?!'|\s+\S)|-(?!-)))"
+    r"|(?i:\b(?=(?:cannot|gimme|gonna|gotta|lemme)\b|wanna\s)|(?<=\bcan)(?=not\b)|(?<=\bgon)(?=na\b)|(?<=\bgot)(?=ta\b)"
+    r"|(?<=\b(?:gim|lem))(?=me\b)|(?<=\bwan)(?=na\s))"
 )
 
 
@@ -104,7 +104,9 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
             f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
             "{} for an instruction without arguments"
         )
-    return [_bind(name, given or {}) for name, given in zip(names, arguments, strict=True)]
+    return [
+        _bind(name, given if isinstance(given, Mapping) else {}) for name, given in zip(names, arguments, strict=True)
+    ]
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -181,11 +183,8 @@ def _find(pattern: str, text: str, flags: int = re.IGNORECASE) -> list[str]:
 
 
 def _paragraphs(text: str, count: int) -> bool:
-    parts = re.split(r"\s?\*\*\*\s?", text)
-    inner, ends = parts[1:-1], {0: parts[0], len(parts) - 1: parts[-1]}
-    return (
-        all(part.strip() for part in inner) and len(inner) + sum(bool(part.strip()) for part in ends.values()) == count
-    )
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == count
 
 
 def _nth_paragraph(text: str, count: int, position: int, word: str) -> bool:

@@ -14,6 +14,7 @@ from whet.rewards.gsm8k import last_number
 from whet.rewards.result import after_thought, number_text
 from whet.rewards.search_qa import extract_answer
 
+_ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
 _LIST = re.compile(r"\[\s*[{\]]")
 Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), score
 
@@ -81,11 +82,12 @@ def ocr(solution_str: str, ground_truth: str) -> dict[str, float]:
 def rouge_l(solution_str: str, ground_truth: str) -> dict[str, float]:
     """ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, in lower case and without punctuation.
 
-    The answer is the content of the last `<answer>`, else the text after the last `</think>`.
+    The sign of a number stays. The answer is the content of the last `<answer>`, else the text after the last
+    `</think>`.
     Raises: ValueError for a ground truth without words.
     """
     truth = _words_of(ground_truth, letters=True)
-    answer = re.findall(r"[a-z0-9]+", (extract_answer(solution_str, needs_tag=False) or "").lower())
+    answer = _ROUGE_WORD.findall((extract_answer(solution_str, needs_tag=False) or "").lower())
     row = [0] * (len(truth) + 1)
     for word in answer:
         diagonal = 0
@@ -97,7 +99,7 @@ def rouge_l(solution_str: str, ground_truth: str) -> dict[str, float]:
 
 @register_reward("relative_error", examples=(("It lasts 40 seconds", 40, 1.0), ("It lasts 90 seconds", 40, 0.0)))
 def relative_error(
-    solution_str: str, ground_truth: str | int | float, *, tolerance: Share = 0.05
+    solution_str: str, ground_truth: str | int | float, *, tolerance: Share = 0.0
 ) -> dict[str, float | str | None]:
     """1 - |x - t| / |t|, at least 0, for the last number x of the answer and the number t of the ground truth.
 
@@ -116,7 +118,7 @@ def relative_error(
 
 
 def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
-    found = re.findall(r"[a-z0-9]+", ground_truth.lower()) if letters else ground_truth.split()
+    found = _ROUGE_WORD.findall(ground_truth.lower()) if letters else ground_truth.split()
     if not found:
         raise ValueError(f"the ground truth is {ground_truth!r}; expected a text with words; correct the row")
     return found

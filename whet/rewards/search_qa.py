@@ -12,7 +12,8 @@ from typing import Any, Literal
 from whet.registry import register_reward
 from whet.rewards.result import after_thought
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Punctuation, but not the minus sign of -5 nor the point of 4.2: SQuAD's own rule makes 5 and 42 of them.
+_PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -30,10 +31,10 @@ def compute_score(
 ) -> dict[str, float | str | None]:
     """1 where the content of the last `<answer>` equals a ground truth, else 0; with `metric=f1` the token F1.
 
-    Both are normalised as in SQuAD: lower case, no punctuation, no articles, single spaces. The best of a list of
-    ground truths counts; a dict with the list under `target` is Search-R1's form. Without `needs_tag`, a response
-    without the tag is its own answer. The parts `exact` and `f1` are always reported; the accuracy is `exact`. `pred`
-    is the answer.
+    Both are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of numbers stay), no
+    articles, single spaces. The best of a list of ground truths counts; a dict with the list under `target` is
+    Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts `exact` and `f1` are
+    always reported; the accuracy is `exact`. `pred` is the answer.
     Raises: ValueError where the ground truth has no text.
     """
     truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
@@ -60,8 +61,9 @@ def extract_answer(text: str, *, needs_tag: bool) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces. The
+    minus sign and the decimal point of a number stay."""
+    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
 
 
 def token_f1(answer: str, truth: str) -> float:
