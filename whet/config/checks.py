@@ -180,13 +180,15 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
-    if not functions and at.whole["environment"].name == "single_turn":
+    if not functions and not reward.domains and at.whole["environment"].name == "single_turn":
         yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
-    for function in functions:
+    chosen = [("reward", function, reward.kwargs) for function in functions]
+    chosen += [(f"reward.domains.{name}", each.function, each.kwargs) for name, each in reward.domains.items()]
+    for key, function, options in chosen:
         if ":" in function:
-            yield from _function_path("reward.function", function)
+            yield from _function_path(f"{key}.function", function)
         else:
-            entry_at(REWARDS, "reward.function", function).check(reward.kwargs, "reward.kwargs.")
+            entry_at(REWARDS, f"{key}.function", function).check(options, f"{key}.kwargs.")
     if reward.weights is not None and len(reward.weights) != len(functions):
         yield (
             f"reward.weights has length {len(reward.weights)} and reward.function length {len(functions)}; set one "

@@ -162,11 +162,27 @@ class EnvironmentConfig(Section):
     episode_seconds: PositiveFloat = key(3600.0, "deadline of an episode, in seconds")
 
 
+class DomainConfig(Section):
+    """The rewards of rows of one domain."""
+
+    function: Annotated[str, Choice(REWARDS, "kwargs", is_checked=False)] = key("", "reward function of the domain")
+    sources: list[str] | None = key(
+        None, "data sources of its rows, * for any text; unset: its name; a row's field `domain` names it too"
+    )
+    kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+    weight: float = key(1.0, "factor of its rewards")
+    timeout_seconds: PositiveFloat | None = key(None, "deadline for one response; unset: reward.timeout_seconds")
+    num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
+
+
 class RewardConfig(Section):
     """The score of responses."""
 
     function: Annotated[str | list[str] | None, Choice(REWARDS, "kwargs", is_checked=False)] = key(
         None, "registered reward function, module:function or file.py:function; or a list of them"
+    )
+    domains: dict[str, DomainConfig] = key(
+        {}, "functions by domain, for rows of several; reward.function then scores the rows of no domain"
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")

@@ -14,12 +14,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from whet.config.schema import EvalConfig, RewardConfig, TrainConfig
+from whet.config.schema import DomainConfig, EvalConfig, RewardConfig, TrainConfig
 from whet.errors import ConfigError, RewardError, describe
 from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, split_calls
+from whet.rewards.domains import Domain, DomainRewards
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import CLOSED, failure
 from whet.rewards.worker import WorkerSpec
@@ -232,38 +233,57 @@ class ThreadScorer:
         return [late] * len(items)
 
 
-Rewards: TypeAlias = RewardPool | WeightedRewards
+Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
+OTHERS = "others"  # the domain of rows that reward.function scores, where there are domains
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
     """The reward pool of a run; None where no function is named and an environment gives the rewards."""
-    if function is None and not config.reward.function and config.environment.name != "single_turn":
+    named = config.reward.function or config.reward.domains
+    if function is None and not named and config.environment.name != "single_turn":
         return None
     return build_scorer(config.reward, function)
 
 
 def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Rewards:
-    """The pool of one score function, or of several with weights.  Raises: RewardError, RegistryError."""
+    """The pool of one score function, or of several with weights or by domain.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
-    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
-    if not functions:
+    if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())
         raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
-    pools = [
-        RewardPool(
-            each,
-            num_workers=config.num_workers,
-            timeout_seconds=config.timeout_seconds,
-            correct_threshold=config.correct_threshold,
-            kwargs=config.kwargs,
-            concurrency=config.concurrency,
-            memory_limit_mb=config.memory_limit_mb,
-        )
-        for each in functions
-    ]
-    if len(pools) == 1:
-        return pools[0]
-    weights = config.weights or [1.0] * len(pools)
-    short = [name.rpartition(":")[2] for name in names]
-    labels = short if len(set(short)) == len(short) else names
-    return WeightedRewards(list(zip(labels, pools, weights, strict=True)))
+    functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
+    pools = [_pool(config, each) for each in functions]
+    found: Rewards | None = pools[0] if len(pools) == 1 else None
+    if len(pools) > 1:
+        weights = config.weights or [1.0] * len(pools)
+        short = [name.rpartition(":")[2] for name in names]
+        labels = short if len(set(short)) == len(short) else names
+        found = WeightedRewards(list(zip(labels, pools, weights, strict=True)))
+    if config.domains:
+        domains = {name: _domain(config, name, each) for name, each in config.domains.items()}
+        others = {OTHERS: Domain(["*"], found, 1.0)} if found is not None else {}
+        return DomainRewards({**domains, **others})
+    assert found is not None
+    return found
+
+
+def _pool(config: RewardConfig, function: str | Callable[..., Any]) -> RewardPool:
+    return RewardPool(
+        function,
+        num_workers=config.num_workers,
+        timeout_seconds=config.timeout_seconds,
+        correct_threshold=config.correct_threshold,
+        kwargs=config.kwargs,
+        concurrency=config.concurrency,
+        memory_limit_mb=config.memory_limit_mb,
+    )
+
+
+def _domain(config: RewardConfig, name: str, domain: DomainConfig) -> Domain:
+    own = {
+        "kwargs": domain.kwargs,
+        "num_workers": config.num_workers if domain.num_workers is None else domain.num_workers,
+        "timeout_seconds": domain.timeout_seconds or config.timeout_seconds,
+    }
+    sources = [name] if domain.sources is None else domain.sources
+    return Domain(sources, _pool(config.model_copy(update=own), domain.function), domain.weight)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig, load_config
+from whet.config.schema import RewardConfig
+from whet.errors import ConfigError, RewardError
+from whet.rewards.pool import build_scorer
+from whet.trainers.build import train
+from whet.types import Failure, RewardItem, RewardResult
+
+SLEEPS = "import time\ndef compute_score(solution_str):\n    time.sleep(float(solution_str))\n    return 1.0\n"
+
+
+def config(given: dict[str, Any]) -> RewardConfig:
+    return RewardConfig.model_validate(given)
+
+
+def item(source: str, response: str, truth: Any = "7", **extra: Any) -> RewardItem:
+    return RewardItem(source, response, truth, extra, response_ids=(1, 2))
+
+
+def test_every_row_goes_to_its_domain() -> None:
+    domains = {
+        "sums": {"function": "gsm8k", "kwargs": {"method": "strict"}, "sources": ["openai/*", "additions"]},
+        "text": {"function": "exact_match", "weight": 0.5},
+    }
+    scorer = build_scorer(config({"domains": domains, "function": "format", "num_workers": 1}))
+    items = [
+        item("text", "7"),
+        item("openai/gsm8k", "7"),  # without the mark: strict
+        item("additions", "#### 7"),
+        item("other", "<think>a</think><answer>b</answer>"),
+        item("other", "7", domain="text"),
+        item("text", "8"),
+    ]
+    outcomes = scorer.submit_batch(items).result()
+    scorer.close()
+    assert [each.reward for each in outcomes if isinstance(each, RewardResult)] == [0.5, 0.0, 1.0, 1.0, 0.5, 0.0]
+    assert [each.accuracy for each in outcomes if isinstance(each, RewardResult)] == [1, 0, 1, 1, 1, 0]
+    parts = [each.parts for each in outcomes if isinstance(each, RewardResult)]
+    assert parts[0] == {"text/reward": 1.0, "text/accuracy": 1.0}
+    assert parts[2] == {"sums/reward": 1.0, "sums/accuracy": 1.0} and "others/reward" in parts[3]
+
+
+def test_a_domain_has_its_own_deadline_and_processes(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    function = f"{tmp_path / 'sleeps.py'}:compute_score"
+    domains = {"slow": {"function": function, "timeout_seconds": 5.0}, "quick": {"function": function}}
+    given = {"domains": domains, "timeout_seconds": 0.3, "num_workers": 1}
+    scorer = build_scorer(config(given))
+    start = time.monotonic()
+    slow, late, fine = scorer.submit_batch([item("slow", "1"), item("quick", "60"), item("quick", "0")]).result()
+    assert time.monotonic() - start < 4
+    scorer.close()
+    assert isinstance(slow, RewardResult) and isinstance(fine, RewardResult)
+    assert late == Failure("reward", "quick: timed out after 0.3 s", timed_out=True)
+
+
+def test_rows_of_no_domain() -> None:
+    domains = {"sums": {"function": "gsm8k", "sources": ["openai/*"]}, "text": {"function": "exact_match"}}
+    scorer = build_scorer(config({"domains": domains, "num_workers": 0}))
+    with pytest.raises(
+        RewardError, match=r"no domain takes rows of data source 'x'; the domains are sums: openai/\*; text"
+    ):
+        scorer.submit_batch([item("x", "7")])
+    with pytest.raises(
+        RewardError, match="has the domain 'code'; expected one of sums, text: correct its field 'domain'"
+    ):
+        scorer.submit_batch([item("text", "7", domain="code")])
+
+
+@pytest.mark.parametrize(
+    ("domain", "message"),
+    [
+        ({"function": "gsm9k"}, r"reward.domains.a.function.*did you mean 'gsm8k'"),
+        ({}, r"reward.domains.a.function"),
+        ({"function": "gsm8k", "kwargs": {"format_score": 2}}, r"reward.domains.a.kwargs.format_score=2"),
+        ({"function": "missing.py:f"}, r"reward.domains.a.function: missing.py does not exist"),
+        ({"function": "gsm8k", "source": ["x"]}, r"reward.domains.a.source"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_run(domain: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, None, {"reward.domains": {"a": domain}, "model.path": "m"}, given={"data"})
+
+
+def test_a_run_of_two_domains(train_config: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+1=", "answer": str(a + 1), "data_source": ("sums", "echo")[a % 2]} for a in range(8)]
+    domains = {"sums": {"function": "gsm8k"}, "echo": {"function": "exact_match"}}
+    changes = {
+        "reward.function": None,
+        "reward.kwargs": {},
+        "reward.domains": domains,
+        "trainer.run_dir": tmp_path / "run",
+    }
+    train(train_config({**changes, "trainer.total_steps": 1}), data=rows)
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"reward/sums/accuracy", "reward/echo/reward"} <= set(metrics)
