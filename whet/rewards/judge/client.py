@@ -207,16 +207,16 @@ class Client:
         try:
             found = reply.json()
             text, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
-            sizes = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+            read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise _AgainError(f"its reply is no chat completion: {shown}") from error
         if not isinstance(text, str):
             raise _AgainError(f"its reply has no text: {shown}")
-        cost = (sizes[0] * self.settings.input_price + sizes[1] * self.settings.output_price) / 1e6
-        self.counts.input_tokens += sizes[0]
-        self.counts.output_tokens += sizes[1]
+        cost = (read * self.settings.input_price + written * self.settings.output_price) / 1e6
+        self.counts.input_tokens += read
+        self.counts.output_tokens += written
         self.counts.cost += cost
-        return Answer(text, None, *sizes, cost)
+        return Answer(text, None, read, written, cost)
 
     def _open(self) -> None:
         """Makes connections for the running event loop."""
