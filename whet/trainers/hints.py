@@ -206,8 +206,8 @@ def judge(
         hints = [_result(future) for future in futures]
     else:
         sampling = (("temperature", 0.0), ("max_tokens", max_tokens))
-        limits = {"request_seconds": timeout_seconds, "deadline_seconds": timeout_seconds, "concurrency": parallel}
-        settings = Settings(endpoint or "", model or "", sampling, key_variable, cache=cache, **limits)
+        settings = Settings(endpoint or "", model or "", sampling, key_variable, cache=cache, concurrency=parallel)
+        settings = replace(settings, request_seconds=timeout_seconds, deadline_seconds=timeout_seconds)
         hints = [_hint(reply) for reply in complete_all(settings, asked)]
     return [[hint] * len(group.trajectories) for group, hint in zip(groups, hints, strict=True)]
 
