@@ -18,6 +18,7 @@ from benchmarks import (
     quickstart,
     recipes,
     rollout,
+    sandbox,
     scaling,
     transport,
 )
@@ -54,6 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "asynchronous": asynchronous,
     "engines": engines,
     "cold_start": cold_start,
+    "sandbox": sandbox,
 }
 
 HEAD = """\

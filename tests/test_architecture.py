@@ -36,6 +36,7 @@ MAX_KEYS = 170  # of the config
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", *TRACKERS}
+USERS = {"sandbox": ["code", "sandbox"]}  # of a folder: files that are nothing without it
 HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", "starlette", "uvicorn", *LAZY}
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 
@@ -225,7 +226,8 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "folder", ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "rollout/sglang", "serving"]
+    "folder",
+    ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "rollout/sglang", "serving", "sandbox"],
 )
 def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
@@ -235,7 +237,7 @@ def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp
 import importlib, pkgutil, whet
 assert whet.__file__.startswith({str(tmp_path)!r}), whet.__file__
 for module in pkgutil.walk_packages(whet.__path__, "whet."):
-    if module.name.rpartition(".")[2] not in {[*LAZY, "__main__"]!r}:
+    if module.name.rpartition(".")[2] not in {[*LAZY, *USERS.get(folder, []), "__main__"]!r}:
         importlib.import_module(module.name)
 """
     run = subprocess.run(

@@ -258,6 +258,21 @@ def test_what_a_reward_may_not_return_fails_the_answer(situation: str, function:
         wrong(situation, outcome.message)
 
 
+@pytest.mark.parametrize(
+    ("situation", "function", "truth"),
+    [
+        ("`data_source` unknown to `auto`", "auto", "1"),
+        ("unknown instruction of `ifeval`", "ifeval", {"instruction_id_list": ["startend:quote"], "kwargs": [{}]}),
+        ("instruction without its argument", "ifeval", {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}),
+    ],
+)
+def test_a_row_that_a_shipped_reward_cannot_score(situation: str, function: str, truth: Any) -> None:
+    with RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0, kwargs={}) as pool:
+        [outcome] = pool.score([RewardItem("openai/gsm9k", "text", truth)])
+    assert isinstance(outcome, Failure)
+    wrong(situation, outcome.message)
+
+
 def test_a_reward_that_hangs_fails_in_time() -> None:
     start = time.monotonic()
     [outcome] = outcomes(lambda solution_str: time.sleep(60), 1, num_workers=1, timeout_seconds=0.3)

@@ -26,6 +26,7 @@ COMMANDS = [
         "config",
         "data",
         "algorithms",
+        "rewards",
         "export",
         "serve",
         "quickstart",

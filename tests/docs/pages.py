@@ -141,8 +141,12 @@ class Reader:
             self._compare(block)
 
     def check_exit(self, block: Block, after: Block | None) -> None:
-        """A command fails exactly if the page shows its error below it."""
-        shown = after is not None and after.title == "output" and re.search(r"^\w+Error: ", after.code, re.MULTILINE)
+        """A command fails exactly if the page shows its error, or findings, below it."""
+        shown = (
+            after is not None
+            and after.title == "output"
+            and re.search(r"^\w+Error: |^findings +\d", after.code, re.MULTILINE)
+        )
         assert self.failed == bool(shown), f"{block.place} {'failed' if self.failed else 'passed'}:\n{self.printed}"
 
     def _run_python(self, block: Block) -> str:

@@ -15,7 +15,7 @@ import typer
 from whet.cli.arguments import Command
 from whet.errors import RegistryError
 from whet.options import bounds_of, words
-from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, load_target
+from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry, load_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,33 +50,45 @@ def chosen_by() -> dict[str, tuple[str, str | None]]:
     return {kind.kind: found.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS}
 
 
-algorithms = typer.Typer(help="List estimators, losses and rewards, or show the formula of one.")
+algorithms = typer.Typer(help="List estimators, losses and rewards, or show one's formula.")
 
 
 @algorithms.callback(invoke_without_command=True)
 def list_all(context: typer.Context) -> None:
-    """List estimators, losses and rewards, or show the formula of one."""
+    """List estimators, losses and rewards, or show one's formula."""
     if context.invoked_subcommand is not None:
         return
+    output = console()
+    for kind in KINDS:
+        print_kind(output, kind)
+    output.print("`whet algorithms show NAME` prints formula, options and columns.", style="dim")
+
+
+def console() -> Console:
+    """A console on which a list has its full width, unless it is a terminal."""
     from rich.console import Console
+
+    output = Console(highlight=False)
+    output.width = output.width if output.is_terminal else UNLIMITED
+    return output
+
+
+def print_kind(output: Console, kind: Registry) -> None:
+    """Prints the functions of a kind, one a line; nothing for a kind without functions."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    output = Console(highlight=False)
-    output.width = output.width if output.is_terminal else UNLIMITED
-    for kind in KINDS:
-        entries = list(kind)
-        if not entries:
-            continue
-        output.print(Text.assemble((kind.kind, "bold"), (f"  {chosen_by()[kind.kind][0]}", "dim")))
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True, min_width=max(len(entry.name) for entry in entries))
-        table.add_column(overflow="fold")
-        for entry in entries:
-            table.add_row(Text(entry.name, style="cyan"), Text(summary(entry)))
-        output.print(Padding(table, (0, 0, 1, 2), expand=False))
-    output.print("`whet algorithms show NAME` prints formula, options and columns.", style="dim")
+    entries = list(kind)
+    if not entries:
+        return
+    output.print(Text.assemble((kind.kind, "bold"), (f"  {chosen_by()[kind.kind][0]}", "dim")))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, min_width=max(len(entry.name) for entry in entries))
+    table.add_column(overflow="fold")
+    for entry in entries:
+        table.add_row(Text(entry.name, style="cyan"), Text(summary(entry)))
+    output.print(Padding(table, (0, 0, 1, 2), expand=False))
 
 
 @algorithms.command(cls=Command)
@@ -95,10 +107,10 @@ def show(
         output.print(Text(f"{entry.doc}\n"))
         if notation(entry.kind):
             output.print(Text(f"In formulas: {notation(entry.kind)}.\n", style="dim"))
-        _print_pairs(output, properties)
+        print_pairs(output, properties)
         if certified:
             output.print("\nIn certificates:", style="dim")
-            _print_pairs(output, list(LEGEND.items()))
+            print_pairs(output, list(LEGEND.items()))
         output.print()
 
 
@@ -124,20 +136,19 @@ def _entries(name: str) -> list[Entry]:
 @algorithms.command(cls=Command)
 def certify() -> None:
     """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
-    from rich.console import Console
     from rich.progress import track
 
     from whet.cli.tables import table
 
-    output = Console(highlight=False)
-    output.width = output.width if output.is_terminal else UNLIMITED
+    output = console()
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
-    _print_pairs(output, list(LEGEND.items()))
+    print_pairs(output, list(LEGEND.items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
 
 
-def _print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
+def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
+    """Prints a line for each pair of title and text."""
     from rich.text import Text
 
     width = max(len(title) for title, _ in pairs) + 2

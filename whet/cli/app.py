@@ -20,7 +20,8 @@ from whet.cli.checks import doctor, plan
 from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
-from whet.cli.serve import serve
+from whet.cli.rewards import check_reward, rewards
+from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train
 from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
@@ -47,15 +48,18 @@ for panel, name, function in (
     (AFTER, "compare", compare),
     (AFTER, "lm-eval", lm_eval),
     (AFTER, "serve", serve),
+    (AFTER, "serve-sandbox", serve_sandbox),
     (AFTER, "export", export),
     (LOOK, "doctor", doctor),
     (LOOK, "plan", plan),
     (LOOK, "config", config),
     (LOOK, "data", data),
+    (LOOK, "check-reward", check_reward),
 ):
     settings = FOREIGN_OPTIONS if name == "lm-eval" else None
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
+app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
-    """Evaluate a model on held-out prompts: accuracy, pass@k, maj@k.
+    """Evaluate a model on held-out prompts: accuracy, pass@k.
 
     RECIPE is gsm8k, math500, aime, or your own. model.path is a model folder, a checkpoint or the folder of a run."""
     from whet.config import EvalConfig, load_config

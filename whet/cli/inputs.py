@@ -104,7 +104,7 @@ def data(
     drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: template, tokens, mask."""
+    """Show data rows as the model reads them: text, tokens, mask."""
     config = config_of(command, *split_recipe(words, config_name))
 
     from rich.console import Console

@@ -36,7 +36,7 @@ def init_model(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the weights")] = 0,
 ) -> None:
-    """Create a model folder: random weights and a trained tokenizer."""
+    """Create a model folder: random weights, a trained tokenizer."""
     from whet.models.init import init_model as run
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)

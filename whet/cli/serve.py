@@ -56,7 +56,7 @@ def serve(
     from whet.errors import ConfigError, pip_install
     from whet.registry import ROLLOUT_ENGINES
 
-    options = _options(option or [])
+    options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     try:
         from whet.serving.app import Settings
@@ -69,8 +69,40 @@ def serve(
     run(Settings(**{**context.params, "option": options, "dtype": dtype.value}))
 
 
-def _options(words: list[str]) -> dict[str, Any]:
-    """The options of the engine, each value read as YAML.  Raises: ConfigError."""
+def serve_sandbox(
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8080,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="programs that run at a time; unset: one for each core")
+    ] = None,
+    sandbox: Annotated[
+        str, typer.Option(help="bubblewrap, or unisolated: programs can do what this user can")
+    ] = "bubblewrap",
+    python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
+) -> None:
+    """Serve a sandbox for programs that nobody trusts.
+
+    It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT."""
+    import os
+
+    from whet.errors import ConfigError, pip_install
+    from whet.sandbox.open import open_sandbox
+
+    if sandbox not in ("bubblewrap", "unisolated"):
+        raise ConfigError(f"--sandbox {sandbox} cannot be served; expected bubblewrap or unisolated")
+    try:
+        from whet.serving.sandbox import serve as run
+    except ImportError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
+    box = open_sandbox(sandbox, python)
+    typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
+    run(box, host, port, concurrency or os.cpu_count() or 1)
+
+
+def read_options(words: list[str]) -> dict[str, Any]:
+    """Reads options, each value read as YAML.  Raises: ConfigError."""
     import yaml
 
     from whet.errors import ConfigError

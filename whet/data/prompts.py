@@ -155,7 +155,7 @@ def build_prompts(
                 messages=messages,
                 token_ids=tuple(token_ids),
                 data_source=str(row.get(data.data_source_key) or data.data_source or "unknown"),
-                ground_truth=_ground_truth(row, data.answer_key) if with_answers else None,
+                ground_truth=ground_truth(row, data.answer_key) if with_answers else None,
                 extra_info=_extra_info(row, used),
             )
         prompts.append(prompt)
@@ -272,7 +272,8 @@ def at_row(index: int | None) -> Iterator[None]:
         raise DataError(f"row {index}: {error}") from error
 
 
-def _ground_truth(row: Mapping[str, Any], answer_key: Names | None) -> Any:
+def ground_truth(row: Mapping[str, Any], answer_key: Names | None) -> Any:
+    """`row[answer_key]`, else `reward_model.ground_truth`, else `answer`.  Raises: DataError."""
     if answer_key is not None:
         return row[find_field(row, answer_key, "data.answer_key")]
     reward_model = row.get("reward_model")

@@ -22,7 +22,7 @@ _PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
 
-@register_reward("gsm8k")
+@register_reward("gsm8k", examples=(("5 + 2 = 7", "#### 7", 1.0), ("7 or 8", "7", 0.0)))
 def compute_score(
     solution_str: str,
     ground_truth: str | int | float,
@@ -40,10 +40,10 @@ def compute_score(
     """
     if method not in ("flexible", "strict"):
         raise ValueError(f"method={method!r}; expected 'flexible' or 'strict'")
-    truth = _last_number(str(ground_truth).rpartition(_MARK)[2])
+    truth = last_number(str(ground_truth).rpartition(_MARK)[2])
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
-    found = _number_after_mark(solution_str) if method == "strict" else _last_number(solution_str)
+    found = _number_after_mark(solution_str) if method == "strict" else last_number(solution_str)
     correct = float(found == truth)
     pred = None if found is None else number_text(found)
     return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct, "pred": pred}
@@ -55,7 +55,8 @@ def _number_after_mark(text: str) -> Decimal | None:
     return _value(match) if match and not _GOES_ON.match(match.string, match.end()) else None
 
 
-def _last_number(text: str) -> Decimal | None:
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text; None where there is none, or where it is part of a fraction, power or root."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None

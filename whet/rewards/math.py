@@ -19,14 +19,13 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, extrac
 from math_verify import LatexExtractionConfig, parse, verify
 
 from whet.registry import register_reward
-from whet.rewards.result import number_text
+from whet.rewards.result import after_thought, number_text
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
 # deadline math-verify warns on first use, unless these flags say that it already warned.
 math_verify.parser.TIMEOUT_WARNING_SHOWN = True
 math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # with deeper brackets or longer numbers, parsing or comparing may never end
-_THOUGHT_END = "</think>"
 _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
@@ -65,10 +64,13 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
-@register_reward("math", aliases=("math_verify",))
+@register_reward(
+    "math",
+    aliases=("math_verify",),
+    examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
+)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """Returns 1 where the answer equals the ground truth, else 0: equal as text, or numerically or symbolically equal
-    according to math-verify.
+    """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
     content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression. An
@@ -88,7 +90,7 @@ def extract_answer(text: str, truth: str = "") -> str | None:
     """Returns the answer as written, without its box; None where the text has none.
 
     Adjacent boxes are one answer where the truth has several values and the last box has one."""
-    text = text.rpartition(_THOUGHT_END)[2]
+    text = after_thought(text)
     box = extract_boxes(text)
     if box is not None:
         joined = text.count("box") > 1 and _is_several(truth) and not _is_several(box)

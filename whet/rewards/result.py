@@ -78,6 +78,11 @@ def number_text(value: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def after_thought(text: str) -> str:
+    """The text after the last `</think>`, which is the answer; the whole text where there is none."""
+    return text.rpartition("</think>")[2]
+
+
 def failure(message: str, *, timed_out: bool = False) -> Failure:
     """A Failure with source "reward"."""
     return Failure("reward", message, timed_out)

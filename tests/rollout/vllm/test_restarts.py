@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ def trained(config: TrainConfig, additions: list[dict[str, Any]]) -> list[tuple[
 def servers() -> list[psutil.Process]:
     """The vLLM servers below this process."""
     found = psutil.Process().children(recursive=True)
-    return [each for each in found if "vllm.entrypoints" in " ".join(each.cmdline())]
+    servers = []
+    for each in found:
+        with suppress(psutil.Error):  # it has ended
+            if "vllm.entrypoints" in " ".join(each.cmdline()):
+                servers.append(each)
+    return servers
 
 
 def part_of(server: psutil.Process, name: str) -> psutil.Process:
@@ -129,7 +134,7 @@ def test_a_server_that_fails_changes_no_result(
     assert rows == undisturbed["rows"]
     was_restarted = "rank 0 of the rollout is started again: the vLLM server" in caplog.text
     assert was_restarted == (fault != "slow")
-    assert not servers()
+    assert not psutil.wait_procs(servers(), 20)[1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -28,6 +28,7 @@ TELLING = re.compile(r"\b\w*(Error|Exception)\b: |No module named|unrecognized a
 SHARED = re.compile(r"/dev/shm/psm_\w+")
 SHOWN_LINES = 12
 HEALTH_SECONDS = 5.0
+EXAMINE_SECONDS = 20.0  # for a busy machine
 TICK_SECONDS = 0.1
 END_SECONDS = 10.0  # between asking the processes to end and killing them
 
@@ -64,7 +65,7 @@ class Server:
 
     def examine(self, why: str) -> None:
         """Raises: EngineError where the server is lost, after a request failed because of `why`."""
-        until = time.monotonic() + HEALTH_SECONDS
+        until = time.monotonic() + EXAMINE_SECONDS
         while time.monotonic() < until:  # a server that lost a worker refuses at once, and ends seconds later
             self.check()
             with suppress(OSError, EOFError, HttpError):

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+import time
+
+import pytest
+
+from whet.rewards.choice import compute_score, crossthinkqa, extract_letter
+
+
+@pytest.mark.parametrize(
+    ("text", "letter", "boxed"),
+    [
+        (r"so \boxed{B}", "B", True),
+        (r"\boxed{(b)}", "B", True),
+        (r"\boxed{\text{C}}", "C", True),
+        (r"\boxed{\textbf{(D)}\ 24}", "D", True),
+        (r"\boxed{C. Paris}", "C", True),
+        (r"\boxed{A} no, \boxed{B}", "B", True),
+        (r"\boxed{A, B}", None, False),
+        (r"\boxed{Paris}, so the answer is C", "C", False),
+        ("The answer is B.", "B", False),
+        ("the correct answer is option (c)", "C", False),
+        ("**Answer:** D", "D", False),
+        ("**Answer: (D)**", "D", False),
+        ("Answer is **E**", "E", False),
+        ("The answer is A because of B", "A", False),
+        ("The answer is A. No, the answer is B.", "B", False),
+        ("Final answer: B) Paris", "B", False),
+        ("the answer is a dog", None, False),
+        ("The answer is I think unclear", None, False),
+        ("The answer is not B", None, False),
+        ("The answer is B or C", None, False),
+        ("The answer is (B) or (C)", None, False),
+        ("The answer is A, B and C", None, False),
+        ("The answer is Bonn", None, False),
+        ("The answer is B-12", None, False),
+        ("B", None, False),
+        (r"<think>\boxed{A}</think> The answer is B", "B", False),
+        (r"<think>\boxed{A}", "A", True),
+        ("", None, False),
+    ],
+)
+def test_the_letter_of_a_response(text, letter, boxed):
+    assert extract_letter(text) == (letter, boxed)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("(c)", "C"),
+        ("A is wrong, thus D.", "D"),
+        ("A or B", "B"),
+        ("I think C", "C"),
+        ("U.S. law", None),
+        ("T-cells", None),
+    ],
+)
+def test_the_last_lone_letter_by_option(text, letter):
+    assert extract_letter(text, lone=True) == (letter, False)
+
+
+@pytest.mark.parametrize("truth", ["B", "b", " (B) ", "B. Paris", "B) Paris", "**B**"])
+def test_the_forms_of_a_ground_truth(truth):
+    assert compute_score("The answer is B", truth) == {"reward": 1.0, "pred": "B"}
+    assert compute_score("The answer is A", truth) == {"reward": 0.0, "pred": "A"}
+    assert compute_score("B", truth) == {"reward": 0.0, "pred": None}
+    assert compute_score("B", truth, lone=True) == {"reward": 1.0, "pred": "B"}
+
+
+@pytest.mark.parametrize("truth", ["Paris", "", "2", None, "A, B"])
+def test_a_ground_truth_without_a_letter_is_an_error(truth):
+    with pytest.raises(ValueError, match=r"expected B, .*; write the letter"):
+        compute_score("The answer is B", truth)
+
+
+@pytest.mark.parametrize(
+    ("table", "rewards"), [("loose", (1, 1, -1, -1)), ("soft", (1, 0.5, -0.5, -1)), ("strict", (1, -1, -1, -1))]
+)
+def test_the_tables_of_crossthinkqa(table, rewards):
+    responses = (r"\boxed{B}", "The answer is B", r"\boxed{A}", "The answer is A")
+    found = [crossthinkqa(each, "B", table=table) for each in responses]
+    assert tuple(each["reward"] for each in found) == rewards
+    assert [(each["accuracy"], each["boxed"]) for each in found] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+
+
+def test_length_shaping_reaches_the_reward():
+    """A term that is computed and never added is a fault seen elsewhere. 2 words of 4: 1 - 0.5 * 0.5 = 0.75."""
+    assert crossthinkqa(r"So \boxed{B}", "B", longest=4)["reward"] == 0.75
+    assert crossthinkqa("a b c d e " + r"\boxed{B}", "B", longest=4, length_weight=0.25)["reward"] == 0.75
+    assert crossthinkqa(r"So \boxed{A}", "B", longest=4)["reward"] == -1.0
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", "{", "answer is ", "A ", "(", "*", "A or "])
+def test_a_long_response_is_read_at_once(unit):
+    start = time.perf_counter()
+    extract_letter(unit * (100_000 // len(unit)), lone=True)
+    assert time.perf_counter() - start < 2.0

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - a program is one line
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rewards.mutants import mutants
+from tests.sandbox.conftest import needs_bubblewrap
+from whet.errors import SandboxError
+from whet.rewards.code import compute_score, extract_code, read_tests, same_output
+from whet.sandbox.local import LANGUAGES
+from whet.sandbox.open import open_sandbox
+
+HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/humaneval/HumanEval.jsonl.gz"
+
+
+def score(code: str, truth: Any, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return compute_score(f"Here it is:\n```python\n{code}\n```\nDone.", truth, extra, sandbox="unisolated", **options)
+
+
+SQUARE = "def f(x):\n    return x * x"
+DOUBLE = "print(2 * int(input()))"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "truth", "extra"),
+    [
+        (DOUBLE, "print(7)", {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]}, {}),
+        (DOUBLE, "print(7)", '{"inputs": ["1", "4"], "outputs": ["2", "8"]}', {}),
+        (DOUBLE, "print(7)", [{"input": "3", "output": "6", "testtype": "stdin"}], {}),
+        (SQUARE, "def f(x): return x", {"inputs": [[2], [3]], "outputs": [4, 9], "fn_name": "f"}, {}),
+        (SQUARE, "def g(x): return x * x", {"inputs": ["2", "3"], "outputs": ["4", "9"], "fn_name": "f"}, {}),
+        (SQUARE, "def f(x): return [x]", [{"input": "3", "output": "9", "testtype": "functional"}], {"fn_name": "f"}),
+        (
+            "class Solution:\n    def pair(self, a, b):\n        return a, b",
+            "class Solution:\n    def pair(self, a, b):\n        return b, a",
+            {"inputs": ['[1]\n"x"'], "outputs": ['[[1], "x"]'], "fn_name": "Solution.pair"},
+            {},
+        ),
+        (SQUARE, "def f(x): return 4", ["assert f(2) == 4", "assert f(3) == 9"], {}),
+        (SQUARE, "def f(x): return 4", "assert f(2) == 4\nassert f(3) == 9", {}),
+        (SQUARE, "def f(x): return 4", {"assert_case": ["assert f(-3) == 9"]}, {}),
+        (SQUARE, "def f(x): return 4", {"test_list": ["assert math.sqrt(f(3)) == 3"], "test_setup_code": "import math"}, {}),
+        (SQUARE, "def f(x): return 4", {"test": "def check(candidate):\n    assert candidate(3) == 9", "entry_point": "f"}, {}),
+        (SQUARE, "def f(x): return 4", "def check(candidate):\n    assert candidate(3) == 9", {"entry_point": "f"}),
+    ],
+)  # fmt: skip
+def test_kinds_of_tests(right: str, wrong: str, truth: Any, extra: dict[str, Any]) -> None:
+    assert score(right, truth, extra) | {"pred": None} == {
+        "reward": 1.0, "accuracy": 1.0, "passed": 1.0, "tests": len(read_tests(truth, extra).cases), "pred": None
+    }  # fmt: skip
+    assert score(wrong, truth, extra)["reward"] == 0.0
+
+
+def test_pytest_files() -> None:
+    tests = "import pytest\nfrom solution import f, Bad\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_f(x):\n"
+    tests += "    assert f(x) == x * x\n\ndef test_bad():\n    with pytest.raises(Bad):\n        f('a')\n"
+    right = "class Bad(ValueError): pass\ndef f(x):\n    if isinstance(x, str): raise Bad(x)\n    return x * x"
+    # The interpreter of this environment has pytest.
+    assert score(right, {"pytest": tests}, python=sys.executable)["reward"] == 1.0
+    assert score(right.replace("raise Bad", "raise TypeError"), tests, python=sys.executable)["reward"] == 0.0
+    assert score(right.replace("x * x", "x + x"), tests, python=sys.executable)["reward"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "reward"), [("binary", 0.0), ("fraction", 0.75), ("fraction4", 0.31640625)])
+def test_the_share_of_tests(mode: Any, reward: float) -> None:
+    cases = [f"assert f({x}) == {x * x}" for x in (0, 1, 2)] + ["assert f('a') == 'aa'"]
+    found = score(SQUARE, cases, score=mode)
+    assert (found["reward"], found["accuracy"], found["passed"], found["tests"]) == (reward, 0.0, 0.75, 4)
+    assert score(SQUARE, cases, score=mode, most_tests=3)["reward"] == 1.0
+
+
+def test_a_test_that_takes_too_long_fails_alone() -> None:
+    code = "def f(x):\n    while x == 1: pass\n    return x"
+    found = score(code, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2"], score="fraction", seconds=1.0)
+    assert found["passed"] == pytest.approx(2 / 3)
+
+
+def test_values_keep_their_types_and_arguments_their_changes() -> None:
+    code = """
+import collections
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+class Color(IntEnum):
+    RED = 1
+
+class Shape(Enum):
+    ROUND = 1
+
+Point = collections.namedtuple("Point", "x y")
+
+@dataclass
+class Pair:
+    a: int
+    def __add__(self, other): return Pair(self.a + other.a)
+
+class OwnError(KeyError): pass
+
+def same(x): return x
+def point(): return Point(1, 2)
+def color(): return Color.RED
+def shape(): return Shape.ROUND
+def fill(items, table): items.append(3); table["k"] = [1]; items.sort(reverse=True)
+def apply(g, x): return g(g(x))
+def numbers():
+    yield 1
+    yield 2
+def fails(kind): raise {"own": OwnError("x"), "value": ValueError("bad")}[kind]
+def node(n):
+    class Node: pass
+    one = Node(); one.value = n; one.next = node(n - 1) if n else None
+    return one
+"""
+    cases = [
+        "values = [1, 1.5, 1 + 2j, 'a', b'b', None, True, [1, (2, {3})], {'a': {(1, 2): 3}}, float('inf'), frozenset({1})]\n"
+        "assert [same(each) for each in values] == values\nassert [type(same(each)) for each in values] == [type(each) for each in values]",
+        "assert point() == (1, 2) and color() == 1 and shape().name == 'ROUND'",
+        "items, table = [1, 2], {}\nassert fill(items, table) is None\nassert items == [3, 2, 1] and table == {'k': [1]}",
+        "assert apply(lambda x: x + 1, 5) == 7\nseen = []\nassert apply(lambda x: seen.append(x) or x * 2, 1) == 4 and seen == [1, 2]",
+        "assert list(numbers()) == [1, 2] and sum(numbers()) == 3",
+        "try:\n    fails('value')\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'bad'",
+        "try:\n    fails('own')\n    assert False\nexcept OwnError:\n    pass\ntry:\n    fails('own')\nexcept KeyError:\n    pass",
+        "assert (Pair(1) + Pair(2)).a == 3 and Pair(1) == Pair(1) and Pair(1) != Pair(2)",
+        "one, found = node(3), []\nwhile one is not None:\n    found.append(one.value)\n    one = one.next\nassert found == [3, 2, 1, 0]",
+        "import decimal, fractions, datetime\nfor each in (decimal.Decimal('1.10'), fractions.Fraction(1, 3), datetime.date(2024, 2, 29)):\n    assert same(each) == each",
+    ]  # fmt: skip
+    for case in cases:
+        assert score(code, [case])["reward"] == 1.0, case
+
+
+def test_fences() -> None:
+    def found(text: str, language: str | None = None) -> tuple[str, str]:
+        return extract_code(text, language, LANGUAGES)
+
+    assert found("```python\na\n```\n```python\nb\n```") == ("python", "b\n")
+    assert found("```py\na\n```\n```\nout\n```") == ("python", "out\n")
+    assert found("<think>```python\nno\n```</think>```c++\nint main() {}\n```") == ("cpp", "int main() {}\n")
+    assert found("```python\ncut off") == ("python", "cut off")
+    assert found("print(1)") == ("python", "print(1)")
+    assert found("```java\nclass A {}\n```") == ("python", "")  # no code that can run
+    assert found("```js\n1\n```\n```text\n2\n```") == ("javascript", "1\n")
+    assert found("```python\na\n```\n```cpp\nb\n```", "python") == ("python", "a\n")
+    assert found("  ```python\n  a\n  ```") == ("python", "  a\n")
+    assert found("```python\nx = '```'\n```") == ("python", "x = '```'\n")
+
+
+def test_outputs() -> None:
+    assert same_output("1 2\n3\n", "1 2\n3") and same_output("1  2 \n\n\n", "1 2") and same_output("a\r\nb", "a\nb")
+    assert not same_output("1 2 3", "1 2\n3") and not same_output("1.0", "1") and not same_output("", "0")
+
+
+def test_a_response_that_goes_on_after_the_prompt() -> None:
+    prompt = "import math\n\ndef root(x):\n    '''The root.'''\n"
+    truth, extra = {"test": "def check(c):\n    assert c(9) == 3", "entry_point": "root"}, {"prompt": prompt}
+    assert score("    return math.sqrt(x)", truth, extra)["reward"] == 1.0
+    assert score("def root(x):\n    return math.sqrt(x)", truth, extra)["reward"] == 1.0  # with the prompt's imports
+    assert score("    return x", truth, extra)["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ("what", "is neither JSON nor tests in Python; expected inputs and outputs"),
+        ({"a": 1}, "has the keys a; expected inputs and outputs"),
+        ([], "has no tests; expected a dict, a list or text with tests"),
+        (7, "the ground truth '7' has no tests"),
+        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs; expected as many"),
+        ({"inputs": [], "outputs": []}, "has an empty list of tests"),
+    ],
+)
+def test_ground_truths_without_tests(truth: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_tests(truth, {})
+
+
+def test_no_code_and_unknown_languages() -> None:
+    assert compute_score("```java\nclass A {}\n```", ["assert f(1)"], sandbox="unisolated")["reward"] == 0.0
+    assert compute_score("```cpp\nint f;\n```", ["assert f(1)"], sandbox="unisolated")["reward"] == 0.0
+    with pytest.raises(ValueError, match="language='cobol' is not in the sandbox, which has python, cpp"):
+        compute_score("x", ["assert f(1)"], language="cobol", sandbox="unisolated")
+    lost = {"lost": {"file": "a", "run": ["no-such-tool"]}}
+    with pytest.raises(SandboxError, match="no-such-tool is not there"):
+        compute_score("```lost\nx\n```", {"inputs": ["1"], "outputs": ["1"]}, sandbox="unisolated", languages=lost)
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not beside the repository (shared/data)")
+def test_human_eval_and_its_mutants() -> None:
+    """Every canonical solution passes; every mutant has the verdict of a run without any sandbox."""
+    rows = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
+
+    def verdict(row: dict[str, Any], source: str) -> bool:
+        truth = {"test": row["test"], "entry_point": row["entry_point"]}
+        return bool(compute_score(f"```python\n{source}\n```", truth, {"prompt": row["prompt"]}, seconds=5.0)["reward"])
+
+    def without(row: dict[str, Any], source: str) -> bool:
+        code = f"{source}\n{row['test']}\ncheck({row['entry_point']})\n"
+        try:
+            done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    open_sandbox("bubblewrap", None, "{}")
+    with ThreadPoolExecutor(2) as pool:
+        wholes = [f"{row['prompt']}{row['canonical_solution']}" for row in rows]
+        assert all(pool.map(verdict, rows, wholes))
+        pairs = [(row, mutant) for row, whole in zip(rows, wholes, strict=True) for mutant in mutants(whole, 4)]
+        assert len(pairs) >= 500
+        held = list(pool.map(lambda pair: verdict(*pair), pairs))
+        plain = list(pool.map(lambda pair: without(*pair), pairs))
+    other = [(row["task_id"], mutant) for (row, mutant), one, two in zip(pairs, held, plain, strict=True) if one != two]
+    assert not other, other[:3]
+    passed = sum(held)
+    for row, mutant in itertools.compress(pairs, held):
+        sys.stdout.write(f"{row['task_id']} passes with a change:\n{mutant}\n\n")
+    assert 10 <= passed <= len(pairs) // 3  # mutants that change nothing

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import time
+
+import pytest
+
+from whet.rewards.perception import detection, ocr, relative_error, rouge_l
+
+
+def box(*corners, label="cat", **more):
+    return {"bbox_2d": list(corners), "label": label, **more}
+
+
+ONE = [box(0, 0, 10, 10)]
+TWO = [box(0, 0, 10, 10), box(20, 20, 30, 30, label="dog")]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "truths", "iou"),
+    [
+        (ONE, ONE, 1.0),
+        ([box(0, 0, 10, 5)], ONE, 0.5),
+        ([box(5, 0, 15, 10)], ONE, 1 / 3),  # 50 shared of 150
+        ([box(0, 0, 10, 10, label=" Cat ")], ONE, 1.0),
+        ([box(0, 0, 10, 10, label="dog")], ONE, 0.0),
+        ([box(20, 20, 30, 30)], ONE, 0.0),
+        ([box(10, 10, 0, 0)], ONE, 0.0),  # corners in the wrong order
+        (ONE, TWO, 0.5),  # one of two
+        (TWO, ONE, 0.5),  # an additional box costs as much as a missing one
+        (TWO[::-1], TWO, 1.0),
+        ([*ONE, *ONE], ONE, 0.5),  # a truth is matched once
+        # Each box overlaps the truths by 1 and 1/3; after the 1 a 1/3 stays: (1 + 1/3) / 2.
+        ([box(0, 0, 10, 10), box(0, 0, 10, 10)], [box(0, 0, 10, 10), box(5, 0, 15, 10)], 2 / 3),
+        ([*ONE, "box"], ONE, 0.5),  # a malformed box is a wrong box
+        ([*ONE, box(0, 0, 10)], ONE, 0.5),
+        ([*ONE, {"bbox_2d": [0, 0, float("inf"), 1], "label": "cat"}], ONE, 0.5),
+        ([*ONE, box(0, 0, 10, 10**400)], ONE, 0.5),
+        ([], ONE, 0.0),
+    ],
+)
+def test_the_overlap_of_boxes(boxes, truths, iou):
+    found = detection(json.dumps(boxes), truths)
+    assert found["reward"] == found["iou"] == pytest.approx(iou)
+    assert found["accuracy"] == (len(boxes) == len(truths) and iou in (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "truths", "thresholds", "expected"),
+    [
+        (ONE, ONE, (0.5,), 1.0),
+        (ONE, TWO, (0.5,), 0.5),  # the cat is found, the dog is not
+        ([box(0, 0, 10, 6)], ONE, (0.5, 0.75), 0.5),  # IoU 0.6 passes one of two thresholds
+        # The wrong box is first by score: precision 1/2 at the only recall.
+        ([box(0, 0, 10, 10, score=0.2), box(50, 50, 60, 60, score=0.9)], ONE, (0.5,), 0.5),
+        ([box(0, 0, 10, 10, score=0.9), box(50, 50, 60, 60, score=0.2)], ONE, (0.5,), 1.0),
+        # Hit, miss, hit of two truths: precisions 1 and 2/3, area (1 + 2/3) / 2.
+        (
+            [box(0, 0, 9, 9, score=3), box(50, 50, 60, 60, score=2), box(20, 20, 30, 30, score=1)],
+            [box(0, 0, 9, 9), box(20, 20, 30, 30)],
+            (0.5,),
+            5 / 6,
+        ),
+        ([*ONE, box(0, 0, 1, 1, label="bird")], ONE, (0.5,), 0.5),  # a label that is not there
+    ],
+)
+def test_mean_average_precision(boxes, truths, thresholds, expected):
+    assert detection(json.dumps(boxes), truths, metric="map", thresholds=thresholds)["reward"] == pytest.approx(
+        expected
+    )
+
+
+def test_no_thresholds_are_an_error():
+    with pytest.raises(ValueError, match="thresholds is empty; expected numbers"):
+        detection("[]", ONE, thresholds=())
+
+
+def test_the_last_list_after_the_thought_counts():
+    good, bad = json.dumps(ONE), json.dumps([box(5, 5, 6, 6)])
+    for text in (f"{bad} or {good}", f"<think>{bad}</think>```json\n{good}\n```", f"{good} [1, 2] [see]"):
+        assert detection(text, good)["reward"] == 1.0
+    for text in ("", "no list", f"{good}</think>", good[:-1], f"{good} []"):
+        assert detection(text, ONE)["reward"] == 0.0
+
+
+@pytest.mark.parametrize("truth", [[], "none", None, [box(0, 0, 1)], [*ONE, {}]])
+def test_a_ground_truth_without_boxes_is_an_error(truth):
+    with pytest.raises(ValueError, match=r"expected a list of boxes such as .*; write at least one"):
+        detection("[]", truth)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "wer"),
+    [
+        ("a b c d", "a b c d", 0.0),
+        ("a x c d", "a b c d", 0.25),
+        ("a c d", "a b c d", 0.25),
+        ("a b b c d", "a b c d", 0.25),
+        ("<think>no</think><answer>a b c d</answer> ok", "a b c d", 0.0),
+        ("A b c d", "a b c d", 0.25),
+        ("", "a b c d", 1.0),
+        ("x " * 12, "a b c d", 3.0),
+    ],
+)
+def test_word_errors(response, truth, wer):
+    assert ocr(response, truth) == {"reward": max(0, 1 - wer), "accuracy": float(wer == 0), "wer": wer}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("A man, running!", "a man running", 1.0),
+        ("a man sits", "a man runs fast", 4 / 7),  # two words in common: 2 * 2 / (3 + 4)
+        ("fast runs man a", "a man runs fast", 0.25),  # in order only one: 2 * 1 / 8
+        ("", "a man", 0.0),
+        ("-42", "42", 0.0),
+    ],
+)
+def test_the_longest_common_subsequence(response, truth, score):
+    assert rouge_l(response, truth)["reward"] == pytest.approx(score)
+
+
+def test_rouge_is_that_of_rouge_score():
+    scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="rouge-score is not installed").RougeScorer(
+        ["rougeL"]
+    )
+    pairs = [
+        ("police killed the gunman in 2 days", "The gunman: police-killed, in two days"),
+        ("a b c a b c", "a c b a c"),
+        ("It's 5.5 m", "its 5 5m"),
+    ]
+    for response, truth in pairs:
+        assert rouge_l(response, truth)["reward"] == pytest.approx(scorer.score(truth, response)["rougeL"].fmeasure)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "accuracy"),
+    [
+        ("40", 40, 1.0, 1.0),
+        ("about 38.5 s", "40", 0.9625, 0.0),
+        ("50", 40, 0.75, 0.0),
+        ("-40", 40, 0.0, 0.0),
+        ("<answer>1,000</answer> or 3", 1000, 1.0, 1.0),
+        ("0", 0, 1.0, 1.0),
+        ("1", 0, 0.0, 0.0),
+        ("none", 40, 0.0, 0.0),
+    ],
+)
+def test_relative_errors(response, truth, score, accuracy):
+    found = relative_error(response, truth)
+    assert (found["reward"], found["accuracy"]) == (pytest.approx(score), accuracy)
+
+
+def test_the_tolerance_of_the_accuracy():
+    assert [relative_error("38", 40, tolerance=each)["accuracy"] for each in (0.04, 0.05)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("function", [ocr, rouge_l, relative_error])
+def test_an_empty_ground_truth_is_an_error(function):
+    with pytest.raises(ValueError, match=r"the ground truth is ''; expected a .*; correct the row"):
+        function("a", "")
+
+
+@pytest.mark.parametrize("unit", ["[{", "[", "{", '[{"bbox_2d":', "[]", "1 ", "a "])
+def test_a_long_response_is_read_at_once(unit):
+    start = time.perf_counter()
+    detection(unit * (100_000 // len(unit)), ONE)
+    ocr(unit * (100_000 // len(unit)), "a short sign")
+    assert time.perf_counter() - start < 2.0

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every attack is held, by what it names; nothing of it is left on the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.sandbox.attacks import ATTACKS, CHEATS, PRELUDE, Attack
+from tests.sandbox.conftest import needs_bubblewrap
+from whet.rewards.code import Suite, compute_score, run_tests
+from whet.sandbox.local import LocalSandbox
+from whet.sandbox.protocol import Job, Limits, Ran
+
+LIMITS = Limits(seconds=3.0, cpu_seconds=3.0)
+ASSERTIONS = ["assert f(2) == 4", "assert f(3) == 9 and abs(f(3) - 9) < 1e-6 and 9 in [f(3)]"]
+
+pytestmark = [pytest.mark.slow, needs_bubblewrap]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[dict[str, object]]:
+    """What a program is not to reach: a file, services of this machine, a variable."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        secret = Path(folder, "answers")
+        secret.write_text("42")
+        listening = [socket.socket(), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        listening[0].bind(("127.0.0.1", 0))
+        listening[1].bind(f"\0whet-test-{os.getpid()}")
+        listening[2].bind(f"{folder}/socket")
+        for each in listening:
+            each.listen()
+        yield {
+            "SECRET_FILE": str(secret),
+            "HOST_PORT": listening[0].getsockname()[1],
+            "HOST_ABSTRACT": f"\0whet-test-{os.getpid()}",
+            "HOST_PATH": f"{folder}/socket",
+        }
+        for each in listening:
+            each.close()
+
+
+def attacked(sandbox: LocalSandbox, attack: Attack, host: dict[str, object]) -> Ran:
+    if attack.is_shell:
+        job = Job(argv=["sh", "-c", attack.code], limits=LIMITS, collect=["result"])
+    else:
+        names = "".join(f"{name} = {value!r}\n" for name, value in host.items())
+        job = Job(code=f"{PRELUDE}{names}{attack.code}", stdin=b"WHET_STDIN", limits=LIMITS, collect=["result"])
+    return sandbox.run_job(job)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda each: each.name)
+def test_an_attack_is_held(attack: Attack, sandbox: LocalSandbox, host: dict[str, object]) -> None:
+    free = psutil.virtual_memory().available
+    least, over = [free], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            least[0] = min(least[0], psutil.virtual_memory().available)
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        ran = attacked(sandbox, attack, host)
+    finally:
+        over.set()
+        watching.join()
+    assert ran.end in attack.ends, ran
+    assert b"BROKE" not in ran.stdout, ran
+    assert not ran.files
+    assert ran.seconds < LIMITS.seconds + 1.5
+    assert free - least[0] < 2 * 2**30
+    assert left_behind() == []
+
+
+def left_behind() -> list[str]:
+    """Programs that are still there a moment after their end."""
+    until = time.monotonic() + 2
+    while True:
+        found = [
+            " ".join(each.info["cmdline"] or ())
+            for each in psutil.process_iter(["cmdline"])
+            if "1234567" in " ".join(each.info["cmdline"] or ())
+        ]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_not_paid(name: str, sandbox: LocalSandbox) -> None:
+    results = run_tests(sandbox, "python", CHEATS[name], Suite("code", ASSERTIONS), LIMITS)
+    assert [ok for ok, _ in results] == [False, False], results
+    calls = [{"args": [number], "expected": number**2} for number in (2, 3)]
+    results = run_tests(sandbox, "python", CHEATS[name], Suite("call", calls, "f"), LIMITS)
+    assert [ok for ok, _ in results] == [False, False], results
+
+
+def test_the_honest_answer_is_paid() -> None:
+    answer = "```python\ndef f(x):\n    return x * x\n```"
+    assert compute_score(answer, ASSERTIONS)["reward"] == 1.0
+
+
+def test_there_are_enough() -> None:
+    assert len(ATTACKS) >= 60 and len({each.name for each in ATTACKS}) == len(ATTACKS) and len(CHEATS) >= 30
+    assert all(each.held_by for each in ATTACKS)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service and its client give what the local sandbox gives, failures included."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from whet.errors import SandboxError
+from whet.rewards.code import Suite, run_tests
+from whet.sandbox import http
+from whet.sandbox.http import HttpSandbox
+from whet.sandbox.local import LocalSandbox
+from whet.sandbox.protocol import Limits, Program
+from whet.serving.sandbox import SandboxApp
+
+
+@pytest.fixture(scope="module")
+def address(unisolated: LocalSandbox) -> Iterator[str]:
+    """A service over the local sandbox."""
+    config = uvicorn.Config(SandboxApp(unisolated, 2).asgi, host="127.0.0.1", port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+PROGRAMS = {
+    "right": Program("python", "print(int(input()) * 2)"),
+    "exit code": Program("python", "import sys; print('out'); sys.stderr.write('why'); sys.exit(3)"),
+    "exception": Program("python", "1 / 0"),
+    "too late": Program("python", "print('begun', flush=True)\nwhile True: pass", Limits(seconds=1.0)),
+    "too much output": Program("python", "while True: print('a' * 1000)", Limits(seconds=5.0)),
+    "too much memory": Program("python", "x = bytearray(10**9)", Limits(memory_bytes=2**28)),
+    "compiled": Program("cpp", "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << 2 * a; }"),
+    "does not compile": Program("cpp", "int main( {"),
+    "crashes": Program("cpp", "int main() { int *a = nullptr; return *a; }"),
+    "files": Program("bash", "cat in.txt; echo left > a.txt", files={"in.txt": b"given"}, collect=["a.txt", "b.txt"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_service_gives_what_the_sandbox_gives(name: str, address: str, unisolated: LocalSandbox) -> None:
+    program, inputs = PROGRAMS[name], [b"4\n", b"21\n"]
+    here, there = unisolated.run(program, inputs), HttpSandbox(address).run(program, inputs)
+    for one, other in zip(here, there, strict=True):
+        assert (one.end, one.code, one.files) == (other.end, other.code, other.files)
+        if name != "too much output":
+            assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
+
+
+@pytest.mark.parametrize(
+    "source", ["def f(x): return x * x", "def f(x): return 0", "import sys; sys.exit(0)", "def f(x:"]
+)
+def test_tests_of_a_function_give_the_same(source: str, address: str, unisolated: LocalSandbox) -> None:
+    tests = Suite("code", ["assert f(2) == 4", "assert f(3) == 9", "assert f(0) == 0"])
+    here, there = (run_tests(box, "python", source, tests, Limits()) for box in (unisolated, HttpSandbox(address)))
+    assert [ok for ok, _ in here] == [ok for ok, _ in there]
+    assert here[0][0] == (source == "def f(x): return x * x")
+
+
+def test_the_answer_has_sandbox_fusions_fields(address: str) -> None:
+    body = {"code": "print(input())", "language": "python", "stdin": "hello", "compile_timeout": 5, "run_timeout": 5}
+    answer = httpx.post(f"{address}/run_code", json=body).json()
+    assert answer["status"] == "Success" and answer["compile_result"] is None and answer["files"] == {}
+    result = answer["run_result"]
+    assert (result["status"], result["return_code"], result["stdout"], result["stderr"]) == (
+        "Finished",
+        0,
+        "hello\n",
+        "",
+    )
+    assert 0 < result["execution_time"] < 5 and "executor_pod_name" in answer
+    late = httpx.post(f"{address}/run_code", json={**body, "code": "while True: pass", "run_timeout": 0.5}).json()
+    assert late["status"] == "Failed" and late["run_result"]["status"] == "TimeLimitExceeded"
+    unknown = httpx.post(f"{address}/run_code", json={**body, "language": "cobol"}).json()
+    assert unknown["status"] == "SandboxError" and "unknown language cobol" in unknown["message"]
+    assert httpx.post(f"{address}/run_code", json={"language": "python"}).status_code == 422
+    assert httpx.post(f"{address}/run_code", content=b"{").status_code == 422
+    assert httpx.get(f"{address}/v1/ping").text == "pong"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A service that gives one prepared answer after the other."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, body = self.server.answers.pop(0)  # type: ignore[attr-defined]
+        if status is None:
+            self.connection.close()
+            return
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HttpSandbox, list[Any]]]:
+    monkeypatch.setattr(http, "WAIT_SECONDS", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.answers = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield HttpSandbox(f"http://127.0.0.1:{server.server_port}/run_code"), server.answers  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+
+
+FINE = {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "1", "stderr": None}}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[(503, b"busy")], [(429, b"")], [(None, b"")], [(200, b"nonsense")], [(502, b""), (None, b""), (500, b"")][:2]],
+)
+def test_a_service_that_is_busy_is_asked_again(before: list[Any], service: tuple[HttpSandbox, list[Any]]) -> None:
+    box, answers = service
+    answers += [*before, (200, FINE)]
+    [ran] = box.run(Program("python", "1"), [b""])
+    assert (ran.end, ran.stdout, ran.stderr) == ("ok", b"1", b"") and not answers
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([(503, b"busy")] * 4, r"gave no result \(status 503: busy\); start it"),
+        ([(400, b"what?")], r"gave no result \(status 400: what\?\)"),
+        ([(200, {"status": "SandboxError", "message": "no node"})], "failed: no node; look at its log"),
+        ([(200, {"status": "Success"})], "answered without run_result"),
+        ([(200, [1])], r"answered \[1\]; expected .* a JSON object"),
+    ],
+)
+def test_a_service_that_fails_is_no_failure_of_the_program(
+    given: list[Any], message: str, service: tuple[HttpSandbox, list[Any]]
+) -> None:
+    box, answers = service
+    answers += given
+    with pytest.raises(SandboxError, match=message):
+        box.run(Program("python", "1"), [b""])
+
+
+def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "WAIT_SECONDS", 0.01)
+    with pytest.raises(SandboxError, match="Connection refused"):
+        HttpSandbox("http://127.0.0.1:9").run(Program("python", "1"), [b""])
+
+
+@pytest.mark.parametrize(
+    ("result", "end"),
+    [
+        ({"run_result": {"status": "Finished", "return_code": 1}}, "failed"),
+        ({"run_result": {"status": "TimeLimitExceeded", "return_code": None}}, "timeout"),
+        ({"compile_result": {"status": "Finished", "return_code": 1, "stderr": "e"}, "run_result": None}, "compile"),
+    ],
+)
+def test_ends_of_a_service_that_says_no_more(result: Any, end: str, service: tuple[HttpSandbox, list[Any]]) -> None:
+    box, answers = service
+    answers.append((200, {"status": "Failed", **result}))
+    assert box.run(Program("cpp", "1"), [b""])[0].end == end

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet rewards` and `whet check-reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whet.cli.algorithms import console, facts, print_kind, print_pairs
+from whet.cli.arguments import Command
+from whet.cli.serve import read_options
+from whet.registry import REWARDS, Entry
+
+if TYPE_CHECKING:
+    from whet.rewards.check import Report, Row
+
+WHOLE = {"ground_truth", "ground_truths", "reward_input", "reward_inputs", "data"}  # parameters with the ground truth
+
+rewards = typer.Typer(help="List score functions, or show the rule and examples of one.")
+
+
+@rewards.callback(invoke_without_command=True)
+def list_all(context: typer.Context) -> None:
+    """List score functions, or show the rule and examples of one."""
+    if context.invoked_subcommand is not None:
+        return
+    output = console()
+    print_kind(output, REWARDS)
+    output.print("`whet rewards show NAME` prints rule, options, fields and examples.", style="dim")
+
+
+@rewards.command(cls=Command)
+def show(
+    name: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
+) -> None:
+    """Print the rule of a score function, the fields that it reads, its options and examples."""
+    from rich.console import Console
+    from rich.text import Text
+
+    entry = REWARDS[name]
+    output = Console(highlight=False, soft_wrap=True)
+    output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
+    output.print(Text(f"{entry.doc}\n"))
+    print_pairs(output, [("reads" if title == "columns" else title, text) for title, text in facts(entry)])
+    if "examples" in entry.marks:
+        output.print("\nExamples:", style="dim")
+        print_pairs(output, [(f"{reward:g}", text) for reward, text in examples(entry)])
+
+
+def examples(entry: Entry) -> list[tuple[float, str]]:
+    """Reward and call of each example in the mark `examples`: (response, ground truth, reward[, other fields])."""
+    found: list[tuple[float, str]] = []
+    for response, truth, reward, *more in entry.marks["examples"]:
+        fields: Mapping[str, Any] = {"solution_str": response, "ground_truth": truth, **(more[0] if more else {})}
+        found.append((reward, ", ".join(f"{name}={value!r}" for name, value in fields.items())))
+    return found
+
+
+def check_reward(
+    function: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
+    data: Annotated[
+        Path | None, typer.Option(help="file with rows to make responses for; unset: rows of whet's own")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="rows of the file that are used")] = 8,
+    prompt_key: Annotated[str, typer.Option(help="field of the prompt in the file")] = "prompt",
+    answer_key: Annotated[
+        str | None, typer.Option(help="field of the ground truth; unset: reward_model.ground_truth, else answer")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the function; may be repeated")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 10.0,
+    threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
+) -> None:
+    """Look for wrong responses that a reward function pays.
+
+    It scores empty, echoed, hedged, malformed, huge, hostile and nearly right responses, each twice. The exit status is
+    1 if there is a finding."""
+    from whet.rewards.check import ROWS, check
+    from whet.rewards.pool import RewardPool
+
+    entry = REWARDS[function]
+    used = _rows_of(data, rows, prompt_key, answer_key) if data else example_rows(entry) or ROWS
+    options = read_options(option or [])
+    entry.check(options, "--option ")
+    takes_truth = entry.accepts_any_option or bool({*entry.parameters, *entry.options} & WHOLE)
+    reads_truth = takes_truth and any(row.truth is not None and row.truth != "" for row in used)
+    with RewardPool(
+        function, num_workers=1, timeout_seconds=timeout, correct_threshold=threshold, kwargs=options
+    ) as pool:
+        report = check(pool, used, reads_truth=reads_truth)
+    _print_report(report, len(used), reads_truth)
+    if report.findings:
+        raise typer.Exit(1)
+
+
+def example_rows(entry: Entry) -> list[Row]:
+    """The examples that are paid most, as rows with a right response."""
+    from whet.rewards.check import Row
+
+    given = entry.marks.get("examples", ())
+    best = max((reward for _, _, reward, *_ in given), default=0.0)
+    rows = []
+    for response, truth, reward, *more in given:
+        fields = dict(more[0]) if more else {}
+        extra = fields.get("extra_info", {})
+        if reward == best:
+            rows.append(Row(fields.get("prompt_str", ""), truth, response, fields.get("data_source", "unknown"), extra))
+    return rows
+
+
+def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[Row]:
+    """Raises: DataError."""
+    from whet.data.prompts import find_field, ground_truth, read_messages
+    from whet.data.sources import read_rows
+    from whet.rewards.check import Row
+
+    found = []
+    for row in read_rows(file)[:count]:
+        field = find_field(row, prompt_key, "--prompt-key", ("question", "problem", "instruction"))
+        text = row[field] if isinstance(row[field], str) else str(read_messages(row, field)[-1].content)
+        extra = {**row, **(row.get("extra_info") or {})}
+        source = str(row.get("data_source") or "unknown")
+        found.append(Row(text, ground_truth(row, answer_key), data_source=source, extra=extra))
+    return found
+
+
+def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
+    from rich.text import Text
+
+    output = console()
+    for finding in report.findings:
+        output.print(Text.assemble((finding.name, "bold red"), f"  {finding.what}"))
+        if finding.response:
+            output.print(Text(f"    {finding.response}", style="dim"))
+    if report.findings:
+        output.print()
+    forms = ", ".join(report.forms) or "none of the usual ones"
+    told = (
+        f"paid forms of the ground truth: {forms}" if reads_truth else "it reads no ground truth, so nothing is wrong"
+    )
+    print_pairs(
+        output,
+        [
+            ("responses", f"{report.responses}, for {rows} rows"),
+            ("right", told),
+            ("rewards", f"{report.lowest:g} to {report.highest:g}"),
+            ("speed", f"{1e3 * report.seconds:.2g} ms for a response"),
+            ("findings", str(len(report.findings)) if report.findings else "none"),
+        ],
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function for a row by its `data_source`, as verl's users expect."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+from whet.errors import RewardError
+from whet.registry import REWARDS, register_reward
+
+# Function, and the options that differ from its defaults, by data source; `*` stands for any text.
+SOURCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "openai/gsm8k": ("gsm8k", {"method": "strict"}),
+    **dict.fromkeys(
+        (
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "zwhe99/DeepMath-103K",
+            "agentica-org/DeepScaleR-Preview-Dataset",
+            "numina_*",
+        ),
+        ("math", {}),
+    ),
+    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning", "aime*"), ("math_dapo", {})),
+    "hiyouga/geometry3k": ("geo3k", {}),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco", "openai/openai_humaneval"), ("code", {})),
+    "searchR1_*": ("search_qa", {}),
+    "google/IFEval": ("ifeval", {}),
+    **dict.fromkeys(("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"), ("multiple_choice", {})),
+    "nvidia/Nemotron-CrossThink": ("crossthinkqa", {}),
+}
+
+
+@register_reward(
+    "auto",
+    examples=(
+        ("#### 7", "7", 1.0, {"data_source": "openai/gsm8k"}),
+        (r"So \boxed{8}", "7", 0.0, {"data_source": "lighteval/MATH"}),
+    ),
+)
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_str: str
+) -> Any:
+    """The result of the function that a table names for the row's `data_source` (docs/rewards.md has the table).
+
+    Raises: RewardError for a data source that is not in the table.
+    """
+    fields = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+        "prompt_str": prompt_str,
+    }
+    names, function = find(data_source)
+    return function(**{name: fields[name] for name in names})
+
+
+@cache
+def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    """The parameters and the function for a data source.  Raises: RewardError."""
+    found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
+    if found is None:
+        near = difflib.get_close_matches(data_source, SOURCES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise RewardError(
+            f"data_source={data_source!r} has no function of its own{hint}; "
+            f"expected one of {', '.join(SOURCES)}; correct data_source, or name a function in reward.function"
+        )
+    name, options = found
+    if name not in REWARDS:
+        raise RewardError(
+            f"data_source={data_source!r} needs the function {name!r}, which is not registered; expected one of "
+            f"{', '.join(REWARDS.names())}; name one of them, or your own, in reward.function"
+        )
+    entry = REWARDS[name]
+    return entry.parameters, partial(entry.load(), **options)

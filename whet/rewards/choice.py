@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiple choice: the answer is a letter."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from whet.options import Count, Share
+from whet.registry import register_reward
+from whet.rewards.result import after_thought
+
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{[^{}]{0,200}\}){0,200})\}")
+_WRITTEN = re.compile(
+    r"[\s$*_\"'(\[{]*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{\W*)?([A-Za-z])(?:[\W_]*|[).:}]+[\s\\].*)", re.DOTALL
+)
+# A small letter counts in brackets only: "the answer is a dog". "I think" is no letter, and "B or C" is no answer.
+_LETTER = (
+    r"(?:\b([A-HJ-Z]|I(?!\s+[a-z]))\b|[(\[]([A-Za-z])[)\]])"
+    r"(?!['\u2019.-]\w|[)\]*_]*\s*(?:or|and|,|/|&)\s*[(\[*_]*[A-Z]\b)"
+)
+_STATED = re.compile(
+    rf"(?i:\banswer\b[*_\s]*(?:is|:|=)[\s*_:$\"']*(?:(?:the\s+)?(?:option|choice)\s+)?)[(\[*_]*?{_LETTER}"
+)
+_LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")
+TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
+
+
+@register_reward(
+    "multiple_choice",
+    examples=((r"It is \boxed{B}.", "B", 1.0), ("The answer is (C).", "C", 1.0), ("A or B", "B", 0.0)),
+)
+def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
+    """1 where the letter of the answer is that of the ground truth, else 0.
+
+    The letter is searched in the text after the last `</think>`: in the last `\\boxed{}`, else after the last "answer
+    is" or "answer:", else, with `lone`, the last capital letter on its own. "B or C" is no answer. The ground truth is
+    `B`, `(B)` or `B. text`. `pred` is the letter.
+    Raises: ValueError for a ground truth without a letter.
+    """
+    letter, _ = extract_letter(solution_str, lone=lone)
+    return {"reward": float(letter == _truth(ground_truth)), "pred": letter}
+
+
+@register_reward("crossthinkqa", examples=((r"It is \boxed{B}.", "B", 1.0), ("It is C.", "B", -1.0)))
+def crossthinkqa(
+    solution_str: str,
+    ground_truth: str,
+    *,
+    table: Literal["loose", "soft", "strict"] = "loose",
+    longest: Count | None = None,
+    length_weight: Share = 0.5,
+) -> dict[str, float | str | None]:
+    """A number by whether the letter is right and whether it is in `\\boxed{}` (Nemotron-CrossThink, arXiv:2504.13941).
+
+    For right and boxed, right, wrong and boxed, wrong: loose 1, 1, -1, -1; soft 1, 0.5, -0.5, -1; strict 1, -1, -1, -1.
+    With `longest`, a positive reward is multiplied by 1 - length_weight * min(1, words / longest). `multiple_choice`
+    has the rules for letters. The part `boxed` is 1 where the letter is in a box.
+    """
+    letter, boxed = extract_letter(solution_str)
+    right = letter == _truth(ground_truth)
+    reward = TABLES[table][(0 if right else 2) + (not boxed)]
+    if longest is not None and reward > 0:
+        reward *= 1 - length_weight * min(1.0, len(solution_str.split()) / longest)
+    return {"reward": reward, "accuracy": float(right), "boxed": float(boxed), "pred": letter}
+
+
+def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
+    """The capital letter that a response chooses, None where it chooses none; and whether it is in a box."""
+    text = after_thought(text)
+    boxes = [_WRITTEN.fullmatch(content) for content in _BOX.findall(text)[-1:]]
+    if boxes and boxes[0]:
+        return boxes[0][1].upper(), True
+    for pattern in (_STATED, _LONE) if lone else (_STATED,):
+        if found := list(pattern.finditer(text)):
+            return (found[-1][1] or found[-1][2]).upper(), False
+    return None, False
+
+
+def _truth(ground_truth: str) -> str:
+    found = _WRITTEN.fullmatch(str(ground_truth))
+    if found is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}; expected B, (B) or `B. text`; write the letter")
+    return found[1].upper()

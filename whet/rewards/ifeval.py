@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifiable instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911): a program can check each of them.
+
+`CHECKS` has one short function for each of the 25 instructions. They follow the authors' code, whose keywords are
+regular expressions. Sentences and words are split by rules of this file instead of nltk's trained models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from whet.errors import pip_install
+from whet.options import Number, fits, words
+from whet.registry import register_reward
+from whet.rewards.result import after_thought
+
+_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+_CODE_FENCE = re.compile(r"\A```(?:json|Json|JSON)?|```\Z")
+# A sentence ends after . ? ! and closing quotes, except after an abbreviation or an initial, and after a number or dots
+# before a small letter.
+_END = re.compile(
+    r"(?<![.?!])([.?!]++)(?=[)\"';}\]*:@({\[\u2018-\u201d\xab\xbb]|\s|\Z)[\"'\u201d\u2019)\]}]*+(?=\s*+(\S?))"
+)
+_ABBREVIATED = re.compile(
+    r"(?:^|[\s\"'\u201c\u2018(\[{*_])(?:[jms]r|mrs|ms|dr|prof|rev|capt|lt|sgt|st|inc|ltd|corp|vs|e\.g|i\.e|cf|vol|dept"
+    r"|approx|jan|feb|aug|sept?|oct|nov|dec|[ap]\.m|u\.[sk]|ph\.d|[a-z](?<!i))$",
+    re.IGNORECASE,
+)
+# Words as in the Penn Treebank: "DON'T" is DO and N'T, "AT&T" is three tokens.
+_BETWEEN_WORDS = re.compile(
+    r"[\s;@#$%&*?!()\[\]{}<>\"`«»\u2018\u2019\u201c-\u201e\u2012-\u2015]+|--|''|\.{2,}|[:,](?!\d)"
+    r"|(?<=[^'\s])(?=(?:'(?:[sSmMdD]|ll|LL|re|RE|ve|VE)|n't|N'T)(?!\.?[\w/]|'(?!'|\s+\S)|-(?!-)))"
+    r"|(?i:\b(?=(?:cannot|gimme|gonna|gotta|lemme)\b|wanna\s)|(?<=\bcan)(?=not\b)|(?<=\bgon)(?=na\b)|(?<=\bgot)(?=ta\b)"
+    r"|(?<=\b(?:gim|lem))(?=me\b)|(?<=\bwan)(?=na\s))"
+)
+
+
+@register_reward(
+    "ifeval",
+    examples=(
+        (
+            "The otter eats fish.",
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
+            1.0,
+        ),
+        (
+            "The heron eats fish.",
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
+            0.0,
+        ),
+    ),
+)
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    mode: Literal["strict", "loose"] = "strict",
+    score: Literal["all", "fraction"] = "all",
+) -> dict[str, float]:
+    """1 where the response follows all instructions, else 0; with `score=fraction` the share that it follows.
+
+    `ground_truth`, or `extra_info`, has `instruction_id_list` and `kwargs` as in google/IFEval, as a dict or as JSON.
+    `loose` also accepts a response without its first line, its last line, or all `*`. Only the text after the last
+    `</think>` counts. The part `followed` is the share of instructions followed.
+    Raises: ValueError for an unknown instruction, an argument that is missing or of the wrong type, and a number of
+    arguments other than that of instructions.
+    """
+    answer = after_thought(solution_str)
+    lines = answer.split("\n")
+    tries = [answer]
+    if mode == "loose":
+        tries += ["\n".join(cut).strip() for cut in (lines[1:], lines[:-1], lines[1:-1])]
+        tries += [text.replace("*", "") for text in tries]
+    checks = read_instructions(ground_truth, extra_info or {})
+    followed = [any(bool(text.strip()) and check(text) for text in tries) for check in checks]
+    share = sum(followed) / len(followed)
+    return {
+        "reward": share if score == "fraction" else float(all(followed)),
+        "accuracy": float(all(followed)),
+        "followed": share,
+    }
+
+
+def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[Callable[[str], bool]]:
+    """A check for each instruction of a row, in its order.  Raises: ValueError."""
+    try:
+        found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except ValueError:
+        found = None
+    row = found if isinstance(found, Mapping) and "instruction_id_list" in found else extra_info
+    names, arguments = row.get("instruction_id_list"), row.get("kwargs")
+    if not names or not isinstance(names, list | tuple) or not isinstance(arguments, list | tuple):
+        raise ValueError(
+            f"the ground truth is {ground_truth!r:.80}; expected a dict or JSON with the lists instruction_id_list "
+            "(not empty) and kwargs; put them there or into extra_info"
+        )
+    if len(names) != len(arguments):
+        raise ValueError(
+            f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
+            "{} for an instruction without arguments"
+        )
+    return [
+        _bind(name, given if isinstance(given, Mapping) else {}) for name, given in zip(names, arguments, strict=True)
+    ]
+
+
+def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
+    """The check of one instruction with its arguments.  Raises: ValueError."""
+    if name not in CHECKS:
+        raise ValueError(
+            f"unknown instruction {name!r}; correct instruction_id_list; expected one of {', '.join(CHECKS)}"
+        )
+    needed, check = CHECKS[name]
+    values = []
+    for argument in needed.split():
+        value, takes = given.get(argument), TYPES.get(argument, Number)
+        if takes is Number and isinstance(value, float) and value.is_integer():  # a table with gaps holds floats
+            value = int(value)
+        if value is None or not fits(value, takes):
+            found = "is missing" if value is None else f"is {value!r}"
+            raise ValueError(f"{name}: {argument} {found}; expected {words(takes)}; correct kwargs of the row")
+        values.append(value)
+    return lambda text: check(text, *values)
+
+
+# -- what the instructions count ---------------------------------------------------------------------------------------
+
+
+def count_sentences(text: str) -> int:
+    """The number of sentences; text after the last full stop is one more."""
+    count, last = 0, 0
+    for match in _END.finditer(text):
+        stop, following = match[1], match[2]
+        before = text[max(0, match.start() - 20) : match.start()]
+        is_abbreviated = stop == "." and following and _ABBREVIATED.search(before)
+        goes_on = following.islower() and not stop.strip(".") and (len(stop) > 1 or before[-1:].isdigit())
+        if not is_abbreviated and not goes_on:
+            count, last = count + 1, match.end()
+    return count + bool(text[last:].strip())
+
+
+def count_capital_words(text: str) -> int:
+    """The number of words in capital letters."""
+    return sum(word.isupper() for word in _BETWEEN_WORDS.split(text))
+
+
+def language_of(text: str) -> str | None:
+    """The ISO 639-1 code of a text's language, None where the text has no letters.  Raises: ModuleNotFoundError."""
+    try:
+        import langdetect
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "this instruction needs the language of the response, for which langdetect is missing; install it "
+            f"with `{pip_install('ifeval')}`, or leave such rows out"
+        ) from error
+    langdetect.DetectorFactory.seed = 0  # else the same text may get two languages
+    try:
+        return str(langdetect.detect(text))
+    except langdetect.LangDetectException:
+        return None
+
+
+def _is_in(language: str, text: str) -> bool:
+    return language_of(text) in (language, None)  # the authors accept a text without a language
+
+
+def _compare(count: int, relation: str, limit: int) -> bool:
+    return count < limit if relation == "less than" else count >= limit
+
+
+def _find(pattern: str, text: str, flags: int = re.IGNORECASE) -> list[str]:
+    try:
+        return [match[0] for match in re.finditer(pattern, text, flags)]
+    except re.error as error:
+        raise ValueError(
+            f"the keyword {pattern!r} is no regular expression ({error}); those of IFEval are; escape it with \\"
+        ) from error
+
+
+def _paragraphs(text: str, count: int) -> bool:
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and sum(map(bool, parts)) == count
+
+
+def _nth_paragraph(text: str, count: int, position: int, word: str) -> bool:
+    parts = text.split("\n\n")
+    filled = sum(bool(part.strip()) for part in parts)
+    if not (filled == count and 1 <= position <= filled and parts[position - 1].strip()):
+        return False
+    first = re.split(r"[.,?!'\"]", parts[position - 1].split()[0].lstrip("'").lstrip('"'))[0]
+    return first.lower() == word.lower()
+
+
+def _highlights(text: str, count: int) -> bool:
+    single = [each for each in _find(r"\*[^\n*]*\*", text) if each.strip("*").strip()]
+    double = [each for each in _find(r"\*\*[^\n*]*\*\*", text) if each[2:-2].strip()]
+    return len(single) + len(double) >= count
+
+
+def _two_responses(text: str) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    filled = [part for part in parts if part]
+    return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(_CODE_FENCE.sub("", text.strip()).strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _postscript(text: str, marker: str) -> bool:
+    return bool(_find(_POSTSCRIPTS.get(marker, marker.lower()), text.lower()))
+
+
+def _has_title(text: str) -> bool:
+    inner = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(each.lstrip("<").rstrip(">").strip() for each in inner)
+
+
+def _quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+# Types of arguments by name; the others are numbers.
+TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("keywords", "forbidden_words"), list[str]),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), Literal["less than", "at least"]),
+    **dict.fromkeys(("keyword", "letter", "language", "first_word", "end_phrase"), str),
+    **dict.fromkeys(("postscript_marker", "section_spliter", "prompt_to_repeat"), str),
+}
+
+# Names of the arguments in `kwargs`, and the check, which gets the text and the arguments in that order.
+CHECKS: Mapping[str, tuple[str, Callable[..., bool]]] = {
+    "keywords:existence": ("keywords", lambda text, keys: all(_find(key, text) for key in keys)),
+    "keywords:frequency": (
+        "keyword relation frequency",
+        lambda text, key, relation, limit: _compare(len(_find(key.strip(), text)), relation, limit),
+    ),
+    "keywords:forbidden_words": (
+        "forbidden_words",
+        lambda text, keys: not any(_find(rf"\b{key}\b", text) for key in keys),
+    ),
+    "keywords:letter_frequency": (
+        "letter let_relation let_frequency",
+        lambda text, letter, *limit: _compare(text.lower().count(letter.strip().lower()), *limit),
+    ),
+    "language:response_language": ("language", lambda text, language: _is_in(language, text)),
+    "length_constraints:number_sentences": (
+        "relation num_sentences",
+        lambda text, *limit: _compare(count_sentences(text), *limit),
+    ),
+    "length_constraints:number_paragraphs": ("num_paragraphs", _paragraphs),
+    "length_constraints:number_words": (
+        "relation num_words",
+        lambda text, *limit: _compare(len(re.findall(r"\w+", text)), *limit),
+    ),
+    "length_constraints:nth_paragraph_first_word": ("num_paragraphs nth_paragraph first_word", _nth_paragraph),
+    "detectable_content:number_placeholders": (
+        "num_placeholders",
+        lambda text, count: sum("[" in part for line in text.split("\n") for part in line.split("]")[:-1]) >= count,
+    ),
+    "detectable_content:postscript": ("postscript_marker", _postscript),
+    "detectable_format:number_bullet_lists": (
+        "num_bullets",
+        lambda text, count: (
+            sum(len(_find(rf"^[^\S\n]*{mark}", text, re.MULTILINE)) for mark in (r"\*[^*].*$", "-.*$")) == count
+        ),
+    ),
+    "detectable_format:constrained_response": ("", lambda text: any(option in text for option in _OPTIONS)),
+    "detectable_format:number_highlighted_sections": ("num_highlights", _highlights),
+    "detectable_format:multiple_sections": (
+        "section_spliter num_sections",
+        lambda text, mark, count: len(_find(rf"{mark}\s?\d+", text, 0)) >= count,
+    ),
+    "detectable_format:json_format": ("", _is_json),
+    "detectable_format:title": ("", _has_title),
+    "combination:two_responses": ("", _two_responses),
+    "combination:repeat_prompt": (
+        "prompt_to_repeat",
+        lambda text, prompt: text.strip().lower().startswith(prompt.strip().lower()),
+    ),
+    "startend:end_checker": (
+        "end_phrase",
+        lambda text, phrase: text.strip().strip('"').lower().endswith(phrase.strip().lower()),
+    ),
+    "startend:quotation": ("", _quoted),
+    "change_case:capital_word_frequency": (
+        "capital_relation capital_frequency",
+        lambda text, *limit: _compare(count_capital_words(text), *limit),
+    ),
+    "change_case:english_capital": ("", lambda text: text.isupper() and _is_in("en", text)),
+    "change_case:english_lowercase": ("", lambda text: text.islower() and _is_in("en", text)),
+    "punctuation:no_comma": ("", lambda text: "," not in text),
+}

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers about images and video: boxes with labels, text that was read, captions, numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from whet.options import Share
+from whet.registry import register_reward
+from whet.rewards.gsm8k import last_number
+from whet.rewards.result import after_thought, number_text
+from whet.rewards.search_qa import extract_answer
+
+_ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
+_LIST = re.compile(r"\[\s*[{\]]")
+Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), score
+
+
+@register_reward(
+    "detection",
+    examples=(
+        ('[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]', [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}], 1.0),
+        ("I see a cat.", [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}], 0.0),
+    ),
+)
+def detection(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    metric: Literal["iou", "map"] = "iou",
+    thresholds: Sequence[Share] = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
+) -> dict[str, float]:
+    """Mean IoU of matched boxes, or mAP, of the JSON list of boxes in a response; 0 without such a list.
+
+    A box is `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` (or `bbox`), with a `score` by option. `iou`: boxes of equal
+    label are matched greedily, largest IoU first; the sum is divided by the larger number of boxes, so that neither
+    missing nor additional boxes pay. `map`: mean over labels and `thresholds` of the area under the precision-recall
+    curve, boxes in descending score. The list is the last in the text after `</think>`. The accuracy is 1 where all
+    boxes match with an IoU of at least the first threshold. The parts `iou` and `map` are always reported.
+    Raises: ValueError for a ground truth without boxes, and for no thresholds.
+    """
+    if not thresholds:
+        raise ValueError("thresholds is empty; expected numbers such as 0.5; list at least one")
+    expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
+    truths = [box for box in expected if box]
+    if not truths or len(truths) < len(expected):
+        raise ValueError(
+            f"the ground truth is {ground_truth!r:.80}; expected a list of boxes such as "
+            '[{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]; write at least one'
+        )
+    nothing: Box = ("", (0, 0, 0, 0), 0.0)  # a malformed box counts as one that matches none
+    boxes = [box or nothing for box in _boxes(_last_list(after_thought(solution_str)))]
+    overlaps = _match(boxes, truths)
+    iou = sum(overlaps) / max(len(boxes), len(truths))
+    mean = sum(_average_precision(boxes, truths, each) for each in thresholds) / len(thresholds)
+    exact = len(boxes) == len(truths) == sum(overlap >= thresholds[0] for overlap in overlaps)
+    return {"reward": iou if metric == "iou" else mean, "accuracy": float(exact), "iou": iou, "map": mean}
+
+
+@register_reward("ocr", examples=(("Stop here", "Stop here", 1.0), ("Go", "Stop here", 0.0)))
+def ocr(solution_str: str, ground_truth: str) -> dict[str, float]:
+    """1 - WER, at least 0: the word error rate is the number of word edits divided by the words of the ground truth.
+
+    The answer is the content of the last `<answer>`, else the text after the last `</think>`.
+    Raises: ValueError for a ground truth without words.
+    """
+    truth, answer = _words_of(ground_truth), (extract_answer(solution_str, needs_tag=False) or "").split()
+    row = list(range(len(truth) + 1))  # edits from the words so far to the first words of the truth
+    for count, word in enumerate(answer, start=1):
+        diagonal, row[0] = row[0], count
+        for position, expected in enumerate(truth, start=1):
+            best = min(row[position] + 1, row[position - 1] + 1, diagonal + (word != expected))
+            diagonal, row[position] = row[position], best
+    rate = row[-1] / len(truth)
+    return {"reward": max(0.0, 1 - rate), "accuracy": float(answer == truth), "wer": rate}
+
+
+@register_reward("rouge_l", examples=(("a man runs", "A man runs.", 1.0), ("nothing", "A man runs.", 0.0)))
+def rouge_l(solution_str: str, ground_truth: str) -> dict[str, float]:
+    """ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, in lower case and without punctuation.
+
+    The sign of a number stays. The answer is the content of the last `<answer>`, else the text after the last
+    `</think>`.
+    Raises: ValueError for a ground truth without words.
+    """
+    truth = _words_of(ground_truth, letters=True)
+    answer = _ROUGE_WORD.findall((extract_answer(solution_str, needs_tag=False) or "").lower())
+    row = [0] * (len(truth) + 1)
+    for word in answer:
+        diagonal = 0
+        for position, expected in enumerate(truth, start=1):
+            best = diagonal + 1 if word == expected else max(row[position], row[position - 1])
+            diagonal, row[position] = row[position], best
+    return {"reward": 2 * row[-1] / (len(answer) + len(truth)), "accuracy": float(answer == truth)}
+
+
+@register_reward("relative_error", examples=(("It lasts 40 seconds", 40, 1.0), ("It lasts 90 seconds", 40, 0.0)))
+def relative_error(
+    solution_str: str, ground_truth: str | int | float, *, tolerance: Share = 0.0
+) -> dict[str, float | str | None]:
+    """1 - |x - t| / |t|, at least 0, for the last number x of the answer and the number t of the ground truth.
+
+    The answer is the content of the last `<answer>`, else the text after the last `</think>`. The accuracy is 1 for a
+    relative error of at most `tolerance`. For t = 0 the error is 0 or 1. `pred` is x.
+    Raises: ValueError for a ground truth without a number.
+    """
+    truth = last_number(str(ground_truth))
+    if truth is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}; expected a number; correct the row")
+    found = last_number(extract_answer(solution_str, needs_tag=False) or "")
+    if found is None:
+        return {"reward": 0.0, "accuracy": 0.0, "pred": None}
+    error = float(abs(found - truth) / abs(truth)) if truth else float(found != truth)
+    return {"reward": max(0.0, 1 - error), "accuracy": float(error <= tolerance), "pred": number_text(found)}
+
+
+def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
+    found = _ROUGE_WORD.findall(ground_truth.lower()) if letters else ground_truth.split()
+    if not found:
+        raise ValueError(f"the ground truth is {ground_truth!r}; expected a text with words; correct the row")
+    return found
+
+
+def _last_list(text: str) -> object:
+    """The last JSON list of objects in a text, an empty list where there is none."""
+    for opening in list(_LIST.finditer(text))[-20:][::-1]:
+        try:
+            return json.JSONDecoder().raw_decode(text, opening.start())[0]
+        except (ValueError, RecursionError):
+            continue
+    return []
+
+
+def _boxes(found: object) -> list[Box | None]:
+    """The boxes of a list, None for each that is malformed."""
+    return [_box(each) for each in found] if isinstance(found, list | tuple) else []
+
+
+def _box(found: object) -> Box | None:
+    if not isinstance(found, Mapping):
+        return None
+    corners, score = found.get("bbox_2d", found.get("bbox")), found.get("score", 1.0)
+    numbers = [*corners, score] if isinstance(corners, list | tuple) else []
+    if len(numbers) != 5 or not all(isinstance(each, int | float) and abs(each) < 1e9 for each in numbers):
+        return None
+    return str(found.get("label", "")).strip().casefold(), corners, score
+
+
+def _overlap(box: Box, other: Box) -> float:
+    """Intersection over union; 0 for different labels."""
+    (x1, y1, x2, y2), (u1, v1, u2, v2) = box[1], other[1]
+    shared = max(0.0, min(x2, u2) - max(x1, u1)) * max(0.0, min(y2, v2) - max(y1, v1))
+    union = (x2 - x1) * (y2 - y1) + (u2 - u1) * (v2 - v1) - shared
+    return shared / union if box[0] == other[0] and shared > 0 else 0.0
+
+
+def _match(boxes: Sequence[Box], truths: Sequence[Box]) -> list[float]:
+    """Overlaps of the pairs that are matched one to one, largest first."""
+    pairs = [(_overlap(box, truth), i, j) for i, box in enumerate(boxes) for j, truth in enumerate(truths)]
+    matched, rows, columns = list[float](), set[int](), set[int]()
+    for overlap, i, j in sorted(pairs, key=lambda pair: -pair[0]):
+        if overlap > 0 and i not in rows and j not in columns:
+            matched.append(overlap)
+            rows.add(i)
+            columns.add(j)
+    return matched
+
+
+def _average_precision(boxes: Sequence[Box], truths: Sequence[Box], threshold: float) -> float:
+    """Mean over labels of the area under the precision-recall curve, each precision the largest at its recall or
+    above. A label without ground truth counts 0."""
+    labels = {box[0] for box in (*boxes, *truths)}
+    return sum(_area(label, boxes, truths, threshold) for label in labels) / len(labels)
+
+
+def _area(label: str, boxes: Sequence[Box], truths: Sequence[Box], threshold: float) -> float:
+    free = [truth for truth in truths if truth[0] == label]
+    total, precisions, hits = len(free), list[float](), 0
+    ranked = sorted((box for box in boxes if box[0] == label), key=lambda box: -box[2])
+    for rank, box in enumerate(ranked, start=1):
+        best = max(free, key=lambda truth: _overlap(box, truth), default=None)
+        if best is not None and _overlap(box, best) >= threshold:
+            free.remove(best)
+            hits += 1
+            precisions.append(hits / rank)
+    return sum(max(precisions[at:]) for at in range(hits)) / total if total else 0.0

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short answers to questions: exact match and token F1, both after SQuAD's normalisation."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from whet.registry import register_reward
+from whet.rewards.result import after_thought
+
+# Punctuation, but not the minus sign of -5 nor the point of 4.2: SQuAD's own rule makes 5 and 42 of them.
+_PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+@register_reward(
+    "search_qa",
+    aliases={"search_qa_f1": {"metric": "f1"}},
+    examples=(
+        ("<think>Hm.</think><answer>The Eiffel Tower.</answer>", ["Eiffel tower"], 1.0),
+        ("<answer>Big Ben</answer>", ["Eiffel tower"], 0.0),
+        ("Eiffel tower", ["Eiffel tower"], 0.0),
+    ),
+)
+def compute_score(
+    solution_str: str, ground_truth: Any, *, metric: Literal["exact", "f1"] = "exact", needs_tag: bool = True
+) -> dict[str, float | str | None]:
+    """1 where the content of the last `<answer>` equals a ground truth, else 0; with `metric=f1` the token F1.
+
+    Both are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of numbers stay), no
+    articles, single spaces. The best of a list of ground truths counts; a dict with the list under `target` is
+    Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts `exact` and `f1` are
+    always reported; the accuracy is `exact`. `pred` is the answer.
+    Raises: ValueError where the ground truth has no text.
+    """
+    truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    truths = [truths] if isinstance(truths, str | int | float) else list(truths or ())
+    if not truths or None in truths:
+        raise ValueError(
+            f"the ground truth is {ground_truth!r}; expected a text or a list of texts; write at least one"
+        )
+    answer = extract_answer(solution_str, needs_tag=needs_tag)
+    normalised = normalise(answer or "")
+    exact = float(answer is not None and any(normalise(str(truth)) == normalised for truth in truths))
+    f1 = max(token_f1(normalised, normalise(str(truth))) for truth in truths) if answer is not None else 0.0
+    return {"reward": exact if metric == "exact" else f1, "accuracy": exact, "exact": exact, "f1": f1, "pred": answer}
+
+
+def extract_answer(text: str, *, needs_tag: bool) -> str | None:
+    """The content of the last closed `<answer>` after the last `</think>`; None, or the whole text, without one."""
+    text = after_thought(text)
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    if closing and opening:
+        return content.strip()
+    return None if needs_tag else text.strip()
+
+
+def normalise(text: str) -> str:
+    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces. The
+    minus sign and the decimal point of a number stay."""
+    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
+
+
+def token_f1(answer: str, truth: str) -> float:
+    """F1 of the words that two normalised texts share; 1 where both are empty."""
+    found, expected = answer.split(), truth.split()
+    if not found or not expected:
+        return float(found == expected)
+    common = sum((Counter(found) & Counter(expected)).values())
+    return 2 * common / (len(found) + len(expected))

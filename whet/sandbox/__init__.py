@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that nobody trusts, with limits, and without network, files or other processes to see.
+
+protocol  `Job`, `Limits`, `Ran`, and the contract of a sandbox
+local     on this machine: bubblewrap, or resource limits alone, which must be asked for
+http      a service with SandboxFusion's interface
+inside    the code that runs inside, of which nothing imports whet
+"""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox behind HTTP, with SandboxFusion's interface (bytedance/SandboxFusion): POST /run_code."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from whet.errors import SandboxError
+from whet.sandbox.protocol import End, Language, Program, Ran
+
+TRIES = 4  # of a request that found the service busy or gone
+WAIT_SECONDS = 0.5  # before the second try; twice that before the third
+GRACE_SECONDS = 30.0  # for the service to answer, beyond the limits of the program
+SERVED = {name: name for name in ("python", "cpp", "bash", "java", "go", "rust")} | {"javascript": "nodejs"}
+TOLD = "whet: "  # before the end of a program in `message`, from a service of `whet serve-sandbox`
+FULL = (429, 502, 503, 504)
+
+
+class HttpSandbox:
+    """Programs in a service. Limits other than time and memory are those of the service."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/").removesuffix("/run_code")
+
+    @property
+    def name(self) -> str:
+        """The address."""
+        return self.address
+
+    @property
+    def languages(self) -> Mapping[str, Language | str]:
+        """The service's names of languages."""
+        return SERVED
+
+    def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
+        """Runs a program once for each standard input.  Raises: SandboxError."""
+        limits = program.limits
+        body = {
+            "code": program.source,
+            "language": SERVED[program.language],
+            "compile_timeout": program.compiling.seconds,
+            "run_timeout": limits.seconds,
+            "memory_limit_MB": limits.memory_bytes // 2**20,
+            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+            "fetch_files": [*program.collect],
+        }
+        seconds = limits.seconds + program.compiling.seconds + GRACE_SECONDS
+        asked = [{**body, "stdin": given.decode(errors="replace")} for given in inputs]
+        return [self._read(self._post(each, seconds)) for each in asked]
+
+    def close(self) -> None:
+        """Does nothing: the service goes on."""
+
+    def _post(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.address}/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        wait, why = WAIT_SECONDS, ""
+        for last in (False,) * (TRIES - 1) + (True,):
+            try:
+                with urllib.request.urlopen(request, timeout=seconds) as answer:
+                    found = json.loads(answer.read())
+                if not isinstance(found, dict):
+                    raise SandboxError(
+                        f"{self.address} answered {found!r:.200}; expected SandboxFusion's answer, a JSON object"
+                    )
+                return found
+            except urllib.error.HTTPError as error:
+                why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
+                if error.code not in FULL:
+                    break
+            except (OSError, ValueError) as error:
+                why = f"{error}"
+            if not last:
+                time.sleep(wait)
+                wait *= 2
+        raise SandboxError(
+            f"the sandbox at {self.address} gave no result ({why}); start it (`whet serve-sandbox`), or correct it"
+        )
+
+    def _read(self, answer: dict[str, Any]) -> Ran:
+        """Raises: SandboxError where the service failed, which says nothing about the program."""
+        if answer.get("status") == "SandboxError":
+            raise SandboxError(f"the sandbox at {self.address} failed: {answer.get('message')}; look at its log")
+        compiled, ran = answer.get("compile_result"), answer.get("run_result")
+        result = ran or compiled
+        if not isinstance(result, dict):
+            raise SandboxError(f"{self.address} answered without run_result: {answer!r:.200}; is it SandboxFusion?")
+        code = result.get("return_code")
+        end: End = "ok" if code == 0 else "failed"
+        if result.get("status") == "TimeLimitExceeded":
+            end = "timeout"
+        told = str(answer.get("message") or "").removeprefix(TOLD)
+        end = told if told in get_args(End) else "compile" if ran is None else end  # type: ignore[assignment]
+        out, errors = ((result.get(name) or "").encode() for name in ("stdout", "stderr"))
+        files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
+        return Ran(
+            end, -9 if code is None else int(code), out, errors, result.get("execution_time") or 0.0, files=files
+        )

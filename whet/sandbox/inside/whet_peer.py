@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of code that nobody trusts, in a process that the code cannot reach; nothing of whet is imported.
+
+    tester - nursery - candidate
+
+The tester reads the code, forks the nursery, and only then reads the tests, so that they are in no memory of a
+candidate. A candidate, forked by the nursery, runs the code and serves calls. Plain values (numbers, texts, containers
+of them) are copied, so the code cannot choose how they compare; other objects stay where they are, and are reached by
+`Remote`. What a candidate may do to itself (replace functions, leave, write) does not reach the tester, which alone
+writes the verdict.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import ctypes
+import datetime as dt
+import decimal
+import fractions
+import io
+import json
+import operator
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+NOT_DUMPABLE = 4  # prctl: nobody else may read this process's memory or open its descriptors
+LENGTH = struct.Struct("!Q")
+SHOWN = 300  # characters of a message
+MODULE = "solution"
+TESTS = "tests"
+
+PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice}
+CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
+DATES = {dt.date, dt.datetime, dt.time, dt.timedelta}
+COPIED = PLAIN | CONTAINERS | DATES
+BASES = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    tuple,
+    list,
+    dict,
+    frozenset,
+    set,
+)  # of types that are copied as these
+GLOBALS = {(kind.__module__, kind.__qualname__): kind for kind in COPIED}
+MUTABLE = (list, dict, set, bytearray, collections.deque)
+
+
+class LostError(Exception):
+    """The candidate has ended, or was too late."""
+
+
+class Copier(pickle.Pickler):
+    """Writes plain values as copies and all else as names of objects of this process."""
+
+    def __init__(self, file: io.BytesIO, peer: Peer) -> None:
+        super().__init__(file, protocol=4)
+        self.peer = peer
+
+    def persistent_id(self, obj: Any) -> Any:
+        """The name of an object that is not copied."""
+        kind = type(obj)
+        if kind is Remote:
+            return "yours", object.__getattribute__(obj, "_number")
+        if kind in COPIED or issubclass(kind, BASES) or _is_numpy_number(obj):
+            return None
+        if isinstance(obj, type) and GLOBALS.get((obj.__module__, obj.__qualname__)) is obj:
+            return None
+        number = id(obj)
+        self.peer.objects[number] = obj
+        return "mine", number
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A value of a subclass as one of the plain type."""
+        kind = type(obj)
+        if kind in COPIED or isinstance(obj, type):
+            return NotImplemented
+        base = next((base for base in BASES if issubclass(kind, base)), None)
+        if base is None:
+            return type(obj.item()), (obj.item(),)
+        return base, (base(list(obj)) if base is tuple else dict(obj) if base is dict else base(obj),)
+
+
+class Reader(pickle.Unpickler):
+    """Reads what a Copier wrote. It imports and calls nothing but the plain types."""
+
+    def __init__(self, data: bytes, peer: Peer) -> None:
+        super().__init__(io.BytesIO(data))
+        self.peer = peer
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A plain type."""
+        return GLOBALS[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """An object of the other process, or one of this process that comes back."""
+        kind, number = pid
+        return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
+
+
+class Peer:
+    """An end of the connection between tester and candidate. `trusted` objects may be used in every way."""
+
+    def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
+        self.connection, self.trusted = connection, trusted
+        self.objects: dict[int, Any] = {}
+        self.deadline = float("inf")
+        self.errors: dict[str, type] = {}
+
+    def ask(self, name: str, *values: Any, **more: Any) -> Any:
+        """Asks the other process to do something, and serves what it asks meanwhile."""
+        self.send("do", name, values, more)
+        while True:
+            kind, *rest = self.receive()
+            if kind == "do":
+                self.serve(*rest)
+            elif kind == "raise":
+                raise self._error(*rest)
+            else:
+                value, changes = rest
+                for place, new in changes:
+                    _fill(values[place], new)
+                return value
+
+    def serve(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> None:
+        """Does what the other process asks."""
+        try:
+            before = [self.pack(each) if isinstance(each, MUTABLE) else None for each in values]
+            value = self._do(name, values, more)
+            changed = [
+                (place, each)
+                for place, (each, old) in enumerate(zip(values, before, strict=True))
+                if old is not None and self.pack(each) != old
+            ]
+            self.send("return", value, changed)
+        except LostError:
+            raise
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            self.send("raise", names, [f"{each}"[:SHOWN] for each in error.args])
+
+    def _do(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        target = values[0]
+        if not self.trusted and not _is_offered(name, target, values):
+            raise AttributeError(f"{name} of an object of the tests")
+        if name == "call":
+            return target(*values[1:], **more)
+        return OPERATIONS[name](*values)
+
+    def send(self, *message: Any) -> None:
+        """Sends a message."""
+        data = self.pack(message)
+        try:
+            self.connection.sendall(LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise LostError("it ended") from error
+
+    def pack(self, value: Any) -> bytes:
+        """The bytes of a message."""
+        file = io.BytesIO()
+        Copier(file, self).dump(value)
+        return file.getvalue()
+
+    def receive(self) -> Any:
+        """Waits for a message until the deadline."""
+        return Reader(self._exactly(*LENGTH.unpack(self._exactly(LENGTH.size))), self).load()
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise LostError("it took too long")
+            try:
+                self.connection.settimeout(min(left, 3600.0))
+                part = self.connection.recv(min(size - len(data), 1 << 20))
+            except TimeoutError:
+                continue
+            except OSError:
+                part = b""
+            if not part:
+                raise LostError("it ended")
+            data += part
+        return bytes(data)
+
+    def _error(self, names: list[str], arguments: list[str]) -> BaseException:
+        kind = next((each for name in names if (each := self._error_type(name)) is not None), Exception)
+        try:
+            return kind(*arguments)
+        except Exception:
+            return Exception(*arguments)
+
+    def _error_type(self, name: str) -> type[BaseException] | None:
+        found = self.errors.get(name) or getattr(builtins, name, None)
+        return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+class Remote:
+    """An object of the other process."""
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._peer.ask("call", self, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__name__":  # copy, pickle and inspect look for these
+            raise AttributeError(name)
+        return self._peer.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("setattr", self, name, value)
+
+    def __eq__(self, other: object) -> Any:
+        return self is other or (type(other) is Remote and self._peer.ask("eq", self, other) is True)
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+    def __contains__(self, wanted: object) -> bool:
+        return any(
+            wanted == each for each in iter(self._peer.ask("iter", self))
+        )  # without telling the code what is wanted
+
+
+def _forward(name: str) -> Any:
+    return lambda self, *values: self._peer.ask(name, self, *values)
+
+
+def _among_remotes(name: str) -> Any:
+    """An operation of two objects of the code. With a value of the tests the code would learn what is expected, and
+    decide how it compares."""
+    return lambda self, other: self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
+
+
+UNARY: dict[str, Any] = {
+    "len": len, "iter": iter, "next": next, "bool": bool, "str": str, "repr": repr, "int": int, "float": float,
+    "abs": abs, "neg": operator.neg, "reversed": reversed, "getitem": operator.getitem, "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "enter": lambda each: each.__enter__(), "exit": lambda each, *_: each.__exit__(None, None, None),
+}  # fmt: skip
+BINARY = {
+    name: getattr(operator, name)
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lt", "le", "gt", "ge"]
+}
+OPERATIONS = {**UNARY, **BINARY, "eq": operator.eq, "getattr": getattr, "setattr": setattr}
+for _name in (*UNARY, *BINARY):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _among_remotes(_name) if _name in BINARY else _forward(_name))
+
+
+def _is_offered(name: str, target: Any, values: tuple[Any, ...]) -> bool:
+    """Tells whether the candidate may use an object of the tests so: call it, go through it, read what a class of the
+    tests makes public."""
+    if name in ("call", "iter", "next", "len", "bool", "getitem", "str", "repr"):
+        return not isinstance(target, (types.ModuleType, type)) or target in COPIED
+    return name == "getattr" and type(target).__module__ == TESTS and not str(values[1]).startswith("_")
+
+
+def _is_numpy_number(obj: Any) -> bool:
+    return type(obj).__module__ == "numpy" and getattr(obj, "shape", None) == () and hasattr(obj, "item")
+
+
+def _fill(old: Any, new: Any) -> None:
+    """Gives a container the content that a call left in its copy."""
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, collections.deque):
+        old.clear()
+        old.extend(new)
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+
+
+# -- the candidate's side
+
+
+def nurse(code: str, control: socket.socket) -> None:
+    """Forks a candidate for each connection, after the one before it was killed."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(null, descriptor)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    candidate = 0
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if candidate:
+            os.kill(candidate, signal.SIGKILL)
+            os.waitpid(candidate, 0)
+        if not message:
+            os._exit(0)
+        connection = socket.socket(fileno=descriptors[0])
+        candidate = os.fork()
+        if candidate == 0:
+            control.close()
+            be_candidate(code, connection)
+        connection.close()
+
+
+def be_candidate(code: str, connection: socket.socket) -> None:
+    """Runs the code as a module, tells its names, and serves calls."""
+    peer = Peer(connection, trusted=True)
+    module = types.ModuleType(MODULE)
+    sys.modules[MODULE] = module
+    try:
+        exec(compile(code, f"{MODULE}.py", "exec"), vars(module))
+        error = None
+    except BaseException as found:
+        found.__traceback__ = found.__traceback__ and found.__traceback__.tb_next
+        error = "".join(traceback.format_exception(found))[-SHOWN:]
+    names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    errors = {
+        name: [kind.__name__ for kind in value.__mro__[1:]]
+        for name, value in names.items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    try:
+        peer.send(error, names, errors)
+        while True:
+            peer.serve(*peer.receive()[1:])
+    except LostError:
+        pass
+    finally:
+        os._exit(0)
+
+
+# -- the tester's side
+
+
+class Tester:
+    """The tests and the candidate that they run against."""
+
+    def __init__(self, nursery: socket.socket, tests: dict[str, Any]) -> None:
+        self.nursery, self.tests = nursery, tests
+        self.peer: Peer | None = None
+        self.names: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Gets a new candidate.  Raises: LostError where the code does not run."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.nursery, [b"c"], [theirs.fileno()])
+        self.peer = peer = Peer(ours, trusted=False)
+        peer.deadline = time.monotonic() + self.tests["seconds"]
+        error, names, errors = peer.receive()
+        if error is not None:
+            self.peer = None
+            raise LostError(error)
+        peer.errors = {name: _error_class(name, bases) for name, bases in errors.items()}
+        self.names = {**names, **peer.errors}
+
+    def run(self) -> list[list[Any]]:
+        """Returns whether each test passed, and why not."""
+        run = getattr(self, f"run_{self.tests['kind']}")
+        results = []
+        for each in self.tests["cases"]:
+            try:
+                if self.peer is None:
+                    self.start()
+                assert self.peer is not None
+                self.peer.deadline = time.monotonic() + self.tests["seconds"]
+                run(each)
+                results.append([True, ""])
+            except LostError as error:
+                self.peer = None
+                results.append([False, f"{error}"])
+            except BaseException as error:
+                results.append([False, f"{type(error).__name__}: {error}"[:SHOWN]])
+        return results
+
+    def run_code(self, case: str) -> None:
+        """Statements with assertions, after the code's names; a `check` that they define is called."""
+        space = types.ModuleType(TESTS)
+        vars(space).update(self.names)
+        exec(compile(self.tests["setup"] + "\n" + case, f"{TESTS}.py", "exec"), vars(space))
+        if self.tests["entry"]:
+            vars(space)["check"](self._entry())
+
+    def run_call(self, case: dict[str, Any]) -> None:
+        """A call of the entry point, whose value is compared."""
+        found, expected = self._entry()(*case["args"]), case["expected"]
+        if not (_listed(found) == _listed(expected) or (isinstance(expected, list) and [_listed(found)] == expected)):
+            raise AssertionError(f"returned {found!r}; expected {expected!r}")
+
+    def run_pytest(self, case: str) -> None:
+        """A file of tests that imports the code as the module `solution`."""
+        try:
+            import pytest
+        except ImportError as error:
+            raise RuntimeError("pytest is not installed in the sandbox's interpreter") from error
+        module = types.ModuleType(MODULE)
+        vars(module).update(self.names, __all__=list(self.names))
+        sys.modules[MODULE] = module
+        with open("test_solution.py", "w", encoding="utf-8") as file:
+            file.write(case)
+        written = os.dup(1)
+        os.dup2(2, 1)  # what pytest says is no verdict
+        try:
+            status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "test_solution.py"])
+        finally:
+            os.dup2(written, 1)
+            os.unlink("test_solution.py")
+        if status != 0:
+            raise AssertionError(f"pytest ended with {int(status)}")
+
+    def _entry(self) -> Any:
+        value: Any = None
+        for place, name in enumerate(self.tests["entry"].split(".")):
+            if place == 0:
+                if name not in self.names:
+                    raise NameError(f"the code defines no {name!r}")
+                value = self.names[name]
+            else:
+                value = getattr(value() if place == 1 else value, name)  # Solution.two_sum is Solution().two_sum
+        return value
+
+
+def _error_class(name: str, bases: list[str]) -> type:
+    found = next((each for base in bases if isinstance(each := getattr(builtins, base, None), type)), Exception)
+    return type(name, (found,), {})
+
+
+def _listed(value: Any) -> Any:
+    """The value with tuples as lists, as JSON has them."""
+    if type(value) in (list, tuple):
+        return [_listed(each) for each in value]
+    return {key: _listed(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def main() -> None:
+    """Reads code, forks the nursery, reads the tests, and writes the verdict after the word that came with them."""
+    code = _read_frame()
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        try:
+            nurse(code, theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0, 0, 0, 0)
+    tests = json.loads(_read_frame())
+    results = Tester(ours, tests).run()
+    with open(1, "w", closefd=False) as out:
+        out.write(f"\n{tests['word']}{json.dumps(results)}\n")
+    os._exit(0)
+
+
+def frame(text: str) -> bytes:
+    """A text as `main` reads it: the number of its bytes, a line end, the bytes."""
+    data = text.encode(errors="replace")
+    return f"{len(data)}\n".encode() + data
+
+
+def _read_frame() -> str:
+    size = b""
+    while not size.endswith(b"\n"):
+        size += _read(1)
+    return _read(int(size)).decode()
+
+
+def _read(size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            raise EOFError("standard input has ended")
+        data += part
+    return bytes(data)

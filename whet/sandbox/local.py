@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes on this machine: bubblewrap around one process that starts programs in namespaces of their own, and,
+without any isolation, the same process alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from whet.errors import SandboxError
+from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH
+from whet.sandbox.protocol import Job, Language, Limits, Program, Ran
+
+INSIDE = Path(__file__).parent / "inside"
+INSIDE_SHOWN = "/opt/whet"  # where it lies inside
+GRACE_SECONDS = 20.0  # for a busy machine, beyond a program's own limit
+LINKS = ("bin", "lib", "lib64", "sbin")  # at the root, where the distribution has them as links into /usr
+CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_KILL")  # for new namespaces; no program gets them
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": SCRATCH,
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the same verdict each time
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+LANGUAGES = {
+    "python": Language("solution.py", ["python"]),
+    "cpp": Language(
+        "solution.cpp", ["./solution"], ["g++", "-O2", "-std=c++17", "-o", "solution", "solution.cpp"], "solution"
+    ),
+    "c": Language("solution.c", ["./solution"], ["gcc", "-O2", "-o", "solution", "solution.c", "-lm"], "solution"),
+    "javascript": Language("solution.js", ["node", "solution.js"]),
+    "bash": Language("solution.sh", ["bash", "solution.sh"]),
+}
+INSTALL = (
+    "install bubblewrap (`apt-get install bubblewrap`), use a service (sandbox=http://HOST:PORT), or accept programs "
+    "without isolation, which can read, write and send whatever this user can (sandbox=unisolated)"
+)
+
+
+class LocalSandbox:
+    """Programs on this machine. Starts its process with the first job; it ends with this object and with this process.
+
+    Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
+    `paths`, and an empty scratch folder; no network, no other process. `isolated=False` is resource limits alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        isolated: bool = True,
+        python: str | None = None,
+        paths: Sequence[str] = (),
+        languages: Mapping[str, Language] | None = None,
+    ) -> None:
+        self.languages = {**LANGUAGES, **(languages or {})}
+        self._isolated, self._paths = isolated, [*paths]
+        # A virtual environment is found by the path of its interpreter, so links stay.
+        self.python = [os.path.realpath(sys.executable), "-I", "-S"] if python is None else [python, "-I"]
+        self._prefixes = [sys.base_prefix] if python is None else _prefixes(python)
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._end: Any = None
+
+    @property
+    def name(self) -> str:
+        """The kind of isolation."""
+        return "bubblewrap" if self._isolated else "unisolated"
+
+    def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
+        """Compiles a program and runs it once for each standard input.  Raises: SandboxError."""
+        language = self.languages[program.language]
+        if program.language == "python":  # in the interpreter that is there
+            job = Job(code=program.source, files=program.files, collect=program.collect, limits=program.limits)
+            return [self.run_job(replace(job, stdin=given)) for given in inputs]
+        files = {**program.files, language.file: program.source.encode(errors="replace")}
+        if language.compile:
+            made = self._run(Job(language.compile, files=files, collect=[language.compiled], limits=program.compiling))
+            if made.end != "ok" or language.compiled not in made.files:
+                return [replace(made, end="compile", files={})] * len(inputs)
+            files = {**program.files, language.compiled: made.files[language.compiled]}
+        job = Job(language.run, files=files, collect=program.collect, limits=program.limits)
+        return [self._run(replace(job, stdin=given)) for given in inputs]
+
+    def _run(self, job: Job) -> Ran:
+        """Raises: SandboxError where there is no such command."""
+        ran = self.run_job(job)
+        if ran.code == 127 and ran.stderr.startswith(b"FileNotFoundError"):
+            raise SandboxError(
+                f"{job.argv[0]} is not there for programs in the sandbox ({self.name}); install it, or leave the "
+                "language out"
+            )
+        return ran
+
+    def run_job(self, job: Job) -> Ran:
+        """Runs a command or Python code to its end.  Raises: SandboxError."""
+        for _ in range(2):  # a process that died is replaced
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    self._send(theirs)
+                ours.settimeout(job.limits.seconds + GRACE_SECONDS)
+                try:
+                    return self._exchange(ours, job)
+                except TimeoutError as error:
+                    self.close()
+                    raise SandboxError(
+                        f"the sandbox ({self.name}) gave no answer {GRACE_SECONDS:g} s after the limit of its program; "
+                        "it was ended, and the next program starts another; run fewer programs at a time"
+                    ) from error
+                except (OSError, EOFError) as error:
+                    why = f"{error}"
+        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}; {INSTALL}")
+
+    def close(self) -> None:
+        """Ends the process and its programs."""
+        with self._lock:
+            if self._end is not None:
+                self._end()
+            self._control = None
+
+    def _exchange(self, channel: socket.socket, job: Job) -> Ran:
+        wanted = {"argv": [*job.argv], "code": job.code, "files": [*job.files], "collect": [*job.collect]}
+        header = {**wanted, "limits": asdict(job.limits), "environment": ENVIRONMENT}
+        for blob in (json.dumps(header).encode(), *job.files.values(), job.stdin):
+            channel.sendall(LENGTH.pack(len(blob)))
+            channel.sendall(blob)
+        answer = json.loads(_receive(channel))
+        out, errors, *files = [_receive(channel) for _ in range(2 + len(answer["files"]))]
+        if answer["end"] == "sandbox":
+            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}; {INSTALL}")
+        found = dict(zip(answer["files"], files, strict=True))
+        return Ran(answer["end"], answer["code"], out, errors, answer["seconds"], answer["cpu_seconds"], found)
+
+    def _send(self, channel: socket.socket) -> None:
+        with self._lock:
+            if self._control is None or self._process.poll() is not None:
+                if self._end is not None:
+                    self._end()
+                self._control = self._start()
+            with suppress(OSError):  # it has just died: the channel tells
+                socket.send_fds(self._control, [b"j"], [channel.fileno()])
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        folder = INSIDE_SHOWN if self._isolated else str(INSIDE)
+        command = [*self.python, f"{folder}/whet_zygote.py", folder, str(theirs.fileno())]
+        command += ["isolated" if self._isolated else "unisolated"]
+        wrapper = self._wrapper() if self._isolated else []
+        with theirs, tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(
+                [*wrapper, *command],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=ENVIRONMENT,
+            )
+            self._errors = os.dup(log.fileno())
+        self._process = process
+        self._end = weakref.finalize(self, _end, process, ours, self._errors)
+        return ours
+
+    def _wrapper(self) -> list[str]:
+        """The command line of bubblewrap."""
+        found = shutil.which("bwrap")
+        if found is None:
+            raise SandboxError(f"bubblewrap is not installed, and programs must not run without isolation; {INSTALL}")
+        words = [found, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        if os.getuid() != 0:  # root needs no namespace of users, and can then give programs another user
+            words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+        words += ["--new-session", "--clearenv", "--cap-drop", "ALL"]
+        words += [word for name in CAPABILITIES for word in ("--cap-add", name)]
+        for name in LINKS:
+            link = Path("/", name)
+            if link.is_symlink():
+                words += ["--symlink", str(link.readlink()), str(link)]
+            elif link.is_dir():
+                words += ["--ro-bind", str(link), str(link)]
+        alternatives = Path("/etc/alternatives")  # c++ is a link into it
+        shown = ["/usr", str(alternatives), *self._prefixes, *self._paths]
+        shown = [path for path in dict.fromkeys(shown) if Path(path).is_dir()]
+        above = sorted({str(parent) for path in [*shown, INSIDE_SHOWN] for parent in Path(path).parents} - {"/"})
+        for parent in above:  # bubblewrap makes them for the owner alone
+            words += ["--perms", "0755", "--dir", parent]
+        for path in shown:
+            words += ["--ro-bind", path, path]
+        words += ["--ro-bind", str(INSIDE), INSIDE_SHOWN]
+        words += ["--proc", "/proc", "--dev", "/dev", "--dir", SCRATCH]
+        return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+    def _log(self) -> str:
+        if self._end is None:
+            return ""
+        with suppress(OSError):
+            text = os.pread(self._errors, 4096, 0).decode(errors="replace").strip()
+            return text.splitlines()[-1] if text else ""
+        return ""
+
+
+def check(sandbox: LocalSandbox) -> None:
+    """Runs a program that prints.  Raises: SandboxError where this machine cannot hold programs."""
+    ran = sandbox.run_job(Job(code="print(6 * 7)", limits=Limits(seconds=20.0)))
+    if (ran.end, ran.stdout) != ("ok", b"42\n"):
+        raise SandboxError(f"a program that prints 42 ended with {ran}; {INSTALL}")
+
+
+def _prefixes(python: str) -> list[str]:
+    """The folders of an interpreter.  Raises: SandboxError."""
+    code = "import sys; print(sys.prefix); print(sys.base_prefix)"
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(
+            f"{python} is no Python interpreter ({error}); expected one for the programs in the sandbox: name another"
+        ) from error
+    return [*dict.fromkeys(done.stdout.split())]
+
+
+def _receive(channel: socket.socket) -> bytes:
+    (size,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    return _exactly(channel, size)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError("the connection was closed")
+        data += part
+    return bytes(data)
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> None:
+    """Ends the process: it ends by itself when the socket is closed, and all programs with it."""
+    control.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.kill()
+    process.wait()
+    os.close(log)

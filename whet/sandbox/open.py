@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes by name, one of each in a process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from whet.errors import SandboxError
+from whet.sandbox.protocol import Language, Sandbox
+
+
+@cache
+def open_sandbox(name: str, python: str | None = None, languages: str = "{}") -> Sandbox:
+    """The sandbox `bubblewrap`, `unisolated`, or a service at http://HOST:PORT.
+
+    `python` is the interpreter of programs on this machine, `languages` further ones as JSON:
+    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`.
+    Raises: SandboxError where it cannot hold programs."""
+    if name.startswith(("http://", "https://")):
+        from whet.sandbox.http import HttpSandbox
+
+        return HttpSandbox(name)
+    from whet.sandbox.local import LocalSandbox, check
+
+    if name not in ("bubblewrap", "unisolated"):
+        raise SandboxError(
+            f"no sandbox is called {name!r}; expected bubblewrap, http://HOST:PORT of a SandboxFusion service, or "
+            "unisolated, which holds nothing back but resources"
+        )
+    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages))
+    check(sandbox)
+    return sandbox
+
+
+def _read(text: str) -> dict[str, Language]:
+    found = {}
+    for name, given in json.loads(text).items():
+        try:
+            found[name] = Language(**given)
+        except TypeError as error:
+            raise SandboxError(
+                f"the language {name} has {given}; expected file, run, and compile with compiled where it is compiled"
+            ) from error
+    return found

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that nobody trusts, the limits of a run, and how it ended; the contract of sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "processes", "disk"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one run of a program, with all processes that it starts."""
+
+    seconds: float = 10.0  # wall-clock time
+    cpu_seconds: float = 10.0  # of each process
+    memory_bytes: int = 512 * 2**20  # of each process, and of all together with the scratch folder
+    output_bytes: int = 2**20  # standard output and error together
+    processes: int = 32  # threads count
+    open_files: int = 64
+    file_bytes: int = 16 * 2**20  # of one file
+    scratch_bytes: int = 64 * 2**20
+    scratch_files: int = 4096
+
+
+COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, scratch_bytes=128 * 2**20)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program: a command line, or Python code that runs in an interpreter which has common modules loaded."""
+
+    argv: Sequence[str] = ()
+    code: str = ""
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the scratch folder
+    collect: Sequence[str] = ()  # names of files in the scratch folder to give back
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The end of a run. `end` is "ok" for exit code 0, "failed" for another one, "compile" where it does not compile,
+    else the limit that ended it."""
+
+    end: End
+    code: int  # exit code, minus the signal for a killed program
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    cpu_seconds: float = 0.0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language: the file that its source is written into, the command that compiles it, the one that runs it."""
+
+    file: str
+    run: Sequence[str]
+    compile: Sequence[str] = ()
+    compiled: str = ""  # the file that compiling makes
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program in a language of `languages`."""
+
+    language: str
+    source: str
+    limits: Limits = Limits()
+    compiling: Limits = COMPILING
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    collect: Sequence[str] = ()
+
+
+class Sandbox(Protocol):
+    """Runs programs; several threads may call."""
+
+    @property
+    def name(self) -> str:
+        """The name of what holds programs: "bubblewrap", "unisolated", or an address."""
+
+    @property
+    def languages(self) -> Mapping[str, Language | str]:
+        """The languages of programs; for a service, its own names of them."""
+
+    def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
+        """Compiles a program and runs it once for each standard input.  Raises: SandboxError where the sandbox, not
+        the program, fails."""
+
+    def close(self) -> None:
+        """Ends what the sandbox runs."""
