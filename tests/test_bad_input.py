@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -31,11 +33,15 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.planning import fit
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.stream import FailureWatch
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
+
+sys.path.insert(0, str(Path(__file__).parent / "rewards"))
+from judge_server import Reply, judging
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bad-input.md").read_text(encoding="utf-8")
 MESSAGES = {
@@ -224,7 +230,7 @@ def test_what_is_wrong_with_an_order() -> None:
     wrong("data that changed before a resume", str(raised.value))
 
 
-def outcomes(function: Callable[..., Any], count: int = 4, **settings: Any) -> list[Any]:
+def outcomes(function: Callable[..., Any] | str, count: int = 4, **settings: Any) -> list[Any]:
     settings = {"num_workers": 0, "timeout_seconds": 5.0, **settings}
     with RewardPool(function, correct_threshold=1.0, **settings) as pool:
         return pool.score([RewardItem("s", "text", "1", response_ids=(1, 2)) for _ in range(count)])
@@ -272,6 +278,50 @@ def test_a_reward_that_hangs_fails_in_time() -> None:
     [outcome] = outcomes(lambda solution_str: time.sleep(60), 1, num_workers=1, timeout_seconds=0.3)
     assert isinstance(outcome, Failure) and time.monotonic() - start < 20
     wrong("reward that hangs", outcome.message)
+
+
+def test_a_reward_that_fails_in_its_process() -> None:
+    async def waits(solution_str: str) -> None:
+        await asyncio.sleep(60)
+
+    def grows(solution_str: str) -> None:
+        kept = []
+        while True:
+            kept.append(bytearray(b"x") * 2**22)
+            time.sleep(0.005)
+
+    nowhere = {"endpoint": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
+    for situation, [outcome] in {
+        "async reward that hangs": outcomes(waits, 1, num_workers=1, timeout_seconds=0.3),
+        "reward that grows without bound": outcomes(grows, 1, num_workers=1, timeout_seconds=60.0, memory_limit_mb=150),
+        "judge that is not there": outcomes("llm_judge", 1, num_workers=1, timeout_seconds=60.0, kwargs=nowhere),
+    }.items():
+        assert isinstance(outcome, Failure)
+        wrong(situation, outcome.message)
+
+
+def test_a_judge_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with judging([Reply(status=401)]) as judge:
+        kwargs = {"endpoint": judge.address, "model": "m"}
+        [outcome] = outcomes("llm_judge", 1, num_workers=1, timeout_seconds=30.0, kwargs=kwargs)
+    assert isinstance(outcome, Failure)
+    wrong("judge that refuses the key", outcome.message)
+
+
+def test_a_rubric_without_its_parsers_field() -> None:
+    with pytest.raises(WhetError) as raised:
+        Rubric("mine", "Is it right? {{ response }}", "yes_no")
+    wrong("rubric without its parser's field", str(raised.value))
+
+
+def test_reward_processes_that_die_in_a_row() -> None:
+    def dies(solution_str: str) -> None:
+        os._exit(3)
+
+    with pytest.raises(WhetError) as raised:
+        outcomes(dies, 30, num_workers=1)
+    wrong("processes that die in a row", str(raised.value))
 
 
 def test_a_reward_of_no_known_form() -> None:

@@ -31,6 +31,7 @@ from whet.options import fits, read, words
 
 F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = Path(__file__).parent
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
 # Parameter names of verl's form that differ from whet's column names.
@@ -354,22 +355,22 @@ def _read_shipped(registry: Registry) -> dict[str, Entry]:
 
 
 @cache
-def _decorated(folder: str) -> list[tuple[str, ast.FunctionDef | ast.ClassDef, ast.Call, str]]:
+def _decorated(folder: str) -> list[tuple[str, Definition, ast.Call, str]]:
     """Module, definition, decorator call and decorator name of all decorated definitions in a folder of whet."""
     found = []
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, Definition):
                 uses = [use for use in node.decorator_list if isinstance(use, ast.Call)]
                 found += [(module, node, use, ast.unparse(use.func).rsplit(".", 1)[-1]) for use in uses]
     return found
 
 
-def _without_body(node: ast.FunctionDef | ast.ClassDef) -> Callable[..., Any]:
+def _without_body(node: Definition) -> Callable[..., Any]:
     """Makes the function or class with only its signature and docstring, without importing its file."""
 
-    def strip(each: ast.FunctionDef | ast.ClassDef) -> ast.stmt:
+    def strip(each: Definition) -> ast.stmt:
         made = [strip(inner) for inner in each.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
         each.body, each.decorator_list = [ast.Expr(ast.Constant(ast.get_docstring(each))), *made], []
         if isinstance(each, ast.ClassDef):

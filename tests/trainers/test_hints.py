@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,9 @@ from whet.trainers.build import build, build_scorer, train
 from whet.trainers.hints import hints_of, own_prompt, with_hints
 from whet.trainers.run import Run
 from whet.types import Group
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rewards"))
+from judge_server import Reply, judging
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -111,6 +115,42 @@ def test_a_judge_that_fails_gives_no_hint(
         asked = str(group.prompt.messages[-1].content)
         assert hints == [None if asked.startswith("1") else f"about {asked}"] * 4
     run.close()
+
+
+def test_hints_of_an_endpoint(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The client of llm_judge: a passing fault is tried again, a lasting one gives no hint."""
+    monkeypatch.setenv("HINT_KEY", "secret")
+
+    def hint(body: dict[str, Any]) -> Reply:
+        content = body["messages"][-1]["content"]
+        if content.startswith("1") or len(judge.bodies) == 2:
+            return Reply(status=500)
+        return Reply(f"about {content}")
+
+    with judging(hint) as judge:
+        options = {
+            "endpoint": judge.address,
+            "model": "m",
+            "key_variable": "HINT_KEY",
+            "cache": str(tmp_path / "hints"),
+        }
+        options |= {"instruction": "Be brief.", "timeout_seconds": 4.0}
+        config = train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options})
+        run, groups, _ = built(config, additions)
+        for group, hints in zip(groups, hints_of(groups, run.sources(groups, 1)), strict=True):
+            asked = str(group.prompt.messages[-1].content)
+            assert hints == [None if asked.startswith("1") else f"about {asked}"] * 4
+        run.close()
+    assert set(judge.keys) == {"Bearer secret"}
+    assert {body["messages"][0]["content"] for body in judge.bodies} == {"Be brief."}
+
+
+def test_a_judge_is_a_function_or_an_endpoint(train_config: MakeConfig) -> None:
+    for options in ({}, {"endpoint": "http://a/v1"}, {"complete": "a:b", "endpoint": "http://a/v1", "model": "m"}):
+        with pytest.raises(ConfigError, match=r"teacher\.hint=judge requires either"):
+            train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options})
 
 
 def test_teachers_by_data_source(train_config: MakeConfig, additions: Rows, model_folder: Path) -> None:

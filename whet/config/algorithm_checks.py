@@ -82,6 +82,12 @@ def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:
             f"{estimator.name!r} reads teacher_log_probs, but without a teacher or a hint these are the policy's own; "
             "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
         )
+    given = teacher.hint_options
+    if teacher.hint == "judge" and ("complete" in given) == ("endpoint" in given and "model" in given):
+        yield (
+            "teacher.hint=judge requires either teacher.hint_options.complete, a function, or "
+            f"teacher.hint_options.endpoint and .model; found {', '.join(given) or 'none of them'}; set one of the two"
+        )
     yield from _correction(algorithm)
     entry = entry_at(AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
     required = [name for name, default in entry.options.items() if default is REQUIRED]

@@ -19,7 +19,7 @@ from typing import Any
 from whet.errors import RewardError, WhetError, describe
 from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
-from whet.registry import REWARDS
+from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome
@@ -39,8 +39,11 @@ class WorkerSpec:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
         function = self.function
         if isinstance(function, str):
-            REWARDS[function].check(self.kwargs, "reward.kwargs.")
-            function = REWARDS[function].load()
+            entry = REWARDS[function]
+            entry.check(self.kwargs, "reward.kwargs.")
+            function = entry.load()
+            if "checked_by" in entry.marks:  # a function of the options that are more than a type and a range
+                load_target(entry.marks["checked_by"])(**self.kwargs)
         return adapt(function, kwargs=self.kwargs, correct_threshold=self.correct_threshold)
 
 

@@ -24,6 +24,7 @@ from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto
 from whet.registry import HINTS, load_target, register_hint
+from whet.rewards.judge.client import Settings, complete_all
 from whet.trainers.columns import Sources, Values, register_provider
 from whet.types import Group, Message, Prompt, Trajectory
 
@@ -179,24 +180,35 @@ def judge(
     groups: Sequence[Group],
     sources: Sources,
     *,
-    complete: str,
+    complete: str | None = None,
+    endpoint: str | None = None,
+    model: str | None = None,
+    key_variable: str = "OPENAI_API_KEY",
+    max_tokens: Annotated[int, Ge(1)] = 256,
+    cache: str | None = None,
     instruction: str = "Give one short hint that helps to solve this problem. Do not give the answer away.",
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
-    """A judge's hint for each prompt: `complete` names a function of messages that returns text, as
+    """A judge's hint for each prompt: that of `model` at an OpenAI-compatible `endpoint`, by the client of `llm_judge`
+    with its retries and cache, or that of `complete`, a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
-    function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
-
-    def ask(group: Group) -> str:
-        return function([{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)])
-
-    threads = Background("whet-judge", parallel)
-    futures = [threads.submit(partial(ask, group)) for group in groups]
-    threads.close()
-    wait(futures, timeout=timeout_seconds)
-    hints = [_result(future) for future in futures]
+    asked = [
+        [{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)] for group in groups
+    ]
+    if complete is not None:
+        function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
+        threads = Background("whet-judge", parallel)
+        futures = [threads.submit(partial(function, messages)) for messages in asked]
+        threads.close()
+        wait(futures, timeout=timeout_seconds)
+        hints = [_result(future) for future in futures]
+    else:
+        sampling = (("temperature", 0.0), ("max_tokens", max_tokens))
+        settings = Settings(endpoint or "", model or "", sampling, key_variable, cache=cache, concurrency=parallel)
+        settings = replace(settings, request_seconds=timeout_seconds, deadline_seconds=timeout_seconds)
+        hints = [_hint(reply) for reply in complete_all(settings, asked)]
     return [[hint] * len(group.trajectories) for group, hint in zip(groups, hints, strict=True)]
 
 
@@ -206,8 +218,14 @@ def _result(future: Future[str]) -> str | None:
     try:
         return str(future.result(timeout=0))
     except Exception as error:  # other people's code, over a network; TimeoutError, CancelledError
-        log.warning("the judge gave no hint: %s: %s", type(error).__name__, error)
-        return None
+        return _hint(error)
+
+
+def _hint(reply: str | Exception) -> str | None:
+    if isinstance(reply, str):
+        return reply
+    log.warning("the judge gave no hint: %s: %s", type(reply).__name__, reply)
+    return None
 
 
 def text(trajectory: Trajectory) -> str | None:

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of OpenAI-compatible chat endpoints, with retries, limits, counts and a cache on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from whet.errors import RewardError
+from whet.keyed import key
+from whet.processes.background import Background
+
+log = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the first retry, and before any
+RETRIED = frozenset({408, 409, 425, 429})  # and 500 to 599
+CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
+SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Settings:
+    """An endpoint and how to ask it. Limits hold for one client, so for one process."""
+
+    endpoint: str  # with its version: http://127.0.0.1:8000/v1
+    model: str
+    sampling: tuple[tuple[str, Any], ...] = (("temperature", 0.0), ("max_tokens", 512))
+    key_variable: str = "OPENAI_API_KEY"  # environment variable of the key
+    request_seconds: float = 20.0
+    deadline_seconds: float = 25.0  # for all attempts together
+    retries: int = 4
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    concurrency: int = 16
+    cache: str | None = None  # folder
+    cache_mb: float = 1024.0
+    input_price: float = 0.0  # of a million tokens
+    output_price: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text of a reply, what `read` made of it, and what it cost. A reply from the cache costs nothing."""
+
+    text: str
+    value: Any = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float = 0.0
+    is_cached: bool = False
+
+
+@dataclass
+class Counts:
+    """Sums over a client's life."""
+
+    requests: int = 0
+    retries: int = 0
+    cached: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float = 0.0
+
+
+class _AgainError(Exception):
+    """A failed attempt that may succeed later, at the earliest after `seconds`."""
+
+    def __init__(self, why: str, seconds: float = 0.0) -> None:
+        super().__init__(why)
+        self.seconds = seconds
+
+
+@dataclass
+class Client:
+    """Asks one model. An object serves one event loop at a time."""
+
+    settings: Settings
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        if not self.settings.endpoint.startswith(("http://", "https://")):
+            raise RewardError(
+                f"endpoint={self.settings.endpoint!r} is no address; expected one such as http://127.0.0.1:8000/v1"
+            )
+        folder, size = self.settings.cache, int(self.settings.cache_mb * 2**20)
+        self._cache = None if folder is None else Cache(Path(folder), size)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free_at = 0.0  # time.monotonic() of the next request that the limits allow
+
+    async def complete(
+        self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
+    ) -> Answer:
+        """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. A reply of which
+        `read` makes None is asked for again and not cached.
+
+        Raises: RewardError, with the reason of the last attempt.
+        """
+        body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
+        digest = hashlib.blake2b(
+            json.dumps([self.settings.endpoint, body, sample], sort_keys=True).encode(), digest_size=20
+        ).hexdigest()
+        text = None if self._cache is None else self._cache.get(digest)
+        if text is not None and (value := text if read is None else read(text)) is not None:
+            self.counts.cached += 1
+            return Answer(text, value, is_cached=True)
+        answer = await self._insist(body, digest, sample, read)
+        if self._cache is not None:
+            self._cache.put(digest, answer.text)
+        return answer
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._loop is not None:
+            await self._http.aclose()
+            self._loop = None
+
+    async def _insist(
+        self, body: dict[str, Any], digest: str, sample: int, read: Callable[[str], Any] | None
+    ) -> Answer:
+        """Repeats a request, with waits that double and differ by digest and attempt."""
+        until = time.monotonic() + self.settings.deadline_seconds
+        why, spent = "", Answer("")
+        for attempt in range(self.settings.retries + 1):
+            seed = sample * 1000 + attempt
+            self.counts.retries += attempt > 0
+            wait = 0.0
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                    answer = await self._ask({**body, "seed": seed} if seed else body)
+                spent = _sum(answer, spent)
+                value = answer.text if read is None else read(answer.text)
+                if value is not None:
+                    return replace(spent, value=value)
+                why = f"its reply cannot be read: {answer.text[-SHOWN_CHARACTERS:]!r}"
+            except _AgainError as error:
+                why, wait = str(error), error.seconds
+            except TimeoutError:
+                why = why or "no reply in time"
+                break
+            share = key(attempt, "judge wait", digest) / 2**63
+            wait = max(wait, min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * (0.5 + 0.5 * share))
+            if time.monotonic() + wait > until:
+                why += f"; a retry in {wait:.1f} s would be after the deadline"
+                break
+            if attempt < self.settings.retries:
+                await asyncio.sleep(wait)
+        raise RewardError(
+            f"the judge {self.settings.model!r} at {self.settings.endpoint} gave no usable reply within "
+            f"{self.settings.deadline_seconds:g} s and {self.settings.retries + 1} attempts: {why}; expected a reply "
+            "of an OpenAI-compatible server; correct the endpoint, the model or the rubric, or raise the deadline"
+        )
+
+    async def _ask(self, body: dict[str, Any]) -> Answer:
+        self._open()
+        async with self._slots:
+            estimate = len(json.dumps(body["messages"])) / CHARACTERS_PER_TOKEN + body.get("max_tokens", 0)
+            await self._wait_for_limits(estimate)
+            self.counts.requests += 1
+            secret = os.environ.get(self.settings.key_variable)
+            headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+            address = f"{self.settings.endpoint.rstrip('/')}/chat/completions"
+            try:
+                async with asyncio.timeout(self.settings.request_seconds):
+                    reply = await self._http.post(address, json=body, headers=headers)
+            except TimeoutError as error:
+                raise _AgainError(f"no reply in {self.settings.request_seconds:g} s") from error
+            except httpx.TransportError as error:
+                raise _AgainError(f"it cannot be reached ({type(error).__name__}: {error})") from error
+        answer = self._read(reply)
+        tokens = answer.input_tokens + answer.output_tokens
+        if self.settings.tokens_per_minute is not None and tokens:
+            self._free_at += (tokens - estimate) * 60 / self.settings.tokens_per_minute
+        return answer
+
+    def _read(self, reply: httpx.Response) -> Answer:
+        """Raises: _AgainError where a retry may help, else RewardError."""
+        where, shown = f"the judge at {self.settings.endpoint}", reply.text[:SHOWN_CHARACTERS]
+        if reply.status_code in (401, 403):
+            is_set = "is set, but not accepted" if os.environ.get(self.settings.key_variable) else "is not set"
+            raise RewardError(
+                f"{where} refused the key ({reply.status_code}); expected it in the environment variable "
+                f"{self.settings.key_variable}, which {is_set}; set it to a valid key, or name another as key_variable"
+            )
+        if reply.status_code in RETRIED or reply.status_code >= 500:
+            wait = _seconds_of(reply.headers.get("Retry-After", ""))
+            if reply.status_code in (429, 503):
+                self._free_at = max(self._free_at, time.monotonic() + wait)
+            raise _AgainError(f"status {reply.status_code}: {shown}", wait)
+        if reply.status_code != 200:
+            raise RewardError(
+                f"{where} answered with status {reply.status_code}: {shown}; expected 200; correct the endpoint (it "
+                f"ends in /v1 as a rule), or model={self.settings.model!r}"
+            )
+        try:
+            found = reply.json()
+            text, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
+            read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _AgainError(f"its reply is no chat completion: {shown}") from error
+        if not isinstance(text, str):
+            raise _AgainError(f"its reply has no text: {shown}")
+        cost = (read * self.settings.input_price + written * self.settings.output_price) / 1e6
+        self.counts.input_tokens += read
+        self.counts.output_tokens += written
+        self.counts.cost += cost
+        return Answer(text, None, read, written, cost)
+
+    def _open(self) -> None:
+        """Makes connections for the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
+            self._http = httpx.AsyncClient(
+                timeout=self.settings.request_seconds, limits=httpx.Limits(max_connections=self.settings.concurrency)
+            )
+
+    async def _wait_for_limits(self, tokens: float) -> None:
+        """Spaces requests evenly over the minute; a pause that the server asked for counts for all of them."""
+        limits = ((1.0, self.settings.requests_per_minute), (tokens, self.settings.tokens_per_minute))
+        spacing = max(60 * size / limit if limit else 0.0 for size, limit in limits)
+        start = max(time.monotonic(), self._free_at)
+        self._free_at = max(self._free_at, start + spacing if spacing else 0.0)
+        await asyncio.sleep(start - time.monotonic())
+
+
+def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[str | Exception]:
+    """The reply to each conversation, or the error in its place, after `settings.deadline_seconds` for all together."""
+
+    async def run() -> list[str | Exception]:
+        client = Client(settings)
+        tasks = [asyncio.create_task(client.complete(messages)) for messages in conversations]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=settings.deadline_seconds)
+            for task in tasks:
+                task.cancel()
+            replies = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await client.close()
+        late = TimeoutError(f"no reply in {settings.deadline_seconds:g} s")  # in the place of CancelledError
+        errors = [each if isinstance(each, Exception) else late for each in replies]
+        return [each.text if isinstance(each, Answer) else errors[i] for i, each in enumerate(replies)]
+
+    thread = Background("whet-judge")  # this thread may have an event loop of its own
+    future = thread.submit(lambda: asyncio.run(run()))
+    thread.close()
+    return future.result()
+
+
+class Cache:
+    """Texts on disk, by digest. Over its size the oldest are removed."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._bytes = sum(size for _, size, _ in self._entries())
+
+    def get(self, digest: str) -> str | None:
+        """The text; None if it is not there."""
+        try:
+            found: str = json.loads((self._folder / f"{digest}.json").read_bytes())["text"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found
+
+    def put(self, digest: str, text: str) -> None:
+        """Writes a text atomically. A cache that cannot be written is left out, with a warning."""
+        content = json.dumps({"text": text}).encode()
+        partial = self._folder / f".{digest}.{os.getpid()}"
+        try:
+            partial.write_bytes(content)
+            partial.replace(self._folder / f"{digest}.json")
+        except OSError as error:
+            log.warning("the judge's cache cannot be written: %s", error)
+            return
+        self._bytes += len(content)
+        if self._bytes > self._max_bytes:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        entries = sorted(self._entries())
+        self._bytes = sum(size for _, size, _ in entries)
+        for _, size, path in entries:
+            if self._bytes <= 0.9 * self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            self._bytes -= size
+
+    def _entries(self) -> list[tuple[int, int, Path]]:
+        """(time of writing, bytes, path) of each text."""
+        found = []
+        for path in self._folder.glob("*.json"):
+            with suppress(FileNotFoundError):  # another process removed it
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        return found
+
+
+def _sum(answer: Answer, earlier: Answer) -> Answer:
+    """The answer, with the tokens and the cost of the attempts before it."""
+    return replace(
+        answer,
+        input_tokens=answer.input_tokens + earlier.input_tokens,
+        output_tokens=answer.output_tokens + earlier.output_tokens,
+        cost=answer.cost + earlier.cost,
+    )
+
+
+def _seconds_of(retry_after: str) -> float:
+    """Seconds of a Retry-After header, a number or an HTTP date; 0 for anything else."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return 0.0
