@@ -15,7 +15,7 @@ SGLANG := .venv-sglang/.ready
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers vllm sglang quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers vllm sglang bubblewrap quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -38,6 +38,9 @@ peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 
 sglang: $(SGLANG) ## SGLang for rollout.engine.name=sglang, in an environment of its own
+
+bubblewrap: ## bubblewrap, which holds programs that nobody trusts (Debian, Ubuntu; as root)
+	command -v bwrap || apt-get install -y bubblewrap
 
 quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check

@@ -24,6 +24,7 @@ ONLY_SHOWN = {
     "train.sbatch",
     "data.schema.json",
 }  # for a cloud, a scheduler, an editor
+LONG = {"rewards.md", "troubleshooting.md", "migrating.md"}  # many commands
 SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in blocks(page))]
 
 
@@ -57,7 +58,9 @@ def follow(page: Path, folder: Path, *, slow: bool) -> None:
             reader.check_exit(block, after)
 
 
-@pytest.mark.parametrize("page", FOLLOWED, ids=shown)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in FOLLOWED], ids=shown
+)
 def test_the_blocks_of_a_page(page: Path, folder: Path) -> None:
     follow(page, folder, slow=False)
 

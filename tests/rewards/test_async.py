@@ -109,14 +109,14 @@ def test_no_more_calls_at_a_time_than_the_limit(later: str, concurrency: int, nu
     [
         ("wait 1000", "timed out after 0.6 s", True),
         ("block 1000", "timed out after 0.6 s", True),
-        ("block 0.9", "timed out after 0.6 s", True),
-        ("regex", "timed out after 0.6 s", True),
-        ("stubborn", "timed out after 0.6 s", True),
+        pytest.param("block 0.9", "timed out after 0.6 s", True, marks=pytest.mark.slow),
+        pytest.param("regex", "timed out after 0.6 s", True, marks=pytest.mark.slow),
+        pytest.param("stubborn", "timed out after 0.6 s", True, marks=pytest.mark.slow),
         ("exit", "the reward process died: exit code 3", False),
-        ("segv", "the reward process died: SIGSEGV", False),
+        pytest.param("segv", "the reward process died: SIGSEGV", False, marks=pytest.mark.slow),
         ("raise no good", "ValueError: no good", False),
         ("quit now", "SystemExit: now", False),
-        ("cancel me", "asyncio.exceptions.CancelledError: me", False),
+        pytest.param("cancel me", "asyncio.exceptions.CancelledError: me", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_item_harms_none_that_is_scored_beside_it(later: str, bad: str, message: str, is_late: bool) -> None:
@@ -131,6 +131,7 @@ def test_a_bad_item_harms_none_that_is_scored_beside_it(later: str, bad: str, me
     assert failed.source == "reward" and outcomes == [RIGHT] * 20
 
 
+@pytest.mark.slow
 def test_many_bad_items_of_each_kind_fail_and_no_other(later: str) -> None:
     verbs = ["wait 1000", "x", "block 1000", "wait 0.1", "exit", "wait 0.1", "raise no", "x", "stubborn", "wait 0.1"]
     with make_pool(later, 2, timeout_seconds=0.5, concurrency=6) as pool:

@@ -149,7 +149,7 @@ def test_a_wrong_row_is_an_error(ground_truth, message):
 
 def test_a_missing_detector_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "langdetect", None)
-    with pytest.raises(ModuleNotFoundError, match=r"langdetect is missing; install it with `pip install .*ifeval"):
+    with pytest.raises(ModuleNotFoundError, match=r"langdetect is missing; install it with `pip install .*langdetect"):
         compute_score("HELLO", truth(("change_case:english_capital", {})))
 
 

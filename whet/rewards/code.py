@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.options import Positive
+from whet.options import Count, Positive
 from whet.registry import register_reward
 from whet.sandbox.inside import whet_peer
 from whet.sandbox.protocol import Limits, Program, Ran, Sandbox
@@ -49,6 +49,7 @@ class Suite:
 
 @register_reward(
     "code",
+    checked_by="whet.rewards.code:check_options",
     examples=(
         ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
         ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
@@ -63,7 +64,7 @@ def compute_score(
     language: str | None = None,
     seconds: Positive = 10.0,
     memory_mb: Positive = 512.0,
-    most_tests: int = 0,
+    most_tests: Count | None = None,
     sandbox: str = "bubblewrap",
     python: str | None = None,
     languages: Mapping[str, Mapping[str, Any]] | None = None,
@@ -75,7 +76,7 @@ def compute_score(
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
     of assertions, or text with them; a pytest file. `prompt` and `entry_point` may also be in `extra_info`: a response
     that completes the prompt is put behind it. Each test has `seconds` and `memory_mb`. `most_tests` takes the first
-    ones (0: all). `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
+    ones. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
     languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.
     Raises: ValueError for a ground truth that has no tests, and for a language without a toolchain.
@@ -102,6 +103,19 @@ def compute_score(
     passed = sum(ok for ok, _ in results) / len(results)
     reward = {"binary": float(passed == 1.0), "fraction": passed, "fraction4": passed**4}[score]
     return {"reward": reward, "accuracy": float(passed == 1.0), "tests": len(results), "passed": passed, "pred": source}
+
+
+def check_options(
+    *,
+    sandbox: str = "bubblewrap",
+    python: str | None = None,
+    languages: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> None:
+    """Raises: SandboxError where the sandbox is not there."""
+    from whet.sandbox.open import open_sandbox
+
+    open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
 
 
 def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> tuple[str, str]:

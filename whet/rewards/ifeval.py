@@ -156,7 +156,7 @@ def language_of(text: str) -> str | None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "this instruction needs the language of the response, for which langdetect is missing; install it "
-            f"with `{pip_install('ifeval')}`, or leave such rows out"
+            f"with `{pip_install('langdetect')}`, or leave such rows out"
         ) from error
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages
     try:
