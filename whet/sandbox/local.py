@@ -25,6 +25,7 @@ from whet.sandbox.protocol import Job, Language, Limits, Program, Ran
 
 INSIDE = Path(__file__).parent / "inside"
 INSIDE_SHOWN = "/opt/whet"  # where it lies inside
+END_SECONDS = 1.0  # for a process whose programs are lost
 GRACE_SECONDS = 20.0  # for a busy machine, beyond a program's own limit
 LINKS = ("bin", "lib", "lib64", "sbin")  # at the root, where the distribution has them as links into /usr
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_KILL")  # for new namespaces; no program gets them
@@ -73,6 +74,7 @@ class LocalSandbox:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._end: Any = None
+        self._process: subprocess.Popen[bytes]
 
     @property
     def name(self) -> str:
@@ -122,6 +124,8 @@ class LocalSandbox:
                     ) from error
                 except (OSError, EOFError) as error:
                     why = f"{error}"
+                    with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
+                        self._process.wait(END_SECONDS)
         raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}; {INSTALL}")
 
     def close(self) -> None:
@@ -248,7 +252,7 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> 
     """Ends the process: it ends by itself when the socket is closed, and all programs with it."""
     control.close()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        process.wait(END_SECONDS)
     process.kill()
     process.wait()
     os.close(log)
