@@ -37,9 +37,10 @@ class WorkerSpec:
 
     def load(self) -> RewardFunction:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
-        function = self.function
-        entry = REWARDS[function] if isinstance(function, str) else REWARDS.registered(function)
-        if entry is not None:
+        entry = REWARDS[self.function] if isinstance(self.function, str) else REWARDS.registered(self.function)
+        if entry is None:
+            function: Any = self.function
+        else:
             entry.check(self.kwargs, "reward.kwargs.")
             function = entry.load()
             if "checked_by" in entry.marks:  # a function of the options that are more than a type and a range
