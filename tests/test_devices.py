@@ -91,6 +91,7 @@ def check_near(device: dict[str, Any], host: dict[str, Any]) -> None:
     assert device["weights"] == pytest.approx(host["weights"], rel=0.02, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_gives_the_numbers_of_the_host(name: str, runs: Any) -> None:
     device, host = runs[name]
@@ -98,6 +99,7 @@ def test_a_run_gives_the_numbers_of_the_host(name: str, runs: Any) -> None:
     assert host["lies"][-1][0] == ["cpu"] and device["lies"][-1][0] == ["gpu:0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_waits_once_a_pass_and_never_between_micro_batches(name: str, runs: Any) -> None:
     waits = runs[name][0]["waits"]
@@ -107,6 +109,7 @@ def test_the_host_waits_once_a_pass_and_never_between_micro_batches(name: str, r
     assert max(waits["_decode_step"]) <= 1  # one in a step, whatever the number of layers
 
 
+@pytest.mark.slow
 def test_what_is_trained_leaves_the_device_while_answers_are_sampled(runs: Any) -> None:
     """The weights stay where the rollout samples from them; an adapter's it has a copy of."""
     first, there, second, back, *_ = runs["turns"][0]["lies"]
@@ -118,6 +121,7 @@ def test_what_is_trained_leaves_the_device_while_answers_are_sampled(runs: Any) 
     assert last[:2] == [["gpu:0"], ["gpu:0"]]
 
 
+@pytest.mark.slow
 def test_the_pretend_accelerator_is_one(runs: Any) -> None:
     """It raises where devices mix, where host code reads it, and for shapes; what was not waited for is no number."""
     assert runs["rules"] == [["RuntimeError"] * 2 + ["TypeError", "RuntimeError"], True, [0, 2, 4, 6], [0, 1, 2]]

@@ -153,18 +153,21 @@ def test_a_tokenizer_of_another_model(
     with pytest.raises(ModelError, match=message):
         load_tokenizer(qwen25_folder, qwen25_folder, model_folder)
     wrong = {"model.path": str(model_folder), "model.tokenizer_path": str(qwen25_folder)}
+    inline = {"reward.num_workers": 0}  # no process to wait for
     with pytest.raises(ModelError, match=message):
-        train(train_config(wrong), reward=length, data=additions)
+        train(train_config({**wrong, **inline}), reward=length, data=additions)
     with pytest.raises(ModelError, match=message):
         train(
-            train_config({"model.path": str(qwen25_folder), "ref.model_path": str(model_folder)}),
+            train_config({"model.path": str(qwen25_folder), "ref.model_path": str(model_folder), **inline}),
             data=additions,
             reward=length,
         )
     with pytest.raises(ModelError, match=message):
         train_sft(load_config(SFTConfig, None, wrong, given={"data"}).config, data=[])
     with pytest.raises(ModelError, match=message):
-        evaluate(load_config(EvalConfig, None, wrong, given={"data", "reward"}).config, reward=length, data=[])
+        evaluate(
+            load_config(EvalConfig, None, {**wrong, **inline}, given={"data", "reward"}).config, reward=length, data=[]
+        )
 
 
 def test_a_tokenizer_without_padding_says_what_pads(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
