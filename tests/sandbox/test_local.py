@@ -181,3 +181,10 @@ def test_many_runs_leave_nothing(box: LocalSandbox) -> None:
     while len(psutil.Process().children(recursive=True)) > processes:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_program_that_was_too_late_is_not_run_again(box: LocalSandbox) -> None:
+    start = time.monotonic()
+    program = Program("python", "import time\ntime.sleep(float(input()))", Limits(seconds=0.5))
+    runs = box.run(program, [b"0", b"60", b"0", b"60"])
+    assert [ran.end for ran in runs] == ["ok", "timeout", "timeout", "timeout"] and time.monotonic() - start < 5

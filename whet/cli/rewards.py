@@ -72,7 +72,7 @@ def check_reward(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the function; may be repeated")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 30.0,
     threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
 ) -> None:
     """Look for wrong responses that a reward function pays.

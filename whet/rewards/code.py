@@ -75,7 +75,8 @@ def compute_score(
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
     of assertions, or text with them; a pytest file. `prompt` and `entry_point` may also be in `extra_info`: a response
-    that completes the prompt is put behind it. Each test has `seconds` and `memory_mb`. `most_tests` takes the first
+    that completes the prompt is put behind it. Each test has `seconds` and `memory_mb`; a program
+    that was too late for one input is not run for the next. `most_tests` takes the first
     ones. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
     languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.

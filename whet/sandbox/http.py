@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from whet.errors import SandboxError
-from whet.sandbox.protocol import End, Language, Program, Ran
+from whet.sandbox.protocol import End, Language, Program, Ran, until_late
 
 TRIES = 4  # of a request that found the service busy or gone
 WAIT_SECONDS = 0.5  # before the second try; twice that before the third
@@ -51,8 +51,11 @@ class HttpSandbox:
             "fetch_files": [*program.collect],
         }
         seconds = limits.seconds + program.compiling.seconds + GRACE_SECONDS
-        asked = [{**body, "stdin": given.decode(errors="replace")} for given in inputs]
-        return [self._read(self._post(each, seconds)) for each in asked]
+
+        def run(given: bytes) -> Ran:
+            return self._read(self._post({**body, "stdin": given.decode(errors="replace")}, seconds))
+
+        return until_late(run, inputs)
 
     def close(self) -> None:
         """Does nothing: the service goes on."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from whet.errors import SandboxError
 from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH
-from whet.sandbox.protocol import Job, Language, Limits, Program, Ran
+from whet.sandbox.protocol import Job, Language, Limits, Program, Ran, until_late
 
 INSIDE = Path(__file__).parent / "inside"
 INSIDE_SHOWN = "/opt/whet"  # where it lies inside
@@ -86,7 +86,7 @@ class LocalSandbox:
         language = self.languages[program.language]
         if program.language == "python":  # in the interpreter that is there
             job = Job(code=program.source, files=program.files, collect=program.collect, limits=program.limits)
-            return [self.run_job(replace(job, stdin=given)) for given in inputs]
+            return until_late(lambda given: self.run_job(replace(job, stdin=given)), inputs)
         files = {**program.files, language.file: program.source.encode(errors="replace")}
         if language.compile:
             made = self._run(Job(language.compile, files=files, collect=[language.compiled], limits=program.compiling))
@@ -94,7 +94,7 @@ class LocalSandbox:
                 return [replace(made, end="compile", files={})] * len(inputs)
             files = {**program.files, language.compiled: made.files[language.compiled]}
         job = Job(language.run, files=files, collect=program.collect, limits=program.limits)
-        return [self._run(replace(job, stdin=given)) for given in inputs]
+        return until_late(lambda given: self._run(replace(job, stdin=given)), inputs)
 
     def _run(self, job: Job) -> Ran:
         """Raises: SandboxError where there is no such command."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -52,6 +52,14 @@ class Ran:
     seconds: float
     cpu_seconds: float = 0.0
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
+    """Runs a program for each input. After one that took too long it is not run again: the others end so too."""
+    runs: list[Ran] = []
+    for given in inputs:
+        runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
+    return runs
 
 
 @dataclass(frozen=True)
