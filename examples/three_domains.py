@@ -117,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/three_domains"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up-steps", type=int, default=250)
+    parser.add_argument("--warm-up-steps", type=int, default=310)
     options, changes = parser.parse_known_args()
     run_dir = options.run_dir
     with closing(clear(run_dir)):
