@@ -61,6 +61,7 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 # math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+_UNEVALUATED = re.compile(rf"(?:{_NUMBER.pattern})(?:\s?(?:[-+*×·]|\\times|\\cdot)\s?(?:{_NUMBER.pattern}))+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
@@ -121,11 +122,14 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify.
+    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify. A sum,
+    difference or product of numbers that is not worked out is not equal to a number.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
     if vote(answer) == vote(truth):
         return vote(answer) != ""
+    if _UNEVALUATED.fullmatch(normalise(answer)) and _NUMBER.fullmatch(normalise(truth)):
+        return False  # the question again, as in "17 + 25"
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
     if parsed_truth is None or parsed_answer is None:
