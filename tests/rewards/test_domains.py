@@ -116,7 +116,9 @@ def paying(config: Any, tmp_path: Path, rows: Any, reward: Any, **changes: Any) 
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-BY_LENGTH = "def compute_score(solution_str, data_source):\n    return float(len(solution_str)) * (data_source == 'up')\n"
+BY_LENGTH = (
+    "def compute_score(solution_str, data_source):\n    return float(len(solution_str)) * (data_source == 'up')\n"
+)
 
 
 def test_a_filter_of_its_own(train_config: Any, tmp_path: Path) -> None:

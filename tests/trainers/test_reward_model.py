@@ -174,6 +174,18 @@ def test_a_plan_counts_the_role(train_config: MakeConfig, classifier: Path) -> N
     assert set(item.by_phase.values()) == {4 * model.num_parameters()}
 
 
+@pytest.mark.slow
+def test_the_example_learns_what_the_reward_model_was_taught(tmp_path: Path) -> None:
+    import runpy
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "reward_model.py"))
+    found = example["run"](tmp_path / "run", 1)
+    assert found["accuracy"] > 0.85
+    assert found["truth_after"] > found["truth_before"] + 0.4
+    assert found["proxy_after"] > found["proxy_before"] + 0.5
+    assert (tmp_path / "run" / "proxy_and_truth.png").exists()
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"reward_model.model_path": None, "reward_model.weight": 2.0, "reward_model.engine.name": "fsdp"},

@@ -238,7 +238,7 @@ def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
         return
     reward_config(path, trust_remote_code=trusted)
     theirs = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
-    for token, number in tokenizer.get_vocab().items():
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if theirs.get(token) != number:
             found = "no such token" if token not in theirs else f"the id {theirs[token]} for it"
             raise ConfigError(
