@@ -156,7 +156,7 @@ def run_config_of(command: Command | None, recipe: str | None, overrides: list[s
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig):
-        raise ConfigError("--for eval is not a training run; expected --for train or --for sft")
+        raise ConfigError("--for eval is not a training run; expected --for train, sft or train-reward")
     return config
 
 

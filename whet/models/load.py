@@ -38,10 +38,10 @@ OPTIONS = {
     "attn_implementation": attention.NAME,
     "experts_implementation": experts.NAME,
 }
-# Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 HEAD = "score.weight"  # of a reward model
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
+# Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
 
