@@ -14,6 +14,7 @@ from benchmarks import (
     exactness,
     grpo_step,
     machine,
+    math_answers,
     packing,
     quickstart,
     recipes,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engines": engines,
     "cold_start": cold_start,
     "sandbox": sandbox,
+    "math_answers": math_answers,
 }
 
 HEAD = """\

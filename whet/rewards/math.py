@@ -30,13 +30,16 @@ _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
 _SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
+_GROUP = r"(?:\\[,;:! ]|[ ~])(\d{3})"  # of thousands
 # Normalisations of the answer and the truth beyond math-verify's own: docs/rewards.md has an example of each.
 NORMALISATIONS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in {
         r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
         r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
-        r"(?<![\w.,^{\\])(\d{1,3})(?:\\[,;:! ]|[ ~])(\d{3})(?:(?:\\[,;:! ]|[ ~])(\d{3}))?(?![\w,])": r"\1\2\3",
+        r"(?<=\d),\s?\\!\s?(?=\d{3}(?!\d))": ",",
+        r"^[a-zA-Z]\s?=\s?(?=-?\d{1,3}(?:,\d{3})+$)": "",
+        rf"(?<![\w.,^{{\\])(\d{{1,3}}){_GROUP}(?:{_GROUP})?(?:{_GROUP})?(?![\w,])": r"\1\2\3\4",
         r"(?<!\\)\\[,;: ]|~": " ",
         r"(?<![\w.,)}^_/])(\d+)\s(\d+)\s?/\s?(\d+)(?![\w.,/^!])": r"\1\\frac{\2}{\3}",
         r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])": r"\1 \\times 10^{\2}",
