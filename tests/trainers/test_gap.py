@@ -65,6 +65,8 @@ def test_the_largest_jumps() -> None:
     after = [row("d", 0.75), row("a", 1.0, "y"), row("b", 0.0), row("c", 1.0), row("e", 9.0)]
     jumps = largest_jumps(before, after)
     assert [(jump["uid"], jump["jump"]) for jump in jumps] == [("a", 1.0), ("d", 0.25)]
+    right = {**row("f", 1.0), "accuracy": 1.0}
+    assert [jump["uid"] for jump in largest_jumps([row("f", 0.0), *before], [right, *after])] == ["a", "f", "d"]
     assert (jumps[0]["response_before"], jumps[0]["response_after"]) == ("x", "y")
 
 

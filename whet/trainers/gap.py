@@ -48,7 +48,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The answers whose reward grew most between two validations, the largest jump first; records are `readable`."""
+    """The answers whose reward grew most between two validations, the largest jump first, of equal ones those that are
+    wrong; records are `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {
@@ -63,4 +64,4 @@ def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dic
         if (old := earlier.get(row["uid"])) is not None and None not in (row["reward"], old["reward"])
     ]
     jumps = [jump for jump in jumps if jump["jump"] > 0]
-    return sorted(jumps, key=lambda jump: -jump["jump"])[:LONGEST_LIST]
+    return sorted(jumps, key=lambda jump: (-jump["jump"], jump["accuracy_after"] or 0.0))[:LONGEST_LIST]
