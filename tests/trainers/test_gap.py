@@ -45,6 +45,17 @@ def test_what_is_no_gap() -> None:
     assert reward_gap([{"step": 0.0, "val/accuracy": 0.1}]) == (0.0, 0.0)
 
 
+def test_the_score_of_a_reward_model_is_the_training_reward() -> None:
+    # the function's score stays at 0.25 of its range; the model's goes from -1 to 3, of a range from -2 to 3
+    history = steps([0.25] * 10, {0: 0.25, 10: 0.25})
+    for step, record in enumerate(history[1:]):
+        shaped = {"mean": -1.0 if step < 5 else 3.0, "min": -2.0, "max": 3.0}
+        record |= {f"critic/rewards/{name}": value for name, value in shaped.items()} | {"reward/reward_model": 0.0}
+    assert reward_gap(history) == pytest.approx((1.0 - 0.25, (1.0 - 0.25) - (0.2 - 0.25)))
+    unscored = [{**record, "critic/score/max": 0.0} for record in history]  # no function, so no accuracy
+    assert reward_gap(unscored) == (0.0, 0.0)
+
+
 def row(uid: str, reward: float | None, response: str = "") -> dict[str, Any]:
     return {"uid": uid, "reward": reward, "accuracy": 0.0, "response": response, "prompt": "p", "ground_truth": "1"}
 

@@ -238,9 +238,11 @@ Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
-    """The reward pool of a run; None where no function is named and an environment gives the rewards."""
+    """The reward pool of a run; None where no function is named, and an environment or a reward model gives the
+    rewards."""
     named = config.reward.function or config.reward.domains
-    if function is None and not named and config.environment.name != "single_turn":
+    has_model = isinstance(config, TrainConfig) and config.reward_model.model_path is not None
+    if function is None and not named and (has_model or config.environment.name != "single_turn"):
         return None
     return build_scorer(config.reward, function)
 
