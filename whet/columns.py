@@ -72,6 +72,7 @@ TABLE = (
     Column("uid_name", "B objects", "rollout", "name of the group"),
     Column("trajectory_uid_name", "B objects", "rollout", "name of the trajectory"),
     Column("data_source", "B objects", "rollout", "data source of the prompt"),
+    Column("domain", "B objects", "rollout", "domain of the prompt, empty without reward.domains"),
     Column("error", "B objects", "score", "failure of the trajectory, None without one"),
     Column("response_mask", "B, R", "score", "1 on tokens that the policy sampled, 0 in rows that failed"),
     Column("token_level_scores", "B, R", "score", "score of a token"),

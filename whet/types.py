@@ -62,6 +62,7 @@ class Prompt:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # in the order of their placeholders in `token_ids`
+    domain: str = ""  # of `reward.domains`
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from whet.config import TrainConfig, load_config
 from whet.config.schema import RewardConfig
-from whet.errors import ConfigError, RewardError
+from whet.errors import ConfigError, DataError
 from whet.rewards.pool import build_scorer
 from whet.trainers.build import train
 from whet.types import Failure, RewardItem, RewardResult
@@ -67,11 +67,11 @@ def test_rows_of_no_domain() -> None:
     domains = {"sums": {"function": "gsm8k", "sources": ["openai/*"]}, "text": {"function": "exact_match"}}
     scorer = build_scorer(config({"domains": domains, "num_workers": 0}))
     with pytest.raises(
-        RewardError, match=r"no domain takes rows of data source 'x'; the domains are sums: openai/\*; text"
+        DataError, match=r"no domain takes rows of data source 'x'; the domains are sums: openai/\*; text"
     ):
         scorer.submit_batch([item("x", "7")])
     with pytest.raises(
-        RewardError, match="has the domain 'code'; expected one of sums, text: correct its field 'domain'"
+        DataError, match="has the domain 'code'; expected one of sums, text: correct its field 'domain'"
     ):
         scorer.submit_batch([item("text", "7", domain="code")])
 
@@ -103,3 +103,47 @@ def test_a_run_of_two_domains(train_config: Any, tmp_path: Path) -> None:
     train(train_config({**changes, "trainer.total_steps": 1}), data=rows)
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert {"reward/sums/accuracy", "reward/echo/reward"} <= set(metrics)
+
+
+def paying(config: Any, tmp_path: Path, rows: Any, reward: Any, **changes: Any) -> list[dict[str, float]]:
+    """Metrics of a run whose domains `up` and `down` are scored by a file's function."""
+    (tmp_path / "pay.py").write_text(reward)
+    function = f"{tmp_path / 'pay.py'}:compute_score"
+    domains = {name: {"function": function, **changes.pop(name, {})} for name in ("up", "down")}
+    given = {"reward.function": None, "reward.kwargs": {}, "reward.domains": domains, "reward.num_workers": 1}
+    run_dir = tmp_path / "run"
+    train(config({**given, "trainer.run_dir": run_dir, "trainer.total_steps": 1, **changes}), data=rows)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+BY_LENGTH = (
+    "def compute_score(solution_str, data_source):\n    return float(len(solution_str)) * (data_source == 'up')\n"
+)
+
+
+def test_a_filter_of_its_own(train_config: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+1=", "data_source": ("up", "down")[a % 2]} for a in range(8)]
+    drops_all = {"filter": {"name": "mean_window", "options": {"low": 0.5, "high": 2.0}, "metric": "reward"}}
+    changes = {"algorithm.filter.max_refills": 1, "data.train_batch_size": 8, "data.shuffle": False, "down": drops_all}
+    metrics = paying(train_config, tmp_path, rows, BY_LENGTH, **changes)[-1]
+    # Rows of `down` are worth 0, outside of the window; those of `up` have no filter. 4 of 8 are kept, then 2 of 4.
+    assert metrics["data/share/up"] == 1.0 and "data/share/down" not in metrics
+    assert metrics["filter/dropped_groups"] == 6.0 and metrics["filter/kept_fraction"] == 0.5
+
+
+def test_statistics_of_each_domain(train_config: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+1=", "data_source": ("up", "down")[a % 2]} for a in range(8)]
+    reward = "def compute_score(solution_str, data_source):\n    return 100.0 if data_source == 'up' else 1.0\n"
+    changes = {"algorithm.shaping.norm_mean": "running", "down": {"norm_mean": "none"}, "trainer.save_freq": 1}
+    metrics = paying(train_config, tmp_path, rows, reward, **changes)[-1]
+    assert metrics["critic/score/max"] == 100.0
+    assert metrics["critic/rewards/max"] == 1.0 and metrics["critic/rewards/min"] == 0.0  # 100 less its own mean
+    [state] = (tmp_path / "run").glob("checkpoints/*/trainer.json")
+    running = json.loads(state.read_text())["shaper"]["running"]
+    assert running["up"]["mean"] == 100.0 and "count" not in running
+
+
+def test_rows_of_no_domain_end_the_run_before_it_begins(train_config: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "data_source": "up"}, {"prompt": "1+2=", "data_source": "sideways"}]
+    with pytest.raises(DataError, match=r"row 1: no domain takes rows of data source 'sideways'; the domains are up"):
+        paying(train_config, tmp_path, rows, BY_LENGTH)

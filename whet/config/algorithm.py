@@ -26,12 +26,17 @@ class KLConfig(Section):
     horizon: PositiveInt = key(10_000, "horizon of the adaptive controller, in sequences: larger is slower")
 
 
-class FilterConfig(Section):
-    """Dynamic sampling: the groups to train on."""
+class GroupFilterConfig(Section):
+    """The groups to train on."""
 
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
     options: dict[str, Any] = key({}, "options of the filter")
     metric: str = key("accuracy", "metric that the filter reads: accuracy, reward, or the name of a reward part")
+
+
+class FilterConfig(GroupFilterConfig):
+    """Dynamic sampling: the groups to train on."""
+
     max_refills: NonNegativeInt = key(4, "most extra batches of prompts sampled in a step to replace dropped groups")
 
 
@@ -63,13 +68,14 @@ class CorrectionConfig(Section):
 
 
 Over = Literal["none", "group", "batch"]
+Norm = Over | Literal["running"]
 
 
 class ShapingConfig(Section):
     """Normalisation and clipping of rewards before the estimator, and of advantages after it."""
 
-    norm_mean: Over | Literal["running"] = key("none", "rows whose mean score is subtracted; running: of all steps")
-    norm_std: Over | Literal["running"] = key("none", "rows whose standard deviation divides; running: of all steps")
+    norm_mean: Norm = key("none", "rows whose mean score is subtracted; running: of all steps")
+    norm_std: Norm = key("none", "rows whose standard deviation divides; running: of all steps")
     reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")
     advantage_clip: PositiveFloat | None = key(None, "largest absolute advantage of a token; unset: no limit")
     whiten_advantages: bool = key(False, "mean 0 and standard deviation 1 over the sampled tokens of a step")

@@ -14,14 +14,18 @@ from typing import Any
 
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
 from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
+from whet.config.keys import choices
+from whet.config.mix import shares_at
 from whet.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     ClusterConfig,
     CriticConfig,
+    DataConfig,
     EngineConfig,
     EvalConfig,
     GenerateConfig,
+    GroupFilterConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
@@ -194,11 +198,31 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
             yield from _function_path(f"{key}.function", function)
         else:
             entry_at(REWARDS, f"{key}.function", function).check(options, f"{key}.kwargs.")
+    for name, each in reward.domains.items():
+        mark = choices(GroupFilterConfig)["name"]
+        mark.check(f"reward.domains.{name}.filter.name", each.filter.name, each.filter.options)
     if reward.weights is not None and len(reward.weights) != len(functions):
         yield (
             f"reward.weights has length {len(reward.weights)} and reward.function length {len(functions)}; set one "
             "weight for each function"
         )
+
+
+def _mix(data: DataConfig, at: Place) -> Iterator[str]:
+    """Requires shares that sum to 1 at every step, and nothing else that chooses among the rows."""
+    steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
+    for step in sorted(steps) if data.mix else ():
+        shares = shares_at(data.mix, step)
+        if abs(sum(shares.values()) - 1) > 1e-6:
+            found = ", ".join(f"{name} {share:g}" for name, share in shares.items())
+            yield (
+                f"{at.of('mix')} sums to {sum(shares.values()):g} at step {step} ({found}); expected 1: change the "
+                "shares"
+            )
+            return
+    for name, share in data.mix.items():
+        if share == {}:
+            yield f"{at.of('mix')}.{name} has no share; expected a number, or shares by step as {{0: 0.5, 100: 0.2}}"
 
 
 def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
@@ -284,6 +308,7 @@ RULES: tuple[tuple[type[Section], Rule], ...] = (
     (RolloutConfig, _staleness),
     (RolloutConfig, group_rule),
     (RewardConfig, _reward),
+    (DataConfig, _mix),
     (AlgorithmConfig, algorithm_rule),
     (ActorConfig, updates_rule),
     (CriticConfig, critic_rule),

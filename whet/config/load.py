@@ -10,14 +10,14 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
 
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, read_document, unknown_key
-from whet.config.keys import describe_type, field_at
+from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
 from whet.config.section import Section
 from whet.errors import ConfigError
@@ -162,15 +162,21 @@ def _explain(
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
         return
-    key, field = field_at(schema, [str(name) for name in finding["loc"]])
+    path = [str(name) for name in finding["loc"]]
+    key, field = field_at(schema, path)
     found: Any = values
     for name in key.split("."):
         found = found[name]
+    expected = describe_type(field.annotation, tuple(field.metadata))
+    rest = path[key.count(".") + 1 :]
+    if rest and is_free(field) and isinstance(found, dict):  # an entry of a mapping
+        found = next((value for name, value in found.items() if str(name) == rest[0]), found)
+        key, expected = f"{key}.{rest[0]}", describe_type(get_args(field.annotation)[1])
     below = next((source for each, source in sources.items() if each.startswith(f"{key}.")), DEFAULT)
     yield (
         f"{key}={json.dumps(found, ensure_ascii=False, default=str)} ({sources.get(key, below)}) "
         f"is {_kind(found)}; "
-        f"expected {describe_type(field.annotation, tuple(field.metadata))}"
+        f"expected {expected}"
     )
 
 

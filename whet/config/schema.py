@@ -9,7 +9,9 @@ from annotated_types import Ge, Lt
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from whet.config.algorithm import GroupFilterConfig as GroupFilterConfig
 from whet.config.algorithm import KLConfig as KLConfig
+from whet.config.algorithm import Norm as Norm
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.managers import MANAGERS, Manager
 from whet.config.section import Choice, key
@@ -68,6 +70,12 @@ class RowsConfig(Section):
     filter: dict[str, Any] = key({}, DATA_FILTER)
 
 
+MIX = (
+    "share of each domain (without reward.domains: of each data source) in every batch, as math: 0.7, code: 0.3; or "
+    "shares by step, linear between them, as code: {0: 0, 100: 0.5}; empty: as the rows come"
+)
+
+
 class DataConfig(RowsConfig):
     """The prompts."""
 
@@ -79,6 +87,7 @@ class DataConfig(RowsConfig):
     )
     data_source_key: str = key("data_source", "field with the data source; metrics are reported by data source")
     data_source: str | None = key(None, "data source of rows without data_source_key")
+    mix: dict[str, NonNegativeFloat | dict[NonNegativeInt, NonNegativeFloat]] = key({}, MIX)
     system_prompt: str | None = key(None, "system message for prompts that have none")
     format_prompt: str | None = key(None, "jinja template, or a .jinja file; variables: `content` and the row's fields")
     apply_chat_template: bool = key(True, "false: the model reads the prompt text without a chat template")
@@ -172,6 +181,9 @@ class DomainConfig(Section):
     )
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
     weight: float = key(1.0, "factor of its rewards")
+    filter: GroupFilterConfig = GroupFilterConfig()
+    norm_mean: Norm | None = key(None, "its own algorithm.shaping.norm_mean, over rows of the domain; unset: that one")
+    norm_std: Norm | None = key(None, "its own algorithm.shaping.norm_std, over rows of the domain; unset: that one")
     timeout_seconds: PositiveFloat | None = key(None, "deadline for one response; unset: reward.timeout_seconds")
     num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
 

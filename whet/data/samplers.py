@@ -8,13 +8,14 @@ the run draws); those after it are options. The same arguments must give the sam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from whet.config.mix import mean_shares
 from whet.config.schema import DataConfig
 from whet.data.load import Loaded
 from whet.data.loader import (
@@ -29,6 +30,7 @@ from whet.data.loader import (
     mixture,
     shuffled,
 )
+from whet.data.mixing import MixedLoader, by_kind
 from whet.data.row_filter import difficulty
 from whet.errors import DataError
 from whet.options import NonNegative, Positive, Share
@@ -52,15 +54,19 @@ def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
 
 def make_loader(
     data: DataConfig, loaded: Loaded[Prompt], *, seed: int, total_draws: int
-) -> PromptLoader | SamplerLoader:
+) -> PromptLoader | SamplerLoader | MixedLoader:
     """The loader of a run's prompts, in the order that `data` configures.  Raises: DataError for an invalid sampler."""
     prompts = loaded.items
+    weights, counts = _weights(loaded)
+    if data.mix and weights is not None:
+        raise DataError("data.mix and weights of data entries both say how much of each kind is drawn; unset one")
     if data.sampler is None:
+        if data.mix:
+            return _mixed(data, prompts, lambda kind, rows: partial(_own_order, len(rows), seed, kind, data.shuffle))
         own = order_of(loaded, seed=seed, shuffle=data.shuffle)
         return PromptLoader(prompts, seed=seed, shuffle=data.shuffle, order=own)
     entry, name = SAMPLERS[data.sampler], f"data.sampler={data.sampler}"
     options = entry.resolve_options(data.sampler_options, "data.sampler_options")
-    weights, counts = _weights(loaded)
 
     def made(part: Sequence[Prompt], draws: int, **epoch: int) -> Any:
         return _call(entry, name, {"prompts": part, "seed": seed, "total_draws": draws, **epoch}, options)
@@ -73,13 +79,17 @@ def make_loader(
         return rows
 
     if inspect.isclass(entry.load()):
-        if weights is not None:
-            raise DataError(f"{name} chooses among all prompts, which excludes weights of data entries; unset these")
+        if weights is not None or data.mix:
+            key = "data.mix" if data.mix else "weights of data entries"
+            raise DataError(f"{name} chooses among all prompts, which excludes {key}; unset one of the two")
         sampler = made(prompts, total_draws)
         if not isinstance(sampler, Sampler):
             missing = next(method for method in METHODS if not hasattr(sampler, method))
             raise DataError(f"{name} has no method {missing}; an adaptive sampler needs {', '.join(METHODS)}")
         return SamplerLoader(prompts, sampler, name)
+    if data.mix:
+        draws = mean_shares(data.mix, total_draws // data.train_batch_size)
+        return _mixed(data, prompts, lambda kind, rows: partial(order, rows, round(draws[kind] * total_draws)))
     if weights is None:
         return PromptLoader(prompts, order=partial(order, prompts, total_draws))
     ends = list(accumulate(counts))
@@ -88,6 +98,17 @@ def make_loader(
         for end, count, weight in zip(ends, counts, weights, strict=True)
     ]
     return PromptLoader(prompts, order=mixture(orders, counts, weights, seed))
+
+
+def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Sequence[Prompt]], Order]) -> MixedLoader:
+    """The loader of batches by `data.mix`; `order` gives the order of the rows of a kind."""
+    kinds = by_kind(prompts, data.mix)
+    loaders = {kind: PromptLoader(rows, order=order(kind, rows)) for kind, rows in kinds.items()}
+    return MixedLoader(loaders, data.mix, data.train_batch_size)
+
+
+def _own_order(count: int, seed: int, kind: str, shuffle: bool, epoch: int) -> Rows:
+    return shuffled(count, seed, epoch, kind) if shuffle else in_order(count, epoch)
 
 
 def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:

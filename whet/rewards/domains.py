@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Protocol
 
-from whet.errors import RewardError
 from whet.types import Failure, Outcome, RewardItem
-
-FIELD = "domain"  # of a row, which names its domain
 
 
 class Pending(Protocol):
@@ -36,9 +32,8 @@ class Scores(Protocol):
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain: the data sources that belong to it (`*` stands for any text), its pool, the weight of its rewards."""
+    """The pool of a domain, and the weight of its rewards."""
 
-    sources: Sequence[str]
     pool: Scores
     weight: float
 
@@ -65,44 +60,24 @@ class Routed:
 
 
 class DomainRewards:
-    """Scores each item with the function of its domain: that in its field `domain`, else the first one with a pattern
-    that its data source matches.
+    """Scores each item with the function of its domain.
 
     The parts of a result are named `<domain>/<part>`, with `<domain>/reward` and `<domain>/accuracy` beside them.
     """
 
-    def __init__(self, domains: Mapping[str, Domain]) -> None:
-        self._domains = domains
+    def __init__(self, of: Callable[[RewardItem], str], domains: Mapping[str, Domain]) -> None:
+        self._of, self._domains = of, domains
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Routed:
-        """Starts all domains on their items.  Raises: RewardError for an item of no domain."""
+        """Starts all domains on their items.  Raises: DataError for an item of no domain."""
         places: dict[str, list[int]] = {}
         for place, item in enumerate(items):
-            places.setdefault(self.domain_of(item), []).append(place)
+            places.setdefault(self._of(item), []).append(place)
         pending = {
             name: (chosen, self._domains[name].pool.submit_batch([items[place] for place in chosen]))
             for name, chosen in places.items()
         }
         return Routed(len(items), pending, self._weigh)
-
-    def domain_of(self, item: RewardItem) -> str:
-        """The domain of an item.  Raises: RewardError."""
-        named = item.extra_info.get(FIELD)
-        if named is not None:
-            if named in self._domains:
-                return str(named)
-            raise RewardError(
-                f"a row (data source {item.data_source!r}) has the domain {named!r}; expected one of "
-                f"{', '.join(self._domains)}: correct its field {FIELD!r}, or add reward.domains.{named}"
-            )
-        for name, domain in self._domains.items():
-            if any(fnmatchcase(item.data_source, pattern) for pattern in domain.sources):
-                return name
-        raise RewardError(
-            f"no domain takes rows of data source {item.data_source!r}; the domains are "
-            + "; ".join(f"{name}: {', '.join(domain.sources)}" for name, domain in self._domains.items())
-            + ": add the source to one, or set reward.function for all others"
-        )
 
     def close(self) -> None:
         """Ends all processes."""

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
+from whet.domains import OTHERS, Domains
 from whet.errors import ConfigError, RewardError, describe
 from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
@@ -250,7 +251,6 @@ class ThreadScorer:
 
 
 Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
-OTHERS = "others"  # the domain of rows that reward.function scores, where there are domains
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
@@ -279,9 +279,10 @@ def build_scorer(
         labels = short if len(set(short)) == len(short) else names
         found = WeightedRewards(list(zip(labels, pools, weights, strict=True)))
     if config.domains:
-        domains = {name: _domain(config, name, each, model) for name, each in config.domains.items()}
-        others = {OTHERS: Domain(["*"], found, 1.0)} if found is not None else {}
-        return DomainRewards({**domains, **others})
+        domains = {name: _domain(config, each, model) for name, each in config.domains.items()}
+        if found is not None:
+            domains[OTHERS] = Domain(found, 1.0)
+        return DomainRewards(Domains.of_config(config, has_function=found is not None).of, domains)
     assert found is not None
     return found
 
@@ -302,11 +303,10 @@ def _pool(config: RewardConfig, function: str | Callable[..., Any], model: Model
     )
 
 
-def _domain(config: RewardConfig, name: str, domain: DomainConfig, model: ModelConfig | None) -> Domain:
+def _domain(config: RewardConfig, domain: DomainConfig, model: ModelConfig | None) -> Domain:
     own = {
         "kwargs": domain.kwargs,
         "num_workers": config.num_workers if domain.num_workers is None else domain.num_workers,
         "timeout_seconds": domain.timeout_seconds or config.timeout_seconds,
     }
-    sources = [name] if domain.sources is None else domain.sources
-    return Domain(sources, _pool(config.model_copy(update=own), domain.function, model), domain.weight)
+    return Domain(_pool(config.model_copy(update=own), domain.function, model), domain.weight)

@@ -113,6 +113,7 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         "uid_name": [t.prompt.uid for t in owners],
         "trajectory_uid_name": [t.uid for t in owners],
         "data_source": [t.prompt.data_source for t in owners],
+        "domain": [t.prompt.domain for t in owners],
     }
     return _with_scores(DataProto.from_dict(tensors, objects), rows, owners, columns)
 

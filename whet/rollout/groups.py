@@ -19,15 +19,20 @@ from whet.types import Group, Prompt, Trajectory
 
 @dataclass(frozen=True)
 class Filter:
-    """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail."""
+    """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail.
+    Prompts of some domains may have a filter of their own."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
     metric: str = "accuracy"
     max_refills: int = 4
+    of_domain: Mapping[str, Filter] = field(default_factory=dict)
 
     def keep(self, group: Group) -> bool:
         """Tells whether a group is trained on.  Raises: DataError for a metric that the reward does not report."""
+        own = self.of_domain.get(group.prompt.domain)
+        if own is not None:
+            return own.keep(group)
         values = [_metric(trajectory, self.metric) for trajectory in group.trajectories if not trajectory.failure]
         return self.keeps(values, **self.options)
 
@@ -229,11 +234,18 @@ def _failed(admitted: Admitted) -> bool:
     return all(each.failure is not None for each in admitted.samples.values())
 
 
+def keep_all(values: Sequence[float]) -> bool:
+    """Keeps every group."""
+    return True
+
+
 def _metric(trajectory: Trajectory, name: str) -> float:
+    """A number of a trajectory; a part also by its name without that of the domain."""
     numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
-    if name not in numbers:
+    found = numbers.get(name, numbers.get(f"{trajectory.prompt.domain}/{name}"))
+    if found is None:
         raise DataError(
             f"algorithm.filter.metric={name}, which the reward does not report for {trajectory.uid}; "
             f"it reports {', '.join(sorted(numbers))}"
         )
-    return numbers[name]
+    return found

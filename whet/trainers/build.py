@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.algorithm import AlgorithmConfig
-from whet.config.schema import ActorConfig, TrainConfig
+from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.samplers import make_loader
+from whet.domains import Domains
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.models.load import stop_token_ids
@@ -33,7 +34,7 @@ from whet.rewards.pool import scorer_of as scorer_of
 from whet.rollout.build import build_collector, check_engine, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
-from whet.rollout.groups import Filter
+from whet.rollout.groups import Filter, keep_all
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
@@ -119,7 +120,7 @@ def build(
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = tokenizer_of(config, *read)
-    loaded, val_prompts = _prompts(config, tokenizer, data, val_data)
+    loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size
@@ -165,14 +166,21 @@ def build(
 
 
 def _prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, data: Rows, val_data: Rows
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Rows,
+    val_data: Rows,
+    reward: Callable[..., Any] | None,
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
-    """The prompts to train on and those to validate on."""
+    """The prompts to train on and those to validate on, each in its domain."""
     files, seed = config.data, config.trainer.seed
+    domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
+    loaded = replace(loaded, items=domains.assign(loaded.items))
     if not files.val_files and val_data is None:
         return loaded, ()
-    return loaded, load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
+    held_out = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
+    return loaded, domains.assign(held_out)
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
@@ -252,11 +260,22 @@ def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
 
 
 def _group_filter(config: TrainConfig) -> Filter | None:
-    chosen = config.algorithm.filter
-    if chosen.name is None:
+    """The filter of groups, and those of domains that have one."""
+
+    def made(chosen: GroupFilterConfig, key: str) -> Filter | None:
+        if chosen.name is None:
+            return None
+        of = Chosen.of(FILTERS, chosen.name, chosen.options, f"{key}.filter.options")
+        return Filter(of.entry.load(), of.options, chosen.metric)
+
+    by_domain = {name: made(each.filter, f"reward.domains.{name}") for name, each in config.reward.domains.items()}
+    of_domain = {name: each for name, each in by_domain.items() if each is not None}
+    general = made(config.algorithm.filter, "algorithm")
+    if general is None and not of_domain:
         return None
-    of = Chosen.of(FILTERS, chosen.name, chosen.options, "algorithm.filter.options")
-    return Filter(of.entry.load(), of.options, chosen.metric, chosen.max_refills)
+    return replace(
+        general or Filter(keep_all, {}), max_refills=config.algorithm.filter.max_refills, of_domain=of_domain
+    )
 
 
 def _show_batch(run: Run) -> None:

@@ -28,6 +28,8 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
             parts.setdefault(name, []).append(value)
     for name, values in parts.items():
         _average(metrics, f"reward/{name}", values)
+    for domain in dict.fromkeys(group.prompt.domain for group in groups if group.prompt.domain):
+        _average(metrics, f"data/share/{domain}", [float(group.prompt.domain == domain) for group in groups])
     _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
 
 

@@ -110,7 +110,7 @@ def mini_batches(run: Run, batch: DataProto, role: ActorConfig, step: int) -> It
 
 
 def validate(run: Run, step: int) -> Metrics:
-    """Accuracy, reward and length on the held-out prompts, over all and by data source."""
+    """Accuracy, reward and length on the held-out prompts, over all, by data source and by domain."""
     metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
         # Its own collector: these seconds and failures are no part of a step's.
@@ -119,7 +119,8 @@ def validate(run: Run, step: int) -> Metrics:
         )
     for group in groups:
         for trajectory in group.trajectories:
-            for name in ("val", f"val/{group.prompt.data_source}"):
+            kinds = filter(None, (group.prompt.data_source, group.prompt.domain))
+            for name in dict.fromkeys(("val", *(f"val/{kind}" for kind in kinds))):
                 metrics.mean(f"{name}/accuracy", trajectory.accuracy or 0.0)
                 metrics.mean(f"{name}/reward", trajectory.score)
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in trajectory.turns))

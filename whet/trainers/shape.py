@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from whet.algorithms.controllers import AdaptiveKL, Fixed
@@ -21,7 +24,8 @@ class Shaper:
 
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
-        self.config, self.running = config, RunningScores()
+        self.config = config
+        self.running: dict[str, RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
         )
@@ -35,11 +39,7 @@ class Shaper:
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
-        chosen = {"mean": shaping.norm_mean, "std": shaping.norm_std}
-        if "running" in chosen.values():
-            self.running.update(rewards, mask)
-        if set(chosen.values()) != {"none"}:
-            rewards = normalise(rewards, mask, batch["uid"], self.running, **chosen)
+        rewards = self._normalised(rewards, batch)
         if shaping.reward_clip is not None:
             rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
         if algorithm.kl.where == "reward":
@@ -62,14 +62,40 @@ class Shaper:
             batch = batch.with_columns(advantages=advantages)
         return without_truncated(batch, metrics) if self.config.algorithm.truncated == "zero" else batch
 
-    def state(self) -> dict[str, dict[str, float]]:
+    def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs."""
-        return {"kl_controller": self.kl_controller.state(), "running": self.running.state()}
+        running = {name: each.state() for name, each in self.running.items()}
+        return {"kl_controller": self.kl_controller.state(), "running": running}
 
-    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.kl_controller.load_state(state["kl_controller"])
-        self.running.load_state(state["running"])
+        running = state["running"]
+        for domain, saved in ({"": running} if "count" in running else running).items():
+            self.running[domain] = RunningScores()
+            self.running[domain].load_state(saved)
+
+    def _normalised(self, rewards: Tensor, batch: DataProto) -> Tensor:
+        """The rewards normalised, those of each domain apart."""
+        general, configs = self.config.algorithm.shaping, self.config.reward.domains
+        domains = batch["domain"] if configs else np.full(len(batch), "")
+        found = rewards
+        for domain in dict.fromkeys(domains.tolist()):
+            own = configs.get(domain)
+            chosen = {
+                "mean": (own and own.norm_mean) or general.norm_mean,
+                "std": (own and own.norm_std) or general.norm_std,
+            }
+            if set(chosen.values()) == {"none"}:
+                continue
+            rows = torch.from_numpy(domains == domain)
+            mask = batch["response_mask"][rows]
+            running = self.running.setdefault(domain, RunningScores())
+            if "running" in chosen.values():
+                running.update(rewards[rows], mask)
+            normal = normalise(rewards[rows], mask, batch["uid"][rows], running, **chosen)
+            found = found.index_put((rows,), normal)
+        return found
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
         overlong, mask = self.config.algorithm.overlong, batch["response_mask"]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Domains: kinds of rows, each with its own rewards, filter, statistics and share of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from whet.config.schema import RewardConfig
+from whet.errors import DataError
+from whet.types import Prompt
+
+FIELD = "domain"  # of a row, which names its domain
+OTHERS = "others"  # the domain of rows that reward.function scores, where there are domains
+
+
+class Row(Protocol):
+    """A prompt, or a response to score."""
+
+    @property
+    def data_source(self) -> str:
+        """The data source of the row."""
+
+    @property
+    def extra_info(self) -> Mapping[str, Any]:
+        """The fields of the row that are not the prompt."""
+
+
+@dataclass(frozen=True)
+class Domains:
+    """The domains of `reward.domains`, with the data sources of each; `*` stands for any text."""
+
+    sources: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of_config(cls, reward: RewardConfig, *, has_function: bool = False) -> Domains:
+        """The domains of a config; `has_function` says that a function object was given for all other rows."""
+        named = {name: [name] if each.sources is None else each.sources for name, each in reward.domains.items()}
+        takes_others = bool(named) and (has_function or bool(reward.function))
+        return cls({**named, OTHERS: ["*"]} if takes_others else named)
+
+    def of(self, row: Row) -> str:
+        """The domain of a row: that in its field `domain`, else the first one with a pattern that its data source
+        matches; "" where there are no domains.  Raises: DataError for a row of no domain."""
+        if not self.sources:
+            return ""
+        named = row.extra_info.get(FIELD)
+        if named is not None:
+            if named in self.sources:
+                return str(named)
+            raise DataError(
+                f"a row (data source {row.data_source!r}) has the domain {named!r}; expected one of "
+                f"{', '.join(self.sources)}: correct its field {FIELD!r}, or add reward.domains.{named}"
+            )
+        for name, patterns in self.sources.items():
+            if any(fnmatchcase(row.data_source, pattern) for pattern in patterns):
+                return name
+        raise DataError(
+            f"no domain takes rows of data source {row.data_source!r}; the domains are "
+            + "; ".join(f"{name}: {', '.join(patterns)}" for name, patterns in self.sources.items())
+            + ": add the source to one, or set reward.function for all others"
+        )
+
+    def assign(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+        """The prompts with their domains.  Raises: DataError naming the row."""
+        if not self.sources:
+            return tuple(prompts)
+        found = []
+        for prompt in prompts:
+            try:
+                found.append(replace(prompt, domain=self.of(prompt)))
+            except DataError as error:
+                raise DataError(f"row {prompt.index}: {error}") from error
+        return tuple(found)
