@@ -17,6 +17,7 @@ from benchmarks import (
     packing,
     quickstart,
     recipes,
+    reward_load,
     rollout,
     sandbox,
     scaling,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engines": engines,
     "cold_start": cold_start,
     "sandbox": sandbox,
+    "reward_load": reward_load,
 }
 
 HEAD = """\
