@@ -9,7 +9,14 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.section import Section, key
 
-ROLES = ("actor", "critic", "ref", "rollout", "teacher")  # names in `roles` of a pool; teacher means all teachers
+ROLES = (
+    "actor",
+    "critic",
+    "ref",
+    "reward",
+    "rollout",
+    "teacher",
+)  # names in `roles` of a pool; teacher means all teachers
 ADDRESS = (
     "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
     "new one that ends with the run"
@@ -19,8 +26,8 @@ PROCESSES = (
     "each"
 )
 PLACEMENT = (
-    "pools of processes by name, each {processes: , devices: , roles: [actor, critic, ref, rollout, teacher]}; roles "
-    "in no pool go to the first one; empty: one pool of cluster.processes processes for all roles"
+    f"pools of processes by name, each {{processes: , devices: , roles: [{', '.join(ROLES)}]}}; roles in no pool go to "
+    "the first one, reward to the trainer's process; empty: one pool of cluster.processes processes for all roles"
 )
 
 

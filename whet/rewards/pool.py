@@ -255,10 +255,13 @@ Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
     """The reward pool of a run; None where no function is named and an environment gives the rewards."""
+    return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
+
+
+def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:
+    """Tells whether a reward function scores the responses of a run."""
     named = config.reward.function or config.reward.domains
-    if function is None and not named and config.environment.name != "single_turn":
-        return None
-    return build_scorer(config.reward, function, config.model)
+    return function is not None or bool(named) or config.environment.name == "single_turn"
 
 
 def build_scorer(
