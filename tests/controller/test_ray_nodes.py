@@ -8,7 +8,6 @@ two machines.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -255,7 +254,7 @@ def test_rewards_on_another_node(nodes: TwoNodes) -> None:
     with run(nodes, "hang", driver=REWARDS) as driver:
         scored = heard(driver)["scored"]
         assert len(scored) == 6
-        network = os.readlink(f"/proc/{nodes.processes(SECOND)[0]}/ns/net")
+        network = str(Path(f"/proc/{nodes.processes(SECOND)[0]}/ns/net").readlink())
         for batch in scored:
             *first, hung, raised, last = batch
             assert [reward for reward, _ in (*first, last)] == [*range(40), 41.0]

@@ -184,11 +184,13 @@ def _prompts(
     files, seed = config.data, config.trainer.seed
     domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
-    loaded = replace(loaded, items=domains.assign(loaded.items))
-    if not files.val_files and val_data is None:
-        return loaded, ()
-    held_out = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
-    return loaded, domains.assign(held_out)
+    loaded, held_out = replace(loaded, items=domains.assign(loaded.items)), tuple[Prompt, ...]()
+    if files.val_files or val_data is not None:
+        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
+        held_out = domains.assign(given)
+    for line in domains.unused([*loaded.items, *held_out]):
+        log.warning("%s", line)
+    return loaded, held_out
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
