@@ -14,6 +14,7 @@ from benchmarks import (
     exactness,
     grpo_step,
     machine,
+    math_answers,
     packing,
     quickstart,
     recipes,
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "cold_start": cold_start,
     "sandbox": sandbox,
     "reward_load": reward_load,
+    "math_answers": math_answers,
 }
 
 HEAD = """\

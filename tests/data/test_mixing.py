@@ -119,12 +119,12 @@ def test_kinds_that_do_not_fit_the_rows(mix: dict[str, float], message: str) -> 
 def test_what_a_mix_excludes() -> None:
     of = loaded(a=2, b=2)
     weighted = Loaded(of.items, (Part("a", 2, 2, 2, 0.5), Part("b", 2, 2, 2, 0.5)))
-    with pytest.raises(DataError, match="data.mix and weights of data entries both say how much"):
+    with pytest.raises(DataError, match=r"data.mix and weights of data entries both say how much"):
         loader(weighted, mix={"a": 0.5, "b": 0.5})
-    with pytest.raises(DataError, match="learnability chooses among all prompts, which excludes data.mix; unset one"):
+    with pytest.raises(DataError, match=r"learnability chooses among all prompts, which excludes data.mix; unset one"):
         loader(of, mix={"a": 0.5, "b": 0.5}, sampler="learnability")
     other = loader(of, mix={"a": 1.0, "b": 0.0})
-    with pytest.raises(DataError, match="draws from one order of all rows and data.mix names a, b; restore it"):
+    with pytest.raises(DataError, match=r"draws from one order of all rows and data.mix names a, b; restore it"):
         other.load_state({"epoch": 0, "index": 3})
 
 

@@ -4,12 +4,14 @@
 import json
 import random
 import re
+import sys
 import time
 from pathlib import Path
 
 import math_verify
 import pytest
 
+from tests.rewards.math_forms import forms, near_misses, texts
 from whet.rewards.math import NORMALISATIONS, compute_score, extract_answer, is_equal, normalise
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
@@ -316,6 +318,9 @@ BEYOND = [
     ("**5.**", "5", ["25", "5.5", "-5"]),
     ("~ 5", "5", ["-5"]),
     ("1 234 567", "1234567", ["1234", "567", "2368", "1801"]),
+    (r"10,\!080", "10080", ["10", "80", "10.08"]),
+    ("x = 58,500", "58500", ["58", "500", "58.5"]),
+    (r"1\,254\,792\,000", "1254792000", ["1254", "1254792"]),
     (r"1\,234", "1234", ["235", "1.234", "1"]),
     ("2~x", "2x", ["2", "x+2"]),
     ("3 1/2", "7/2", ["2", "3/2", "31/2"]),
@@ -353,7 +358,7 @@ def test_the_page_says_what_is_rewritten():
     section = page.partition("are rewritten on both sides")[2].partition("A percent")[0]
     lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     pairs = [pair for cells in lines for pair in (cells[:2], cells[2:])]
-    assert len(pairs) == 14
+    assert len(pairs) == 16
     for written, read in pairs:
         forms, meanings = re.findall("`(.*?)`", written), re.findall("`(.*?)`", read)
         for form, meaning in zip(forms, meanings * (len(forms) // len(meanings)), strict=True):
@@ -454,6 +459,56 @@ def test_published_answers_are_right_in_every_phrasing_and_wrong_for_others():
 def test_all_published_answers_are_right_in_every_phrasing_and_wrong_for_others():
     answers = _answers()
     _check_published(answers, random.Random(1).sample(answers, len(answers)))
+
+
+def _written(answers):
+    """Counts of texts and of those that are paid, as by math-verify itself; every one has to be paid."""
+    count = by_peer = 0
+    for answer in answers:
+        ways = [*texts(answer), *(rf"\boxed{{{form}}}" for form in forms(answer))]
+        assert len(set(ways)) >= 12
+        for text in ways:
+            assert score(text, answer) == 1.0, (text, answer)
+            by_peer += bool(math_verify.verify(math_verify.parse(f"${answer}$"), math_verify.parse(text)))
+        count += len(ways)
+    return count, by_peer
+
+
+def _wrong(answers, draws, others):
+    """The number of wrong answers: near misses, and the answers of others; none of them may be paid."""
+    count = 0
+    for answer in answers:
+        for wrong in near_misses(answer):
+            assert score(rf"\boxed{{{wrong}}}", answer) == 0.0, (wrong, answer)
+            count += 1
+        for other in draws.sample(answers, others):
+            if not math_verify_says(other, answer):
+                assert score(rf"\boxed{{{other}}}", answer) == 0.0, (other, answer)
+                count += 1
+    return count
+
+
+@needs_data
+def test_published_answers_are_right_in_many_forms_and_near_misses_wrong():
+    some = _answers()[5::25]
+    count, _ = _written(some)
+    assert count > 12 * len(some) and _wrong(some, random.Random(3), 3) > 100
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_published_answers_are_right_in_many_forms_and_near_misses_wrong():
+    answers = [*_answers(), *_gsm8k_numbers()]
+    count, by_peer = _written(answers)
+    wrong = _wrong(answers, random.Random(3), 10)
+    sys.stdout.write(f"{len(answers)} answers: {count} texts right ({by_peer} by math-verify alone), {wrong} wrong\n")
+    assert wrong > 10_000
+
+
+def _gsm8k_numbers():
+    rows = [json.loads(line)["answer"].rpartition("#### ")[2] for line in GSM8K.read_text().splitlines()]
+    return sorted({row.replace(",", "") for row in rows} - set(_answers()))
 
 
 @needs_data

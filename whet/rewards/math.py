@@ -30,13 +30,16 @@ _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
 _SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
+_GROUP = r"(?:\\[,;:! ]|[ ~])(\d{3})"  # of thousands
 # Normalisations of the answer and the truth beyond math-verify's own: docs/rewards.md has an example of each.
 NORMALISATIONS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in {
         r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
         r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
-        r"(?<![\w.,^{\\])(\d{1,3})(?:\\[,;:! ]|[ ~])(\d{3})(?:(?:\\[,;:! ]|[ ~])(\d{3}))?(?![\w,])": r"\1\2\3",
+        r"(?<=\d),\s?\\!\s?(?=\d{3}(?!\d))": ",",
+        r"^[a-zA-Z]\s?=\s?(?=-?\d{1,3}(?:,\d{3})+$)": "",
+        rf"(?<![\w.,^{{\\])(\d{{1,3}}){_GROUP}(?:{_GROUP})?(?:{_GROUP})?(?![\w,])": r"\1\2\3\4",
         r"(?<!\\)\\[,;: ]|~": " ",
         r"(?<![\w.,)}^_/])(\d+)\s(\d+)\s?/\s?(\d+)(?![\w.,/^!])": r"\1\\frac{\2}{\3}",
         r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])": r"\1 \\times 10^{\2}",
@@ -61,6 +64,7 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 # math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+_UNEVALUATED = re.compile(rf"(?:{_NUMBER.pattern})(?:\s?(?:[-+*×·]|\\times|\\cdot)\s?(?:{_NUMBER.pattern}))+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
@@ -121,11 +125,14 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify.
+    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify. A sum,
+    difference or product of numbers that is not worked out is not equal to a number.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
     if vote(answer) == vote(truth):
         return vote(answer) != ""
+    if _UNEVALUATED.fullmatch(normalise(answer)) and _NUMBER.fullmatch(normalise(truth)):
+        return False  # the question again, as in "17 + 25"
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
     if parsed_truth is None or parsed_answer is None:

@@ -40,8 +40,9 @@ def pays_for_sevens(solution_str: str) -> float:
 
 
 def trained(config: TrainConfig, additions: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The tokens and rewards of all steps, in a fixed order."""
+    """The tokens and rewards of all steps, in a fixed order, when no server is left."""
     train(config, reward=pays_for_sevens, data=additions)
+    assert not psutil.wait_procs(servers(), 20)[1]
     files = sorted((Path(str(config.trainer.run_dir)) / "rollouts").glob("step_*.jsonl"))
     assert len(files) == config.trainer.total_steps
     rows = [(number, json.loads(line)) for number, file in enumerate(files) for line in file.open()]
