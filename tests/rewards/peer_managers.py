@@ -68,6 +68,14 @@ class OneByOne(VerlForm):
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
 
+class HandsOn(OneByOne):
+    """A class whose constructor hands on what it is given."""
+
+    def __init__(self, *args, bonus=0.0, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.bonus = bonus
+
+
 class AllAtOnce(VerlForm):
     """In the form of verl's batch manager: further arguments are options of the function."""
 

@@ -174,6 +174,7 @@ BUFFER = {"len": 2, "penalty_factor": 0.5, "log": True}
 EASYR1 = {"reward_function": str(PEERS), "reward_function_name": "overall", "reward_function_kwargs": {}}
 BY_CLASS: dict[str, dict[str, Any]] = {
     "OneByOne": {"compute_score": SCORE},
+    "HandsOn": {"compute_score": SCORE, "bonus": 1.0},
     "AllAtOnce": {"compute_score": SCORE_ALL, "scale": 2.0},
     "InProcesses": {"compute_score": SCORE},
     "Overlong": {"compute_score": SCORE, "max_resp_len": 3, "overlong_buffer_cfg": BUFFER},
@@ -183,6 +184,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
 }
 PAID = {
     "OneByOne": [1.0, -1.0, 1.0],
+    "HandsOn": [1.0, -1.0, 1.0],
     "AllAtOnce": [2.0, -2.0, 2.0],
     "InProcesses": [1.0, -1.0, 1.0],
     "Overlong": [1.0, -1.5, 0.75],  # free up to one token, then a quarter for each
@@ -203,6 +205,7 @@ def test_managers_of_verl_and_easyr1_score_as_they_are(items: list[RewardItem], 
         assert all(each.token_rewards == (0.0,) * (len(of.response_ids) - 1) + (each.reward,) for each, of in rewards)
     parts = {
         "OneByOne": {"score": [1.0, -1.0, 1.0]},
+        "HandsOn": {"score": [1.0, -1.0, 1.0]},
         "Overlong": {"score": [1.0, -1.0, 1.0], "overlong_reward": [0.0, -0.5, -0.25], "overlong": [0.0, 1.0, 1.0]},
         "OneRow": {"score": [1.0, -1.0, 1.0]},
         "Configured": {"overall": [1.0, 0.1, 1.0], "format": [1.0, 1.0, 1.0]},

@@ -10,9 +10,8 @@ from typing import Any, Literal
 Manager = Literal["naive", "batch", "prime", "dapo", "yr", "rate_limited"]
 # The values of `reward` by manager; a key that is set keeps its value. The adapter requires a function of all responses
 # for batch and of one response for the others; dapo also requires algorithm.overlong.
-MANAGERS: Mapping[str | None, Mapping[str, Any]] = MappingProxyType(
+MANAGERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        None: {},
         "naive": {"num_workers": 1, "concurrency": 1},
         "batch": {"num_workers": 1},
         "prime": {},

@@ -23,6 +23,7 @@ from whet.rewards.result import read_result
 from whet.types import Failure
 
 METHODS = ("run_single", "compute_reward", "__call__")  # the first one that the class has is called
+VERL_ARGUMENTS = {"tokenizer", "num_examine", "compute_score", "reward_fn_key"}
 EASYR1_CONFIG = {"skip_special_tokens": True}
 
 
@@ -61,6 +62,8 @@ def open_manager(
 def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None) -> dict[str, Any]:
     parameters = list(inspect.signature(cls).parameters.values())
     named = {each.name for each in parameters}
+    if "tokenizer" not in named and any(each.kind is each.VAR_KEYWORD for each in parameters):
+        named |= VERL_ARGUMENTS  # it hands them on to its base
     given = {
         name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value for name, value in kwargs.items()
     }
