@@ -164,6 +164,8 @@ def test_a_response_that_goes_on_after_the_prompt() -> None:
     truth, extra = {"test": "def check(c):\n    assert c(9) == 3", "entry_point": "root"}, {"prompt": prompt}
     assert score("    return math.sqrt(x)", truth, extra)["reward"] == 1.0
     assert score("def root(x):\n    return math.sqrt(x)", truth, extra)["reward"] == 1.0  # with the prompt's imports
+    own = {"test": "assert f(2) == 5\nassert f(0) == 1", "entry_point": "f", "prompt": "def f(x):  # 2x + 1\n return"}
+    assert score(" 2*x+1", own)["reward"] == 1.0 and score(" 2*x-1", own)["reward"] == 0.0
     assert score("    return x", truth, extra)["reward"] == 0.0
 
 

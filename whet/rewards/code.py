@@ -46,6 +46,8 @@ class Suite:
     cases: Sequence[Any]
     entry: str = ""  # the function that is tested: its name, or Class.method
     setup: str = ""  # statements before each case
+    prompt: str = ""  # code that a response may complete
+    defines: str = ""  # the function or class of the prompt
 
 
 @register_reward(
@@ -75,9 +77,9 @@ def compute_score(
 
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
-    of assertions, or text with them; a pytest file. `prompt` and `entry_point` may also be in `extra_info`: a response
-    that completes the prompt is put behind it. Each test has `seconds` and `memory_mb`; a program
-    that was too late for one input is not run for the next. `most_tests` takes the first
+    of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
+    `entry_point`, is put behind it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
+    and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` takes the first
     ones. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
     languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.
@@ -95,7 +97,7 @@ def compute_score(
     if tests.kind != "stdin" and name != "python":
         source = ""  # the tests call Python
     elif tests.kind != "stdin":
-        source = _completed(source, tests, extra_info or {})
+        source = _completed(source, tests)
     limits = Limits(seconds=seconds, cpu_seconds=seconds, memory_bytes=int(memory_mb * 2**20))
     results = [(False, "no code")] * len(tests.cases)
     if source.strip():
@@ -165,7 +167,9 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
         )
     if not tests.cases:
         raise ValueError("the ground truth has an empty list of tests; expected one or more, or leave the row out")
-    return tests
+    said = {**extra, **truth} if isinstance(truth, Mapping) else extra
+    name = tests.entry or str(said.get("entry_point") or "")
+    return replace(tests, prompt=str(said.get("prompt") or ""), defines=name.partition(".")[0])
 
 
 def run_tests(box: Sandbox, language: str, source: str, tests: Suite, limits: Limits) -> list[tuple[bool, str]]:
@@ -252,9 +256,9 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _completed(source: str, tests: Suite, extra: Mapping[str, Any]) -> str:
+def _completed(source: str, tests: Suite) -> str:
     """The source; behind the prompt where it continues it, as in HumanEval."""
-    prompt, name = str(extra.get("prompt") or ""), tests.entry.partition(".")[0]
+    prompt, name = tests.prompt, tests.defines
     defines = re.search(rf"^(?:async )?(?:def|class) {re.escape(name)}\b|^{re.escape(name)}\s*=", source, re.MULTILINE)
     if not name or not prompt or defines:
         head = prompt[: found.start()] if (found := re.search(r"^(?:def|class) ", prompt, re.MULTILINE)) else ""

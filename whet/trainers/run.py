@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,11 +27,14 @@ from whet.tracking.tracker import Row
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
+from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
 from whet.weight_sync.routes import WeightSync
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +54,7 @@ class Run(Frame):
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     health: Health = field(default_factory=Health)
+    has_gap: bool = False  # between rewards and held-out accuracy, and it was said
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
 
     @property
@@ -67,7 +74,10 @@ class Run(Frame):
         return Sources(self.config, self.roles, self.rollouts, groups, step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hands a step's numbers to the trackers and to the callbacks."""
+        """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between
+        rewards and accuracy."""
+        if metrics.value("val/accuracy") is not None:
+            self._check_gap(step, metrics)
         super().log(step, metrics)
         numbers = {name: value for name, value in self.history[-1].items() if name != "step"}
         for callback in self.callbacks:
@@ -127,6 +137,8 @@ class Run(Frame):
         for line in chain.from_iterable(lines):
             line["policy_digest"] = self.digests.get(line["policy_version"])
         files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
+        if purpose == "validation":
+            self._write_jumps(path, list(chain.from_iterable(lines)))
         if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
             rows = table_rows(lines, self.config.trainer.table_rows)
             self.trackers.add_table(f"generations/{purpose}", rows)
@@ -139,6 +151,30 @@ class Run(Frame):
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
         files.write(path, "".join(json_line(row) for row in readable_tokens(batch, self.tokenizer)))
+
+    def _check_gap(self, step: int, metrics: Metrics) -> None:
+        gap, growth = reward_gap([*self.history, {"step": step, **metrics.reduce()}])
+        metrics.mean("val/reward_gap", gap)
+        if min(gap, growth) < GAP or self.has_gap:
+            return
+        self.has_gap = True
+        log.warning(
+            "step %d: the training reward is %.0f %% of its range above the held-out accuracy, %.0f %% more than at "
+            "first: the reward may pay for something else than right answers. Read rollouts/jumps_%06d.jsonl (the "
+            "held-out answers whose reward grew most) and the best paid ones in rollouts/, and try `whet check-reward` "
+            "(not said again)",
+            *(step, 100 * gap, 100 * growth, step),
+        )
+
+    def _write_jumps(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the answers whose reward grew most since the validation before."""
+        earlier = [each for each in sorted(path.parent.glob("validation_*.jsonl")) if each.name < path.name]
+        if not earlier:
+            return
+        before = [json.loads(line) for line in earlier[-1].read_text(encoding="utf-8").splitlines()]
+        if jumps := largest_jumps(before, lines):
+            name = path.name.replace("validation", "jumps")
+            files.write(path.with_name(name), "".join(map(json_line, jumps)))
 
     def close(self) -> None:
         """Ends workers, reward processes and trackers, then unlocks the folder."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs that a reward is paid for something else than right answers: a gap between the training reward and the held-out
+accuracy, and the held-out answers whose reward jumped most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+WINDOW = 5  # steps whose mean is the training reward
+GAP = 0.25  # of the range of rewards; a gap that is as large, and grew by as much, is worth a warning
+LONGEST_LIST = 10
+Record = Mapping[str, Any]
+
+
+def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """The gap at the last validation, and how much it grew since the first; 0 where there is nothing to compare.
+
+    The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, less the
+    held-out accuracy. `history` has the numbers of all steps, each with its `step`.
+    """
+    trained = [record for record in history if "critic/score/mean" in record]
+    validated = [record for record in history if "val/accuracy" in record]
+    if not trained or not validated:
+        return 0.0, 0.0
+    lowest = min(record["critic/score/min"] for record in trained)
+    width = max(record["critic/score/max"] for record in trained) - lowest
+    if width <= 0:
+        return 0.0, 0.0
+
+    def level(records: Sequence[Mapping[str, float]]) -> float:
+        scores = [record.get("filter/sampled_score", record["critic/score/mean"]) for record in records]
+        return (fmean(scores) - lowest) / width
+
+    first = level(trained[:WINDOW]) - validated[0]["val/accuracy"]
+    last = level(trained[-WINDOW:]) - validated[-1]["val/accuracy"]
+    return last, last - first
+
+
+def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
+    """The answers whose reward grew most between two validations, the largest jump first; records are `readable`."""
+    earlier = {row["uid"]: row for row in before}
+    jumps = [
+        {
+            "uid": row["uid"],
+            "jump": row["reward"] - old["reward"],
+            "prompt": row["prompt"],
+            "ground_truth": row["ground_truth"],
+            **{f"{name}_before": old[name] for name in ("reward", "accuracy", "response")},
+            **{f"{name}_after": row[name] for name in ("reward", "accuracy", "response")},
+        }
+        for row in after
+        if (old := earlier.get(row["uid"])) is not None and None not in (row["reward"], old["reward"])
+    ]
+    jumps = [jump for jump in jumps if jump["jump"] > 0]
+    return sorted(jumps, key=lambda jump: -jump["jump"])[:LONGEST_LIST]
