@@ -18,6 +18,7 @@ from benchmarks import (
     packing,
     quickstart,
     recipes,
+    reward_load,
     rollout,
     sandbox,
     scaling,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engines": engines,
     "cold_start": cold_start,
     "sandbox": sandbox,
+    "reward_load": reward_load,
     "math_answers": math_answers,
 }
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from whet.config.schema import DataConfig, PreferenceDataConfig, RewardTrainingC
 from whet.data.load import Loaded, load_pairs, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
+from whet.domains import Domains
 from whet.errors import WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
@@ -36,6 +38,7 @@ from whet.planning.machine import FreeMemory
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.stream import FailureWatch
+from whet.sandbox.open import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model
@@ -383,6 +386,55 @@ def test_a_rubric_without_its_parsers_field() -> None:
     with pytest.raises(WhetError) as raised:
         Rubric("mine", "Is it right? {{ response }}", "yes_no")
     wrong("rubric without its parser's field", str(raised.value))
+
+
+def test_what_is_wrong_with_domains() -> None:
+    domains = Domains({"words": ["words"]})
+    [prompt] = prompts(1)
+    with pytest.raises(WhetError) as raised:
+        domains.assign([replace(prompt, extra_info={"domain": "word"})])
+    wrong("row of an unknown domain", str(raised.value))
+    [line] = domains.unused([replace(prompt, domain="sums")])
+    wrong("domain without rows", line)
+
+
+def test_what_is_wrong_with_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(truth: Any, **options: Any) -> str:
+        with RewardPool(
+            "code",
+            num_workers=0,
+            timeout_seconds=5.0,
+            correct_threshold=1.0,
+            kwargs={"sandbox": "unisolated"} | options,
+        ) as pool:
+            [outcome] = pool.score([RewardItem("s", "```rust\nfn main() {}\n```", truth)])
+        assert isinstance(outcome, Failure)
+        return outcome.message
+
+    rust = {"rust": {"file": "a.rs", "run": ["rustc-gone", "a.rs"]}}
+    wrong("tests that are no JSON", said('{"inputs": '))
+    wrong("tests without a field", said({"input": ["1"]}))
+    wrong("language without a toolchain", said({"inputs": ["1"], "outputs": ["1"]}, languages=rust))
+    open_sandbox.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(WhetError) as raised:
+        said("assert f() == 1", sandbox="bubblewrap")
+    wrong("no bubblewrap", str(raised.value))
+
+
+def test_what_is_wrong_with_a_manager() -> None:
+    class Odd:
+        pass
+
+    Odd.__qualname__ = "Odd"
+    for situation, function, settings in (
+        ("function that the manager does not call", raising, {"manager": "batch"}),
+        ("manager class without a score method", Odd, {}),
+        ("limits without reward processes", "gsm8k", {"seconds_between_calls": 1.0}),
+    ):
+        with pytest.raises(WhetError) as raised:
+            outcomes(function, **settings)
+        wrong(situation, str(raised.value))
 
 
 def test_reward_processes_that_die_in_a_row() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -74,3 +75,14 @@ class Domains:
             except DataError as error:
                 raise DataError(f"row {prompt.index}: {error}") from error
         return tuple(found)
+
+    def unused(self, prompts: Sequence[Prompt]) -> list[str]:
+        """A line for each domain without rows, which is no error: a recipe may name more than its data has."""
+        counts = Counter(prompt.domain for prompt in prompts)
+        rows = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "no domain"
+        return [
+            f"reward.domains.{name}: no row is of it; expected a row with the field {FIELD}={name}, or of data source "
+            f"{' or '.join(patterns)}, and the rows are of {rows}: correct its sources or the rows, or remove it"
+            for name, patterns in self.sources.items()
+            if name not in counts and name != OTHERS
+        ]

@@ -58,12 +58,66 @@ if __name__ == "__main__":
     actor.close()
     say(closed=True)
 """
+REWARDS = """
+import json, sys, time
+from controller_workers import Actor
+from whet.config.cluster import ClusterConfig
+from whet.config.schema import ModelConfig, RewardConfig
+from whet.controller.launch import launch_roles
+from whet.controller.worker import WorkerSpec
+from whet.errors import WhetError
+from whet.trainers.reward_worker import PlacedRewards, RewardWorker
+from whet.types import RewardItem
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+def shown(outcome):
+    return [outcome.reward, outcome.parts["network"]] if "reward" in vars(outcome) else outcome.message
+
+if __name__ == "__main__":
+    config = RewardConfig(function="graders.py:compute_score", num_workers=2, timeout_seconds=3.0)
+    specs = [WorkerSpec("actor", Actor), WorkerSpec("reward", RewardWorker, (config, None, ModelConfig()))]
+    pools = [("train", {{"roles": ["actor"]}}), ("judge", {{"roles": ["reward"]}})]
+    for _ in range(10):  # Ray chooses the nodes, and the head is not to be ended
+        cluster = ClusterConfig(
+            backend="ray", address="{head}:{port}", nnodes=2, placement=dict(pools), deadline_seconds={deadline}
+        )
+        roles = launch_roles(specs, cluster)
+        if roles["actor"].where() == ["{head}"]:
+            break
+        roles["actor"].close()
+        pools.reverse()
+    scorer = PlacedRewards(roles["reward"])
+    answers = [str(i) for i in range(40)] + ["hang", "raise", "41"]
+    pending = [scorer.submit_batch([RewardItem("s", text, text) for text in answers]) for _ in range(6)]
+    say(scored=[[shown(each) for each in batch.result()] for batch in pending])
+    late = scorer.submit_batch([RewardItem("s", sys.argv[1], "1")])
+    say(ready=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    try:
+        late.result()
+    except WhetError as error:
+        say(kind=type(error).__name__, said=str(error), seconds=time.monotonic() - began)
+    roles["actor"].close()
+    say(closed=True)
+"""
+GRADERS = """
+import os, time
+def compute_score(solution_str, ground_truth):
+    if solution_str == "hang": time.sleep(1000)
+    if solution_str == "raise": raise ValueError("no")
+    if solution_str == "fatal": os._exit(3)
+    return {"reward": float(solution_str), "network": int(os.readlink("/proc/self/ns/net")[5:-1])}
+"""
 
 
-def run(nodes: TwoNodes, mode: str, deadline: float = 60) -> subprocess.Popen[str]:
+def run(nodes: TwoNodes, mode: str, deadline: float = 60, driver: str = DRIVER) -> subprocess.Popen[str]:
     """A driver on the head's node that has launched a group over both, and is at work as `mode` says."""
     path = nodes.folder / "driver.py"
-    path.write_text(DRIVER.format(head=HEAD, port=PORT, deadline=deadline))
+    path.write_text(driver.format(head=HEAD, port=PORT, deadline=deadline))
+    (nodes.folder / "graders.py").write_text(GRADERS)
     return subprocess.Popen(
         nodes.on_head(sys.executable, str(path), mode),
         stdin=subprocess.PIPE,
@@ -71,6 +125,7 @@ def run(nodes: TwoNodes, mode: str, deadline: float = 60) -> subprocess.Popen[st
         stderr=(nodes.folder / "driver.log").open("w"),
         text=True,
         env=nodes.environment,
+        cwd=nodes.folder,
     )
 
 
@@ -190,5 +245,25 @@ def test_a_head_that_is_gone_is_named(nodes: TwoNodes) -> None:
         found = heard(driver)
         assert found["kind"] == "LostWorkerError"
         assert f"the head of the Ray cluster is lost: no process listens at {HEAD}:{PORT} any more" in found["said"]
+        assert found["seconds"] < NAMED_SECONDS
+        finished(driver)
+
+
+def test_rewards_on_another_node(nodes: TwoNodes) -> None:
+    """They are scored there, in order, and a bad answer fails alone; the end of the node ends the run."""
+    with run(nodes, "hang", driver=REWARDS) as driver:
+        scored = heard(driver)["scored"]
+        assert len(scored) == 6
+        network = str(Path(f"/proc/{nodes.processes(SECOND)[0]}/ns/net").readlink())
+        for batch in scored:
+            *first, hung, raised, last = batch
+            assert [reward for reward, _ in (*first, last)] == [*range(40), 41.0]
+            assert {f"net:[{where:.0f}]" for _, where in (*first, last)} == {network}
+            assert hung == "timed out after 3 s" and raised.startswith("ValueError: no")
+        assert heard(driver) == {"ready": True}
+        nodes.end(SECOND)
+        go_on(driver)
+        found = heard(driver)
+        assert found["kind"] == "LostWorkerError" and f"on {SECOND}" in found["said"] and "reward" in found["said"]
         assert found["seconds"] < NAMED_SECONDS
         finished(driver)

@@ -187,6 +187,11 @@ def _function_path(key: str, reference: str) -> Iterator[str]:
 
 def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     """Checks the reward functions without running user code; the reward processes load them."""
+    if reward.manager == "dapo" and isinstance(at.whole, TrainConfig) and not at.whole.algorithm.overlong.penalty:
+        yield (
+            "reward.manager=dapo subtracts a penalty for length, and algorithm.overlong.penalty=0; set "
+            "algorithm.overlong.penalty=1 and algorithm.overlong.buffer_length, or reward.manager=prime to do without"
+        )
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []

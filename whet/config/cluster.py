@@ -10,13 +10,9 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from whet.config.section import Section, key
 
 ROLES = (
-    "actor",
-    "critic",
-    "ref",
-    "reward_model",
-    "rollout",
-    "teacher",
-)  # names in `roles` of a pool; teacher means all teachers
+    *("actor", "critic", "ref", "reward", "reward_model", "rollout"),
+    "teacher",  # all teachers
+)  # in `roles` of a pool
 ADDRESS = (
     "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
     "new one that ends with the run"
@@ -27,7 +23,7 @@ PROCESSES = (
 )
 PLACEMENT = (
     f"pools of processes by name, each {{processes: , devices: , roles: [{', '.join(ROLES)}]}}; roles in no pool go to "
-    "the first one; empty: one pool of cluster.processes processes for all roles"
+    "the first one, reward to the trainer's process; empty: one pool of cluster.processes processes for all roles"
 )
 
 

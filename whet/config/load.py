@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, read_document, unknown_key
 from whet.config.keys import describe_type, field_at, is_free
+from whet.config.managers import MANAGERS
 from whet.config.section import Section
 from whet.errors import ConfigError
 from whet.options import WORDS
@@ -78,6 +79,7 @@ def load_config(
     composed = compose(schema, recipe, overrides)
     values, sources = dict(composed.values), dict(composed.sources)
     _apply_reward_alias(values, sources)
+    _apply_manager(values, sources)
     rename(schema, values, sources, (COMMAND_LINE, ARGUMENT))
     config = _validate(schema, values, sources)
     if checked:
@@ -122,6 +124,16 @@ def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None
         return
     values["reward"] = {**reward, "function": function}
     sources["reward.function"] = f"alias custom_reward_function ({source})"
+
+
+def _apply_manager(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Replaces the defaults of `reward` by the values that `reward.manager` stands for."""
+    reward = values.get("reward")
+    if not isinstance(reward, dict) or not isinstance(manager := reward.get("manager"), str) or manager not in MANAGERS:
+        return
+    chosen = {name: value for name, value in MANAGERS[manager].items() if f"reward.{name}" not in sources}
+    values["reward"] = {**reward, **chosen}
+    sources |= dict.fromkeys((f"reward.{name}" for name in chosen), f"reward.manager={manager}")
 
 
 def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[str, str]) -> ConfigT:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from whet.config.algorithm import GroupFilterConfig as GroupFilterConfig
 from whet.config.algorithm import KLConfig as KLConfig
 from whet.config.algorithm import Norm as Norm
 from whet.config.cluster import ClusterConfig as ClusterConfig
+from whet.config.managers import MANAGERS, Manager
 from whet.config.section import Choice, key
 from whet.config.section import Section as Section
 from whet.registry import ENGINES, ENVIRONMENTS, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
@@ -187,6 +188,12 @@ class DomainConfig(Section):
     num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
 
 
+MANAGER = (
+    "choice of these values by verl's name: naive (one call after the other), batch (one call for all), prime "
+    "(parallel, a deadline each), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
+)
+
+
 class RewardConfig(Section):
     """The score of responses."""
 
@@ -198,12 +205,29 @@ class RewardConfig(Section):
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+    manager: Manager | None = key(None, MANAGER)
     columns: list[str] = key([], "parts of the reward that become batch columns for an estimator or loss")
     correct_threshold: float = key(1.0, "lowest reward of a correct response, if the function returns no accuracy")
     timeout_seconds: PositiveFloat = key(30.0, "deadline for scoring one response, in seconds")
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
     concurrency: PositiveInt = key(16, "most calls that an async function runs at a time in one process")
     memory_limit_mb: PositiveFloat | None = key(None, "memory at which a reward process is killed, in MB; unset: none")
+    requests_per_minute: PositiveFloat | None = key(None, "most calls of a function a minute, in all its processes")
+    tokens_per_minute: PositiveFloat | None = key(None, "most tokens a minute, at tokens_per_request for each call")
+    tokens_per_request: PositiveInt = key(2000, "estimate of the tokens of a call, for tokens_per_minute")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_manager(cls, values: Any) -> Any:
+        """Adds the values that the manager stands for."""
+        manager = values.get("manager") if isinstance(values, dict) else None
+        return {**MANAGERS[manager], **values} if isinstance(manager, str) and manager in MANAGERS else values
+
+    @property
+    def seconds_between_calls(self) -> float:
+        """The least time between the starts of two calls; 0 without limits."""
+        calls, tokens = self.requests_per_minute, self.tokens_per_minute
+        return max(60 / calls if calls else 0.0, 60 * self.tokens_per_request / tokens if tokens else 0.0)
 
 
 MUON = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ FORMS = """\
   all responses:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
                   compute_score(reward_inputs: list[dict[str, Any]]) -> list
                   compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
+  manager:        class Manager(tokenizer, num_examine, compute_score, ...) with __call__(data, return_dict), or with
+                  run_single(data); class Manager(config, tokenizer) with compute_reward(data)
 Where several names are shown, all are optional except the response (solution_str, predict).
 Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
@@ -41,11 +43,15 @@ class RewardFunction:
     """A score function of any form, behind `score`. Made by `adapt`."""
 
     def __init__(
-        self, function: Callable[..., Any], form: _Form, kwargs: Mapping[str, Any], correct_threshold: float
+        self,
+        function: Callable[..., Any],
+        form: _Form,
+        kwargs: Mapping[str, Any],
+        correct_threshold: float,
+        runner: asyncio.Runner | None = None,
     ) -> None:
         self._function, self._form, self._kwargs = function, form, dict(kwargs)
-        self._correct_threshold = correct_threshold
-        self._runner: asyncio.Runner | None = None
+        self._correct_threshold, self._runner = correct_threshold, runner
         self._logged: set[tuple[str, int]] = set()
 
     @property
@@ -69,7 +75,7 @@ class RewardFunction:
         try:
             raw = self._function(**self._form.arguments(items), **self._kwargs)
             if inspect.isawaitable(raw):
-                raw = self._await(raw)
+                raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
         except KeyboardInterrupt:
             raise
@@ -102,8 +108,8 @@ class RewardFunction:
             logger.warning("the reward function raised (shown once for each line that raises)", exc_info=error)
         return failure(describe(error))
 
-    def _await(self, awaitable: Any) -> Any:
-        """The result of `awaitable`. The event loop lives as long as the function, whose HTTP client may need it."""
+    def run(self, awaitable: Any) -> Any:
+        """Returns the result of `awaitable`. The event loop lives until `close`: an HTTP client may need it."""
         import asyncio
 
         async def wait() -> Any:
@@ -112,9 +118,22 @@ class RewardFunction:
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(wait())
 
+    def close(self) -> None:
+        """Closes the event loop, if there is one."""
+        if self._runner is not None:
+            self._runner.close()
 
-def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_threshold: float) -> RewardFunction:
-    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call.
+
+def adapt(
+    function: Callable[..., Any],
+    *,
+    kwargs: Mapping[str, Any],
+    correct_threshold: float,
+    manager: str | None = None,
+    runner: asyncio.Runner | None = None,
+) -> RewardFunction:
+    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. The manager batch
+    requires a function of all responses, the others one of one response. `runner` has the event loop of async calls.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
@@ -124,14 +143,22 @@ def adapt(function: Callable[..., Any], *, kwargs: Mapping[str, Any], correct_th
         raise RewardError(
             f"{function!r} has no signature; expected a function of one of these forms:\n{FORMS}"
         ) from error
-    form = _recognise(parameters)
+    form = _recognise(parameters, takes_batch=manager == "batch")
     if form is None:
         raise RewardError(
-            f"cannot recognise the form of {_show(function)} by its names and annotations; "
+            f"cannot recognise the form of {show(function)} by its names and annotations; "
             f"expected one of these forms:\n{FORMS}"
         )
-    _check_options(function, parameters, form, kwargs)
-    return RewardFunction(function, form, kwargs, correct_threshold)
+    if getattr(function, "__name__", "") == "run_single":
+        form = replace(form, takes_batch=False)  # of verl's newer managers: a batch of one row
+    if manager is not None and form.takes_batch != (manager == "batch"):
+        found, wanted = ("all responses", "one response") if form.takes_batch else ("one response", "all responses")
+        raise RewardError(
+            f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
+            f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
+        )
+    check_options(function, parameters, form.values, kwargs)
+    return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
@@ -174,16 +201,17 @@ _WHOLE = {
 }
 
 
-def _recognise(parameters: Sequence[inspect.Parameter]) -> _Form | None:
+def _recognise(parameters: Sequence[inspect.Parameter], *, takes_batch: bool) -> _Form | None:
+    """The form of a signature; `takes_batch` decides where it leaves both open, as `**kwargs` does."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
     columns = {f"{name}s": get for name, get in _FIELDS.items()}
     if named and named[0].name not in _FIELDS and named[0].name not in columns:
-        whole = _recognise_whole(named[0].name, _annotation_text(named[0]))
+        whole = _recognise_whole(named[0].name, _annotation_text(named[0]), names)
         if whole is not None:
             return whole
-    if names & {f"{name}s" for name in _RESPONSE_FIELDS}:
+    if names & {f"{name}s" for name in _RESPONSE_FIELDS} or (takes_batch and common and not names & _RESPONSE_FIELDS):
         passed = names & columns.keys() | {f"{name}s" for name in common}
         return _Form({name: partial(_column, columns[name]) for name in passed}, takes_batch=True)
     if names & _RESPONSE_FIELDS or common:
@@ -192,16 +220,21 @@ def _recognise(parameters: Sequence[inspect.Parameter]) -> _Form | None:
     return None
 
 
-def _recognise_whole(name: str, annotation: str) -> _Form | None:
+def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _Form | None:
     """The form of a function whose first parameter holds everything: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
         from whet.rewards.data_proto import make_batch, split_batch_rows
 
-        return _Form({name: make_batch}, True, split_batch_rows)
+        asks = {"return_dict": _yes} if "return_dict" in names else {}  # of verl's managers
+        return _Form({name: make_batch, **asks}, True, split_batch_rows)
     if form == "reward_inputs":
         return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
     return _Form({name: partial(_first, _as_dict)}, takes_batch=False) if form == "reward_input" else None
+
+
+def _yes(items: Sequence[RewardItem]) -> bool:
+    return True
 
 
 def _column(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> list[Any]:
@@ -223,26 +256,30 @@ def _as_dict(item: RewardItem) -> dict[str, Any]:
     }
 
 
-def _check_options(
-    function: Callable[..., Any], parameters: Sequence[inspect.Parameter], form: _Form, kwargs: Mapping[str, Any]
+def check_options(
+    function: Callable[..., Any],
+    parameters: Sequence[inspect.Parameter],
+    supplied: Collection[str],
+    kwargs: Mapping[str, Any],
 ) -> None:
+    """Checks that each of `kwargs` is an option, and that all parameters get a value.  Raises: RewardError."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = {p.name: p for p in parameters if p.kind not in variadic}
-    options = [name for name in own if name not in form.values]
+    options = [name for name in own if name not in supplied]
     for name in kwargs:
-        if name in form.values:
+        if name in supplied:
             raise RewardError(
-                f"reward.kwargs.{name}: the run passes {name!r} to {_show(function)}; remove it from reward.kwargs"
+                f"reward.kwargs.{name}: the run passes {name!r} to {show(function)}; remove it from reward.kwargs"
             )
         if name not in own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise RewardError(
-                f"reward.kwargs.{name}: {_show(function)} has no such parameter; "
+                f"reward.kwargs.{name}: {show(function)} has no such parameter; "
                 f"its options are {', '.join(options) or 'none'}"
             )
     for name in options:
         if own[name].default is inspect.Parameter.empty and name not in kwargs:
             raise RewardError(
-                f"{_show(function)} needs a value for {name!r}: give it a default, set reward.kwargs.{name}, "
+                f"{show(function)} needs a value for {name!r}: give it a default, set reward.kwargs.{name}, "
                 f"or use the names of one of these forms:\n{FORMS}"
             )
 
@@ -252,5 +289,6 @@ def _annotation_text(parameter: inspect.Parameter) -> str:
     return (annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)).strip("'\" ")
 
 
-def _show(function: Callable[..., Any]) -> str:
+def show(function: Callable[..., Any]) -> str:
+    """The name and the signature of a function."""
     return f"{getattr(function, '__qualname__', type(function).__qualname__)}{inspect.signature(function)}"

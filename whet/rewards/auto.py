@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function for a row by its `data_source`, as verl's users expect."""
+"""The function for a row by its `data_source`, as verl's users expect, or by what its ground truth is."""
 
 from __future__ import annotations
 
@@ -80,3 +80,40 @@ def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
         )
     entry = REWARDS[name]
     return entry.parameters, partial(entry.load(), **options)
+
+
+@register_reward(
+    "math_or_code",
+    checked_by="whet.rewards.code:check_options",
+    examples=(
+        (r"So \boxed{7}", "7", 1.0, {"data_source": "train-math-deepscaler"}),
+        ("```python\nprint(6)\n```", {"inputs": ["3"], "outputs": ["7"]}, 0.0, {"data_source": "train-code-taco"}),
+    ),
+)
+def score_math_or_code(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    *,
+    sandbox: str = "bubblewrap",
+) -> Any:
+    """The result of `code` or of `math`: by the word code or math in the row's field `ability`, else in `data_source`,
+    else `code` where the ground truth has tests. For rows of Skywork-OR1, whose manager is `yr`.
+
+    Raises: as `code`.
+    """
+    kind = str(extra_info.get("ability") or data_source).lower()
+    named = [name for name in ("code", "math") if name in kind]
+    if (named or ["code" if _has_tests(ground_truth, extra_info) else "math"])[0] == "math":
+        return REWARDS["math"].load()(solution_str, ground_truth)
+    return REWARDS["code"].load()(solution_str, ground_truth, extra_info, sandbox=sandbox)
+
+
+def _has_tests(truth: Any, extra_info: Mapping[str, Any]) -> bool:
+    from whet.rewards.code import read_tests
+
+    try:
+        return isinstance(truth, str | Mapping) and bool(read_tests(truth, extra_info).cases)
+    except ValueError:
+        return False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.errors import SandboxError
 from whet.options import Count, Positive
 from whet.registry import register_reward
 from whet.sandbox.inside import whet_peer
@@ -92,9 +93,7 @@ def compute_score(
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
     name, source = extract_code(solution_str, language, box.languages)
     if name not in box.languages:
-        raise ValueError(
-            f"language={name!r} is not in the sandbox, which has {', '.join(box.languages)}; add it in languages"
-        )
+        raise ValueError(_without(name, box))
     if tests.kind != "stdin" and name != "python":
         source = ""  # the tests call Python
     elif tests.kind != "stdin":
@@ -111,14 +110,21 @@ def compute_score(
 def check_options(
     *,
     sandbox: str = "bubblewrap",
+    language: str | None = None,
     python: str | None = None,
     languages: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> None:
-    """Raises: SandboxError where the sandbox is not there."""
+    """Raises: SandboxError where the sandbox is not there, or has no such language."""
     from whet.sandbox.open import open_sandbox
 
-    open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
+    box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
+    if language is not None and language not in box.languages:
+        raise SandboxError(_without(language, box))
+
+
+def _without(language: str, box: Sandbox) -> str:
+    return f"language={language!r} is not in the sandbox, which has {', '.join(box.languages)}; add it in languages"
 
 
 def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> tuple[str, str]:
@@ -141,7 +147,7 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
             if not re.search(r"\bassert\b|\bdef (check|test_)", truth):
                 raise ValueError(
                     f"the ground truth {truth[:80]!r} is neither JSON nor tests in Python; expected inputs and "
-                    "outputs, assertions, a check function or a pytest file (docs/rewards.md)"
+                    "outputs, assertions, a check function or a pytest file (docs/rewards.md); correct the row"
                 ) from None
     if isinstance(truth, str):
         truth = {"test": truth}
@@ -156,7 +162,8 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
         tests = _tests_of_mapping({**pairs, "fn_name": entry if calls else None}, extra)
     else:
         raise ValueError(
-            f"the ground truth {str(truth)[:80]!r} has no tests; expected a dict, a list or text with tests"
+            f"the ground truth {str(truth)[:80]!r} has no tests; expected a dict, a list or text with tests; correct "
+            "the row, or set data.answer_key to the field that has them"
         )
     if not tests.cases:
         raise ValueError("the ground truth has an empty list of tests; expected one or more, or leave the row out")
@@ -213,11 +220,13 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
     if "inputs" not in truth or "outputs" not in truth:
         raise ValueError(
             f"the ground truth has the keys {', '.join(map(str, truth)) or 'none'}; expected inputs and outputs, "
-            "assert_case, test, or pytest"
+            "assert_case, test, or pytest; correct the row"
         )
     inputs, outputs = truth["inputs"], truth["outputs"]
     if len(inputs) != len(outputs):
-        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; expected as many")
+        raise ValueError(
+            f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; expected as many; correct the row"
+        )
     if truth.get("fn_name"):
         pairs = zip(inputs, outputs, strict=True)
         return Suite(

@@ -4,7 +4,7 @@ imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -54,6 +54,7 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
         attention_mask[row, start : start + len(ids)] = 1
     columns = ("data_source", "ground_truth", "extra_info", "prompt_str", "solution_str")
     objects = {name: [vars(item)[name] for item in items] for name in columns}
+    objects["extra_info"] = [dict(item.extra_info) for item in items]  # verl's managers write into it
     plain = DataProto.from_dict(
         tensors={
             "prompts": input_ids[:, :prompt_length],
@@ -68,8 +69,13 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
 
 
 def split_batch_rows(raw: object, count: int) -> list[object]:
-    """`split_rows`, also for a DataProto: its scores are in the column `token_level_scores`, else `rm_scores`.
+    """`split_rows`, also for a DataProto, whose scores are in the column `token_level_scores`, else `rm_scores`, and
+    for what managers return: a dict with `reward_tensor` and `reward_extra_info`, or a pair of these.
     Raises: RewardError."""
+    if isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[1], Mapping):
+        raw = {"reward_tensor": raw[0], "reward_extra_info": raw[1]}
+    if isinstance(raw, Mapping) and "reward_tensor" in raw:
+        return split_rows({**(raw.get("reward_extra_info") or {}), "reward": raw["reward_tensor"]}, count)
     if not isinstance(raw, DataProto):
         return split_rows(raw, count)
     name = next((name for name in SCORE_COLUMNS if name in raw), None)

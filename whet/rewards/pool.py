@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from whet.config.schema import DomainConfig, EvalConfig, RewardConfig, TrainConfig
+from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
 from whet.domains import OTHERS, Domains
 from whet.errors import ConfigError, RewardError, describe
 from whet.processes.background import Background
@@ -42,8 +42,9 @@ class RewardPool:
     source "reward", as after an exception; other items are not affected. An async function of one response scores
     `concurrency` items at a time in each process. A process that uses more than `memory_limit_mb` is killed. A function
     that takes all items at once scores one `score` call in one process, with `timeout_seconds` times their number, and
-    fails as a whole. Output that a function prints goes to stderr. Processes that it started end with its process, and
-    all of them with this process, even after kill -9.
+    fails as a whole. Calls of all processes begin at least `seconds_between_calls` apart. `manager` and `tokenizer` are
+    those of WorkerSpec. Output that a function prints goes to stderr. Processes that it started end with its process,
+    and all of them with this process, even after kill -9.
 
     `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
@@ -62,10 +63,15 @@ class RewardPool:
         kwargs: Mapping[str, Any] | None = None,
         concurrency: int = 16,
         memory_limit_mb: float | None = None,
+        seconds_between_calls: float = 0.0,
+        manager: str | None = None,
+        tokenizer: tuple[str, bool] | None = None,
     ) -> None:
         spec = _make_spec(function, kwargs or {}, correct_threshold)
-        spec = replace(spec, timeout_seconds=timeout_seconds, concurrency=concurrency)
-        self._scorer = _make_scorer(spec, num_workers, memory_limit_mb)
+        spec = replace(
+            spec, timeout_seconds=timeout_seconds, concurrency=concurrency, manager=manager, tokenizer=tokenizer
+        )
+        self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -138,14 +144,23 @@ class WeightedRewards:
 
 
 def _make_scorer(
-    spec: WorkerSpec, num_workers: int, memory_limit_mb: float | None
+    spec: WorkerSpec, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
-    if num_workers == 0:
-        return InlineScorer(spec.load)
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
+    needs_processes = (
+        f"reward.requests_per_minute or tokens_per_minute is set, but {shown_as} scores in the trainer's process, "
+        "where calls are not limited; expected reward processes: set reward.num_workers=1, and name the function as "
+        "package.module:function"
+    )
+    if num_workers == 0:
+        if seconds_between_calls:
+            raise ConfigError(needs_processes)
+        return InlineScorer(spec.load)
     try:
         pickled = pickle_code(spec, spec.function)
     except Exception as error:  # pickling an object that the function holds may raise anything
+        if seconds_between_calls:
+            raise ConfigError(needs_processes) from error
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
             "late call cannot be stopped. Name it as package.module:function to run it in processes",
@@ -159,6 +174,7 @@ def _make_scorer(
         num_workers=num_workers,
         timeout_seconds=spec.timeout_seconds,
         memory_limit_mb=memory_limit_mb,
+        seconds_between_calls=seconds_between_calls,
     )
 
 
@@ -240,21 +256,28 @@ Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
     """The reward pool of a run; None where no function is named, and an environment or a reward model gives the
     rewards."""
-    named = config.reward.function or config.reward.domains
+    return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
+
+
+def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:
+    """Tells whether a reward function scores the responses of a run."""
+    if function is not None or config.reward.function or config.reward.domains:
+        return True
     has_model = isinstance(config, TrainConfig) and config.reward_model.model_path is not None
-    if function is None and not named and (has_model or config.environment.name != "single_turn"):
-        return None
-    return build_scorer(config.reward, function)
+    return not has_model and config.environment.name == "single_turn"
 
 
-def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Rewards:
-    """The pool of one score function, or of several with weights or by domain.  Raises: RewardError, RegistryError."""
+def build_scorer(
+    config: RewardConfig, function: Callable[..., Any] | None = None, model: ModelConfig | None = None
+) -> Rewards:
+    """The pool of one score function, or of several with weights or by domain. A manager class gets the tokenizer of
+    `model`.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())
         raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
     functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
-    pools = [_pool(config, each) for each in functions]
+    pools = [_pool(config, each, model) for each in functions]
     found: Rewards | None = pools[0] if len(pools) == 1 else None
     if len(pools) > 1:
         weights = config.weights or [1.0] * len(pools)
@@ -262,7 +285,7 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
         labels = short if len(set(short)) == len(short) else names
         found = WeightedRewards(list(zip(labels, pools, weights, strict=True)))
     if config.domains:
-        domains = {name: _domain(config, each) for name, each in config.domains.items()}
+        domains = {name: _domain(config, each, model) for name, each in config.domains.items()}
         if found is not None:
             domains[OTHERS] = Domain(found, 1.0)
         return DomainRewards(Domains.of_config(config, has_function=found is not None).of, domains)
@@ -270,7 +293,8 @@ def build_scorer(config: RewardConfig, function: Callable[..., Any] | None = Non
     return found
 
 
-def _pool(config: RewardConfig, function: str | Callable[..., Any]) -> RewardPool:
+def _pool(config: RewardConfig, function: str | Callable[..., Any], model: ModelConfig | None) -> RewardPool:
+    path = None if model is None else model.tokenizer_path or model.path
     return RewardPool(
         function,
         num_workers=config.num_workers,
@@ -279,13 +303,16 @@ def _pool(config: RewardConfig, function: str | Callable[..., Any]) -> RewardPoo
         kwargs=config.kwargs,
         concurrency=config.concurrency,
         memory_limit_mb=config.memory_limit_mb,
+        seconds_between_calls=config.seconds_between_calls,
+        manager=config.manager,
+        tokenizer=None if model is None or path is None else (path, model.trust_remote_code),
     )
 
 
-def _domain(config: RewardConfig, domain: DomainConfig) -> Domain:
+def _domain(config: RewardConfig, domain: DomainConfig, model: ModelConfig | None) -> Domain:
     own = {
         "kwargs": domain.kwargs,
         "num_workers": config.num_workers if domain.num_workers is None else domain.num_workers,
         "timeout_seconds": domain.timeout_seconds or config.timeout_seconds,
     }
-    return Domain(_pool(config.model_copy(update=own), domain.function), domain.weight)
+    return Domain(_pool(config.model_copy(update=own), domain.function, model), domain.weight)

@@ -123,9 +123,12 @@ class ProcessScorer:
         num_workers: int,
         timeout_seconds: float,
         memory_limit_mb: float | None = None,
+        seconds_between_calls: float = 0.0,
     ) -> None:
         self._shown_as, self._num_workers, self._timeout_seconds = shown_as, num_workers, timeout_seconds
-        self._memory_limit_mb = memory_limit_mb
+        self._memory_limit_mb, self._seconds_between_calls = memory_limit_mb, seconds_between_calls
+        self._next_call = -math.inf  # time.monotonic() of the next call that the limits allow
+        self._waits_for_limit = False
         replies = (Started, Scored, RewardError)
         self._children = Children("whet.rewards.worker:prepare", spec, replies=replies, in_turn=True)
         self._lock = threading.Lock()  # over _queue and _ended
@@ -190,7 +193,7 @@ class ProcessScorer:
                 self._start()
             while not self._closing:
                 self._send_tasks()
-                for event in self._children.poll(math.inf if self._memory_limit_mb is None else MEMORY_CHECK_SECONDS):
+                for event in self._children.poll(self._patience()):
                     self._handle(event)
                 self._check_memory()
         except RewardError as error:
@@ -203,7 +206,21 @@ class ProcessScorer:
     def _start(self) -> None:
         self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
+    def _patience(self) -> float:
+        """The longest wait for events, in seconds: until memory is to be measured, or a limit allows the next call."""
+        until_call = max(0.0, self._next_call - time.monotonic()) if self._waits_for_limit else math.inf
+        return until_call if self._memory_limit_mb is None else min(until_call, MEMORY_CHECK_SECONDS)
+
+    def _may_call(self) -> bool:
+        """Tells whether the limits allow a call now, and counts it."""
+        now = time.monotonic()
+        self._waits_for_limit = now < self._next_call
+        if not self._waits_for_limit:
+            self._next_call = now + self._seconds_between_calls
+        return not self._waits_for_limit
+
     def _send_tasks(self) -> None:
+        self._waits_for_limit = False
         if self._concurrency > 1:
             self._send_concurrently()
             return
@@ -211,6 +228,8 @@ class ProcessScorer:
             with self._lock:
                 even = math.ceil(len(self._queue) / self._num_workers)
                 size = min(even, MAX_TASKS_PER_ROUND, max(1, int(ROUND_SECONDS / self._task_seconds)))
+                if self._seconds_between_calls:
+                    size = min(size, 1) if self._queue and self._may_call() else 0
                 tasks = [self._queue.popleft() for _ in range(size)]
             for task in tasks:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
@@ -224,6 +243,8 @@ class ProcessScorer:
                 if worker is None or not self._queue:
                     return
                 if len(worker.calls) >= (1 if self._queue[0].is_alone else self._concurrency):
+                    return
+                if self._seconds_between_calls and not self._may_call():
                     return
                 task = self._queue.popleft()
             self._children.call(worker, task, task.content, self._timeout_seconds + GRACE_SECONDS)

@@ -89,6 +89,8 @@ def failure(message: str, *, timed_out: bool = False) -> Failure:
 
 
 def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:
+    if "reward_score" in raw:  # of verl's `run_single`
+        raw = {**(raw.get("reward_extra_info") or {}), "reward": raw["reward_score"]}
     reward_key = next((key for key in REWARD_KEYS if key in raw), None)
     if reward_key is None:
         raise RewardError(

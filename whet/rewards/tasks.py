@@ -21,7 +21,10 @@ BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another 
 
 def serve_concurrently(caller: Caller, function: RewardFunction, seconds: float) -> None:
     """Scores the item of each call, each within `seconds`, until the caller closes the connection."""
-    asyncio.run(_serve(caller, function, seconds))
+    try:
+        function.run(_serve(caller, function, seconds))
+    finally:
+        function.close()
 
 
 async def _serve(caller: Caller, function: RewardFunction, seconds: float) -> None:

@@ -7,6 +7,7 @@ Scored.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import time
@@ -34,6 +35,8 @@ class WorkerSpec:
     correct_threshold: float
     timeout_seconds: float = 30.0  # for one item; read only where several are scored at a time
     concurrency: int = 1
+    manager: str | None = None  # requires a function of one response, or for batch of all
+    tokenizer: tuple[str, bool] | None = None  # of a manager class: path, trust_remote_code
 
     def load(self) -> RewardFunction:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
@@ -45,7 +48,18 @@ class WorkerSpec:
             function = entry.load()
             if "checked_by" in entry.marks:  # a function of the options that are more than a type and a range
                 load_target(entry.marks["checked_by"])(**self.kwargs)
-        return adapt(function, kwargs=self.kwargs, correct_threshold=self.correct_threshold)
+        kwargs, runner = self.kwargs, None
+        if inspect.isclass(function):
+            from whet.rewards.managers import open_manager  # loads torch
+
+            (function, runner), kwargs = open_manager(function, self.kwargs, self.tokenizer), {}
+        return adapt(
+            function,
+            kwargs=kwargs,
+            correct_threshold=self.correct_threshold,
+            manager=self.manager,
+            runner=runner,
+        )
 
 
 @dataclass(frozen=True)

@@ -327,13 +327,13 @@ class FailureWatch:
 
     def _report(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
         if len(failures) < total:
-            for _, failure in failures:
+            for uid, failure in failures:
                 if failure.source not in self._warned:
                     self._warned.add(failure.source)
                     log.warning(
-                        "%d of %d trajectories failed and are not trained on, the first in the %s: %s (warned once; "
-                        "failures/%s counts them, rollouts/ has each)",
-                        *(len(failures), total, failure.source, failure.message, failure.source),
+                        "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
+                        "warned once; failures/%s counts them, rollouts/ has each)",
+                        *(len(failures), total, failure.source, failure.message, uid, failure.source),
                     )
             return
         uid, first = failures[0]

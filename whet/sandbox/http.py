@@ -84,7 +84,8 @@ class HttpSandbox:
                 time.sleep(wait)
                 wait *= 2
         raise SandboxError(
-            f"the sandbox at {self.address} gave no result ({why}); start it (`whet serve-sandbox`), or correct it"
+            f"the sandbox at {self.address} gave no result ({why}); start it (`whet serve-sandbox`), or correct it; "
+            "expected a service with SandboxFusion's interface"
         )
 
     def _read(self, answer: dict[str, Any]) -> Ran:

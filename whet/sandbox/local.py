@@ -89,20 +89,21 @@ class LocalSandbox:
             return until_late(lambda given: self.run_job(replace(job, stdin=given)), inputs)
         files = {**program.files, language.file: program.source.encode(errors="replace")}
         if language.compile:
-            made = self._run(Job(language.compile, files=files, collect=[language.compiled], limits=program.compiling))
+            compiling = Job(language.compile, files=files, collect=[language.compiled], limits=program.compiling)
+            made = self._run(compiling, program.language)
             if made.end != "ok" or language.compiled not in made.files:
                 return [replace(made, end="compile", files={})] * len(inputs)
             files = {**program.files, language.compiled: made.files[language.compiled]}
         job = Job(language.run, files=files, collect=program.collect, limits=program.limits)
-        return until_late(lambda given: self._run(replace(job, stdin=given)), inputs)
+        return until_late(lambda given: self._run(replace(job, stdin=given), program.language), inputs)
 
-    def _run(self, job: Job) -> Ran:
+    def _run(self, job: Job, language: str) -> Ran:
         """Raises: SandboxError where there is no such command."""
         ran = self.run_job(job)
         if ran.code == 127 and ran.stderr.startswith(b"FileNotFoundError"):
             raise SandboxError(
-                f"{job.argv[0]} is not there for programs in the sandbox ({self.name}); install it, or leave the "
-                "language out"
+                f"language {language!r}: {job.argv[0]} is not there for programs in the sandbox ({self.name}); "
+                f"expected it in {ENVIRONMENT['PATH']}; install it, or leave rows of that language out"
             )
         return ran
 
@@ -181,7 +182,10 @@ class LocalSandbox:
         """The command line of bubblewrap."""
         found = shutil.which("bwrap")
         if found is None:
-            raise SandboxError(f"bubblewrap is not installed, and programs must not run without isolation; {INSTALL}")
+            raise SandboxError(
+                "bubblewrap is not installed, and programs must not run without isolation; expected the command bwrap "
+                f"in PATH for sandbox=bubblewrap; {INSTALL}"
+            )
         words = [found, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         if os.getuid() != 0:  # root needs no namespace of users, and can then give programs another user
             words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]

@@ -30,6 +30,7 @@ from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer
+from whet.rewards.pool import is_scored
 from whet.rewards.pool import scorer_of as scorer_of
 from whet.rollout.build import build_collector, check_engine, sampling_params
 from whet.rollout.collect import Collector
@@ -43,6 +44,8 @@ from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.reward_worker import ROLE as REWARD
+from whet.trainers.reward_worker import PlacedRewards, RewardWorker, is_placed
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
@@ -88,7 +91,8 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     if config.cluster.backend == "local":  # another machine may have what this one lacks
         check_engine(config)
-    scorer = scorer_of(config, reward)  # its processes start before a model is in memory
+    # Its processes start before a model is in memory.
+    scorer = None if is_placed(config.cluster) else scorer_of(config, reward)
     try:
         run = build(config, scorer, data, val_data, dry_run=dry_run, reward=reward)
     except BaseException:
@@ -141,12 +145,16 @@ def build(
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
     specs = worker_specs(config, columns, total_steps)
+    if scorer is None and is_placed(config.cluster) and is_scored(config, reward):
+        specs.append(WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model)))
     inputs = digests(config, loaded.items, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
+        if REWARD in roles:
+            scorer = PlacedRewards(roles[REWARD])
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         dtype = config.rollout.dtype or config.model.dtype
         run = Run(
@@ -185,11 +193,13 @@ def _prompts(
     files, seed = config.data, config.trainer.seed
     domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
-    loaded = replace(loaded, items=domains.assign(loaded.items))
-    if not files.val_files and val_data is None:
-        return loaded, ()
-    held_out = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
-    return loaded, domains.assign(held_out)
+    loaded, held_out = replace(loaded, items=domains.assign(loaded.items)), tuple[Prompt, ...]()
+    if files.val_files or val_data is not None:
+        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
+        held_out = domains.assign(given)
+    for line in domains.unused([*loaded.items, *held_out]):
+        log.warning("%s", line)
+    return loaded, held_out
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:

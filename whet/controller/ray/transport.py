@@ -40,6 +40,7 @@ KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; when its head is los
 IDLE_SECONDS = 2.0  # without a call before a rank gets a ping
 CHECK_SECONDS = 1.0  # how often a wait checks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller payloads go with the call; larger ones into the object store, once
+REWARD_THREADS = 64
 REASON_LENGTH = 600  # Ray's message for a process that ran out of memory is long
 RAISED = re.compile(r"^[\w.]*(?:Error|Exception): .*", re.MULTILINE)  # last line of a traceback
 DISCONNECTED = LostWorkerError("the connection to Ray was ended (ray.shutdown)")
@@ -174,8 +175,9 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._reserved.group, placement_group_bundle_index=first // self._reserved.devices_here
             ),
         }
-        # Four threads for concurrent calls; all other calls share one.
-        remote = ray.remote(concurrency_groups={CONCURRENT: 4})(RankActor)  # type: ignore[call-overload]
+        # Threads for concurrent calls, with rewards one for each batch that waits; all other calls share one.
+        threads = REWARD_THREADS if "reward" in pool.roles else 4
+        remote = ray.remote(concurrency_groups={CONCURRENT: threads})(RankActor)  # type: ignore[call-overload]
         return remote.options(**options).remote(name)
 
     def _rank_spec(self, peer: _Actor, location: Location, first: Location) -> RankSpec:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward managers under the names that verl has for them: each is a choice of values of `reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+Manager = Literal["naive", "batch", "prime", "dapo", "yr", "rate_limited"]
+# The values of `reward` by manager; a key that is set keeps its value. The adapter requires a function of all responses
+# for batch and of one response for the others; dapo also requires algorithm.overlong.
+MANAGERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "naive": {"num_workers": 1, "concurrency": 1},
+        "batch": {"num_workers": 1},
+        "prime": {},
+        "dapo": {},
+        "yr": {"function": "math_or_code"},
+        "rate_limited": {"num_workers": 1},
+    }
+)

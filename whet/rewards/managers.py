@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward managers of other systems: classes that are made with a tokenizer and score a DataProto.
+
+verl's have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row, EasyR1's
+`compute_reward(data)`. The methods decide, not the name of the class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from whet.errors import RewardError, describe
+from whet.models.load import load_tokenizer
+from whet.registry import REWARDS, load_target
+from whet.rewards.adapter import FORMS, check_options, show
+from whet.rewards.result import read_result
+from whet.types import Failure
+
+METHODS = ("run_single", "compute_reward", "__call__")  # the first one that the class has is called
+VERL_ARGUMENTS = {"tokenizer", "num_examine", "compute_score", "reward_fn_key"}
+EASYR1_CONFIG = {"skip_special_tokens": True}
+
+
+def open_manager(
+    cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None
+) -> tuple[Callable[..., Any], asyncio.Runner | None]:
+    """Makes a manager.  Returns its method, and for an async method the runner in whose event loop it was made.
+
+    `kwargs` are arguments of its constructor, mappings among them readable as attributes: `config` of EasyR1's form,
+    and `compute_score`, a name or path, by default `auto`. `tokenizer` is a path, and whether it may run code.
+    Raises: RewardError.
+    """
+    methods = [name for name in METHODS if any(name in vars(base) for base in cls.__mro__)]
+    if not methods:
+        raise RewardError(f"the class {cls.__qualname__} has none of {', '.join(METHODS)}; expected:\n{FORMS}")
+    arguments = _arguments(cls, kwargs, tokenizer)
+
+    def make() -> Any:
+        try:
+            return cls(**arguments)
+        except Exception as error:  # a user's constructor may raise anything
+            raise RewardError(
+                f"the manager {cls.__qualname__} cannot be made: {describe(error)}; expected a constructor that takes "
+                f"{', '.join(arguments) or 'nothing'}; correct it, or set what it reads below reward.kwargs"
+            ) from error
+
+    async def make_in_loop() -> Any:  # verl's keep the event loop that they are made in
+        return make()
+
+    if methods[0] != "run_single":
+        return getattr(make(), methods[0]), None
+    runner = asyncio.Runner()
+    return runner.run(make_in_loop()).run_single, runner
+
+
+def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None) -> dict[str, Any]:
+    parameters = list(inspect.signature(cls).parameters.values())
+    named = {each.name for each in parameters}
+    if "tokenizer" not in named and any(each.kind is each.VAR_KEYWORD for each in parameters):
+        named |= VERL_ARGUMENTS  # it hands them on to its base
+    given = {
+        name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value for name, value in kwargs.items()
+    }
+    config = OmegaConf.create({**EASYR1_CONFIG, **kwargs.get("config", {})})
+    given |= {"compute_score": _score_function(kwargs.get("compute_score") or "auto"), "config": config}
+    given = {"num_examine": 0, "reward_fn_key": "data_source", **given}
+    own = {name: value for name, value in given.items() if name in named or name in kwargs}
+    check_options(cls, parameters, ({*own} - {*kwargs}) | {"tokenizer"}, kwargs)
+    if "tokenizer" not in named:
+        return own
+    if tokenizer is None:
+        raise RewardError(f"{show(cls)} needs the tokenizer of a run, and there is none here; set model.path")
+    path, runs_code = tokenizer
+    return {"tokenizer": load_tokenizer(path, trust_remote_code=runs_code), **own}
+
+
+def _score_function(reference: Any) -> Callable[..., Any]:
+    """The function that verl would hand a manager: a shipped one gets those fields of the row that it reads."""
+    if callable(reference):
+        return reference  # type: ignore[no-any-return]
+    return load_target(reference) if ":" in reference else partial(score_shipped, REWARDS[reference].name)
+
+
+def score_shipped(
+    name: str, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+) -> float:
+    """The reward of a row by a shipped function: one number, which all managers can read.  Raises: RewardError."""
+    fields = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info or {},
+        "prompt_str": "",
+    }
+    entry = REWARDS[name]
+    raw = entry.load()(**{key: fields[key] for key in fields if key in {*entry.parameters, *entry.options}})
+    found = read_result(raw, correct_threshold=1.0, num_response_tokens=0)
+    if isinstance(found, Failure):
+        raise RewardError(found.message)
+    return found.reward
