@@ -114,6 +114,9 @@ TABLE = (
         phase="log_probs",
         section="teacher",
     ),
+    Column(
+        "judge_scores", "B", "scored", "score of the policy as a judge, in the last row of a trajectory", phase="judge"
+    ),
     Column("reward_baselines", "B", "scored", "score of the greedy response, 0 if that failed", phase="baselines"),
     Column("draws", "B, R", "scored", "uniform random number in [0, 1), equal for equal responses"),
     Column("state_hash", "B, R", "scored", "hash of the state in which a token's turn was sampled"),

@@ -25,7 +25,7 @@ from whet.trainers.rl import fit
 from whet.trainers.run import Run
 from whet.trainers.sft import train_sft
 
-SHAPER = {"kl_controller": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
+SHAPER = {"kl_controller": {}, "running": {}}
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
 GRPO = {"trainer.total_steps": 4, "trainer.save_freq": 1, "trainer.save_limit": None, "actor.mini_batch_size": 2}

@@ -195,7 +195,7 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
-    has_model = isinstance(at.whole, TrainConfig) and at.whole.reward_model.model_path is not None
+    has_model = isinstance(at.whole, TrainConfig) and at.whole.reward_model.source is not None
     is_scored = functions or reward.domains or has_model
     if not is_scored and at.whole["environment"].name == "single_turn":
         yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
@@ -219,12 +219,14 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
 def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
     """Checks what a reward model goes together with."""
     config: Any = at.whole
-    if role.model_path is None:
+    if role.model_path is not None and role.rubric is not None:
+        yield f"{at.of('model_path')} and {at.of('rubric')} are both set, and each gives the score; unset one of them"
+    if role.source is None:
         default = dict(flatten(RewardModelConfig().model_dump()))
         if found := [f"{at.of(key)}={value}" for key, value in flatten(role.model_dump()) if default.get(key) != value]:
             yield (
                 f"{', '.join(found)}, but {at.of('model_path')} is not set, so there is no reward model; set it to a "
-                "sequence classifier, or unset these keys"
+                f"sequence classifier, or {at.of('rubric')}, or unset these keys"
             )
         return
     algorithm, reward = config.algorithm, config.reward
@@ -232,12 +234,12 @@ def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
     if algorithm.filter.name is not None and is_unscored and "reward" not in at.given:
         yield (
             f"algorithm.filter.name={algorithm.filter.name} compares scores of reward.function, which is not set: it "
-            f"does not see those of {at.of('model_path')}; unset the filter, or set reward.function"
+            f"does not see those of {at.of(role.source)}; unset the filter, or set reward.function"
         )
     if "reward_baselines" in ADV_ESTIMATORS[algorithm.adv_estimator].columns:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares with greedy responses, which only "
-            f"reward.function scores, and {at.of('model_path')} is set; expected an estimator without "
+            f"reward.function scores, and {at.of(role.source)} is set; expected an estimator without "
             "reward_baselines, such as rloo or grpo"
         )
 

@@ -302,15 +302,23 @@ class RefConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """The reward model: a sequence classifier with one label, whose score is the reward or a part of it."""
+    """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or the policy
+    itself as a judge."""
 
     engine: EngineConfig = EngineConfig()
     model_path: str | None = key(None, "reward model (`whet train-reward` trains one); unset: no reward model")
+    rubric: str | None = key(None, "rubric (docs/rewards.md) by which the run's own rollout judges; unset: no judge")
+    max_judge_tokens: PositiveInt = key(256, "most tokens of a verdict of that judge")
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
     weight: float = key(1.0, "factor of the score")
     combine: Literal["replace", "add"] = key(
         "replace", "train on the score alone (replace), or on the sum with the score of reward.function (add)"
     )
+
+    @property
+    def source(self) -> str | None:
+        """The key that says where its scores come from; None without one."""
+        return next((name for name in ("model_path", "rubric") if self[name] is not None), None)
 
 
 class TeacherConfig(Section):

@@ -263,7 +263,7 @@ def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
     """Tells whether a reward function scores the responses of a run."""
     if function is not None or config.reward.function or config.reward.domains:
         return True
-    has_model = isinstance(config, TrainConfig) and config.reward_model.model_path is not None
+    has_model = isinstance(config, TrainConfig) and config.reward_model.source is not None
     return not has_model and config.environment.name == "single_turn"
 
 

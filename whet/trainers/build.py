@@ -38,6 +38,7 @@ from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
+from whet.trainers import judged as judged  # its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import opened_for, with_restarts

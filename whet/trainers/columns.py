@@ -178,6 +178,8 @@ def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
         yield "the ratio of the policy to what it was", "correction", ["old_log_probs"]
     if config.reward_model.model_path is not None:
         yield f"reward_model.model_path={config.reward_model.model_path}", "estimator", ["rm_scores"]
+    if config.reward_model.rubric is not None:
+        yield f"reward_model.rubric={config.reward_model.rubric}", "estimator", ["judge_scores"]
     if kl.where == "reward":
         yield "algorithm.kl.where=reward", "estimator", ["old_log_probs", *kl_columns(kl.form, "old_")]
     if kl.where == "loss":

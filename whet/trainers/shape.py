@@ -98,13 +98,14 @@ class Shaper:
         return found
 
     def _scores(self, batch: DataProto, metrics: Metrics) -> Tensor:
-        """The scores of the reward functions, replaced by that of a reward model or added to it.   [B, R]"""
+        """The scores of the reward functions; that of a reward model or judge replaces them or is added.   [B, R]"""
         scores, mask, role = batch["token_level_scores"], batch["response_mask"], self.config.reward_model
-        if "rm_scores" not in batch:
+        name = {None: None, "model_path": "rm_scores", "rubric": "judge_scores"}[role.source]
+        if name is None:
             return scores
         counted = mask.any(1)
-        metrics.mean("reward/reward_model", batch["rm_scores"][counted].mean(), int(counted.sum()))
-        paid = pay_on_last_token(role.weight * batch["rm_scores"], mask)
+        metrics.mean("reward/reward_model", batch[name][counted].mean(), int(counted.sum()))
+        paid = pay_on_last_token(role.weight * batch[name], mask)
         return paid if role.combine == "replace" else scores + paid
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:

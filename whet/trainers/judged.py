@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's own rollout as a judge: the policy is asked a rubric's question about each response."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from whet.data.prompts import PromptFormat
+from whet.protocol import DataProto
+from whet.rewards.judge.rubrics import Rubric, load_rubric
+from whet.trainers.columns import Sources, register_provider
+from whet.trainers.hints import text
+from whet.types import Message, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@register_provider("judge_scores", shape="B", phase="judge")
+def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
+    """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
+    other rows, for trajectories that failed, and where the reply cannot be read.   [B]"""
+    config, rollouts = sources.config, sources.rollouts
+    rubric = load_rubric(str(config.reward_model.rubric))
+    trajectories = [each for group in sources.groups for each in group.trajectories]
+    judged = [each for each in trajectories if each.failure is None]
+    asking = _questions(judged, rubric, sources)
+    params = replace(
+        rollouts.params, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=config.reward_model.max_judge_tokens
+    )
+    with rollouts.sampling():
+        replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
+    read = [rubric.read(text(reply) or "") for [reply] in replies]
+    if judged and not any(value is not None for value in read):
+        log.warning(
+            "step %d: the policy's verdicts have no score where the rubric %s wants one, so all scores are 0; the "
+            "first ends with %r: use a stronger model, another rubric, or llm_judge with an endpoint",
+            *(sources.step, rubric.name, (text(replies[0][0]) or "")[-80:]),
+        )
+    by_uid = {each.uid: value or 0.0 for each, value in zip(judged, read, strict=True)}
+    owners = batch["trajectory_uid"]
+    scores = torch.tensor([by_uid.get(each.uid, 0.0) for each in trajectories])[owners]
+    is_last = torch.ones(len(owners), dtype=torch.bool)
+    is_last[:-1] = owners[1:] != owners[:-1]
+    return scores * is_last
+
+
+def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -> list[Prompt]:
+    """What the policy is asked about each trajectory."""
+    data, tokenizer = sources.config.data, sources.rollouts.tokenizer
+    conversations = []
+    for trajectory in judged:
+        prompt, truth = trajectory.prompt, trajectory.prompt.ground_truth
+        texts = {
+            "prompt": str(prompt.messages[-1].content) if prompt.messages else "",
+            "response": text(trajectory) or "",
+            "ground_truth": "" if truth is None else str(truth),
+        }
+        conversations.append([Message(each["role"], each["content"]) for each in rubric.messages(texts)])
+    template = PromptFormat(tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+    encoded = template.encode(conversations) if conversations else []
+    return [
+        Prompt(f"{each.uid}:judge", each.prompt.index, tuple(messages), tuple(ids), each.prompt.data_source, None)
+        for each, messages, ids in zip(judged, conversations, encoded, strict=True)
+    ]
