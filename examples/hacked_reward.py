@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from whet.checkpoints.export import export
@@ -20,7 +21,7 @@ from whet.config import TrainConfig, load_config
 from whet.models.init import init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.quickstart import warm_up, write_problems
+from whet.trainers.quickstart import clear, warm_up, write_problems
 
 
 def weak(solution_str: str, ground_truth: str) -> dict[str, float]:
@@ -49,14 +50,8 @@ def curves(history: Sequence[Mapping[str, float]], label: str) -> list[Series]:
     ]
 
 
-def main() -> int:
-    """Runs all stages."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/hacked_reward"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=150)
-    options = parser.parse_args()
-    run_dir, seed = options.run_dir, options.seed
+def learn(run_dir: Path, seed: int, steps: int) -> list[Series]:
+    """Problems, model, warm-up, and RL with each reward."""
     rows, held_out = write_problems(run_dir, seed)
     (run_dir / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out[:256]))
     init_model(
@@ -72,11 +67,10 @@ def main() -> int:
             "data.val_files": [str(run_dir / "held_out.jsonl")],
             "data.max_response_length": 12,
             "algorithm.filter.name": None,
-            "trainer.run_dir": str(run_dir / reward.__name__),
+            "trainer.run_dir": str(run_dir / "rl" / reward.__name__),
             "trainer.seed": seed,
-            "trainer.total_steps": options.steps,
+            "trainer.total_steps": steps,
             "trainer.val_freq": 10,
-            "trainer.resume": "never",
         }
         run = train(load_config(TrainConfig, "quickstart", changes, given={"reward"}).config, reward=reward)
         last = run.history[-1]
@@ -85,6 +79,19 @@ def main() -> int:
             f"gap {last['val/reward_gap']:.3f}\n"
         )
         shown += curves(run.history, reward.__name__)
+    return shown
+
+
+def main() -> int:
+    """Runs all stages."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/hacked_reward"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args()
+    run_dir, seed = options.run_dir, options.seed
+    with closing(clear(run_dir)):
+        shown = learn(run_dir, seed, options.steps)
     picture = run_dir / "hacked_reward.png"
     plot_learning_curve(picture, shown, title="A weak reward, and its repair", y_label="mean")
     sys.stdout.write(f"{picture}\n")

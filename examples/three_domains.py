@@ -14,6 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.models.init import init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
+from whet.trainers.quickstart import clear
 from whet.trainers.sft import train_sft
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789+-*=()_ "#:,\n'
@@ -115,33 +117,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/three_domains"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up-steps", type=int, default=250)
+    parser.add_argument("--warm-up-steps", type=int, default=310)
     options, changes = parser.parse_known_args()
     run_dir = options.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    examples = write_problems(run_dir, options.seed)
-    init_model(
-        run_dir / "model", "qwen3", "nano", alphabet=ALPHABET, num_layers=2, max_position_embeddings=128,
-        seed=options.seed,
-    )  # fmt: skip
-    warm_up = [
-        f"model.path={run_dir}/model", f"trainer.run_dir={run_dir}/sft", f"trainer.seed={options.seed}",
-        "data.max_length=96", f"trainer.total_steps={options.warm_up_steps}", "trainer.resume=never",
-    ]  # fmt: skip
-    train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=examples)
-    model = export(run_dir / "sft", run_dir / "sft_model")
-    overrides = [
-        f"model.path={model}", f"data.train_files={run_dir}/train.jsonl", f"data.val_files={run_dir}/held_out.jsonl",
-        f"trainer.run_dir={run_dir}/rl", f"trainer.seed={options.seed}", "trainer.resume=never", *changes,
-    ]  # fmt: skip
-    run = train(load_config(TrainConfig, "rlvr_three_domains", overrides).config)
-    plot(run_dir / "learning_curve.png", run.history)
-    records = [record for record in run.history if "val/accuracy" in record]
+    with closing(clear(run_dir)):
+        history = learn(run_dir, options.seed, options.warm_up_steps, changes)
+    plot(run_dir / "learning_curve.png", history)
+    records = [record for record in history if "val/accuracy" in record]
     for name in ("sums", "code", "words"):
         before, after = (record[f"val/{name}/accuracy"] for record in (records[0], records[-1]))
         sys.stdout.write(f"{name:6} held-out accuracy {before:.3f} -> {after:.3f}\n")
     sys.stdout.write(f"learning curve: {run_dir}/learning_curve.png\n")
     return 0
+
+
+def learn(run_dir: Path, seed: int, warm_up_steps: int, changes: Sequence[str]) -> Sequence[Mapping[str, float]]:
+    """Problems, model, warm-up and RL.  Returns the numbers of all steps."""
+    examples = write_problems(run_dir, seed)
+    init_model(
+        run_dir / "model", "qwen3", "nano", alphabet=ALPHABET, num_layers=2, max_position_embeddings=128, seed=seed
+    )
+    warm_up = {
+        "model.path": str(run_dir / "model"),
+        "data.max_length": 96,
+        "trainer.run_dir": str(run_dir / "sft"),
+        "trainer.seed": seed,
+        "trainer.total_steps": warm_up_steps,
+    }
+    train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=examples)
+    overrides = [
+        f"model.path={export(run_dir / 'sft', run_dir / 'sft_model')}",
+        f"data.train_files={run_dir}/train.jsonl",
+        f"data.val_files={run_dir}/held_out.jsonl",
+        f"trainer.run_dir={run_dir}/rl",
+        f"trainer.seed={seed}",
+        *changes,
+    ]
+    return train(load_config(TrainConfig, "rlvr_three_domains", overrides).config).history
 
 
 if __name__ == "__main__":

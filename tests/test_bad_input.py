@@ -25,13 +25,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from whet.config import load_config
 from whet.config.checks import check_context, problems
-from whet.config.schema import DataConfig, TrainConfig
-from whet.data.load import Loaded, load_prompts
+from whet.config.schema import DataConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
+from whet.data.load import Loaded, load_pairs, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.errors import WhetError
-from whet.models.load import load_policy, load_tokenizer
+from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
@@ -41,6 +41,7 @@ from whet.rollout.stream import FailureWatch
 from whet.sandbox.open import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
+from whet.trainers.workers import check_reward_model
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))
@@ -121,6 +122,75 @@ def refused(**sections: dict[str, Any]) -> str:
 )
 def test_what_the_config_checks_refuse(situation: str, sections: dict[str, Any]) -> None:
     wrong(situation, refused(**sections))
+
+
+@pytest.mark.parametrize(
+    ("situation", "sections"),
+    [
+        ("keys without a reward model", {"reward_model": {"weight": 2.0}}),
+        (
+            "reward model and ReMax",
+            {"reward_model": {"model_path": "scores"}, "algorithm": {"adv_estimator": "remax"}},
+        ),
+        (
+            "reward model and group filter alone",
+            {
+                "reward_model": {"model_path": "scores"},
+                "reward": {"function": None},
+                "algorithm": {"filter": {"name": "dapo"}},
+            },
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_reward_model(situation: str, sections: dict[str, Any]) -> None:
+    wrong(situation, refused(**sections))
+
+
+def test_models_that_are_no_reward_models(qwen25_folder: Path) -> None:
+    shutil.copytree(qwen25_folder, "lm")
+    with pytest.raises(WhetError) as raised:
+        reward_config("lm")
+    wrong("reward model without a head", str(raised.value))
+    config = json.loads(Path("lm", "config.json").read_text())
+    labels = {str(number): f"LABEL_{number}" for number in range(3)}
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": labels}
+    shutil.copytree("lm", "three")
+    Path("three", "config.json").write_text(json.dumps(config))
+    with pytest.raises(WhetError) as raised:
+        reward_config("three")
+    wrong("reward model of several labels", str(raised.value))
+    tokenizer = load_tokenizer("lm")
+    tokenizer.train_new_from_iterator(["another text"], 260).save_pretrained("fewer")
+    Path("fewer", "config.json").write_text(json.dumps({**config, "id2label": {"0": "score"}}))
+    policy = copy.deepcopy(tokenizer)
+    run = TrainConfig.model_validate({"model": {"path": "lm"}, "reward_model": {"model_path": "fewer"}})
+    with pytest.raises(WhetError) as raised:
+        check_reward_model(run, policy)
+    wrong("reward model of another vocabulary", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("situation", "row"),
+    [
+        ("pair without its rejected response", {"prompt": "a", "chosen": "b"}),
+        (
+            "pair whose response is not last",
+            {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
+        ),
+        ("margin that is no number", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}),
+        ("pairs that are all equal", {"prompt": "a", "chosen": "b", "rejected": "b"}),
+    ],
+)
+def test_what_is_wrong_with_a_pair(situation: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(WhetError) as raised:
+        load_pairs(PreferenceDataConfig(), tokenizer, rows=[row])
+    wrong(situation, str(raised.value))
+
+
+def test_an_adapter_is_no_reward_model() -> None:
+    values = {"model": {"path": "model", "lora": {"rank": 8}}, "data": {"train_files": ["fine.jsonl"]}}
+    [found] = problems(RewardTrainingConfig.model_validate(values))
+    wrong("adapter to train a reward model", found)
 
 
 def test_a_file_of_another_format() -> None:

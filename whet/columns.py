@@ -87,6 +87,15 @@ TABLE = (
     _of_model("ref_vocab_log_probs", "ref", "vocab_log_probs", "log pi of every token, of the reference", "B, R, V"),
     _of_model("values", "critic", "values", "value of the state in which a token was chosen", given_to=("critic",)),
     Column(
+        name="rm_scores",
+        shape="B",
+        when="unscored",
+        meaning="score of the reward model at the last token; 0 in all but the last row of a trajectory",
+        roles=("reward_model",),
+        output="scores",
+        phase="reward_model",
+    ),
+    Column(
         name="process_rewards",
         shape="B, R",
         when="unscored",
@@ -117,6 +126,8 @@ TABLE = (
     Column("token_weights", "B, R", "update", "weight of a token in the loss"),
 )
 COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}  # providers of users add more
-POLICY_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles != ("critic",))
-VALUE_OUTPUTS = frozenset(column.output for column in TABLE if column.output and column.roles == ("critic",))
+POLICY_OUTPUTS, VALUE_OUTPUTS, SCORE_OUTPUTS = (
+    frozenset(column.output for column in TABLE if column.output and column.roles[0] in roles)
+    for roles in (("actor", "ref"), ("critic",), ("reward_model",))
+)
 ROW_COLUMNS = frozenset(column.name for column in TABLE if column.shape == "B, K")  # no padding, even where K is R

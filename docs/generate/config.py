@@ -7,7 +7,7 @@ import html
 
 from whet.config.keys import describe_type, is_section
 from whet.config.render import inline
-from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from whet.config.section import Section
 
 MARK = "<!-- Below this line the page is written by `make pages`. -->\n"
@@ -22,7 +22,7 @@ def reference() -> str:
     """Every key of every command by section; a section that is equal to an earlier one only refers to it."""
     lines: list[str] = []
     seen: dict[tuple[type[Section], str], str] = {}
-    for schema in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig):
+    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvalConfig, GenerateConfig):
         lines += ["", f"## `whet {schema.command}`"]
         lines += _section(schema(), "", f" of `whet {schema.command}`", seen)
     return "\n".join(lines) + "\n"

@@ -25,7 +25,10 @@ from whet.errors import ConfigError
         ),
         ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
         ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),
-        ("reward_model.enable=False", "a key of verl without a counterpart (reward models and sandboxes are not"),
+        (
+            "reward_model.enable=False",
+            "a key of verl; write reward_model.model_path (there is a reward model where this is set",
+        ),
         ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`single` or `fsdp`)"),
         ("worker.ref.strategy=fsdp", "a key of EasyR1; write ref.engine.name"),
         ("beta=0.04", "a key of TRL; write algorithm.kl.where=loss and algorithm.kl.coef (both; 0 there is"),

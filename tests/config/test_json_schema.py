@@ -83,7 +83,7 @@ def test_it_takes_and_refuses_what_the_loader_does(recipe: str, tmp_path: Any) -
 
 
 def test_an_editor_can_offer_what_is_registered() -> None:
-    assert len(choices(TrainConfig)) == 16
+    assert len(choices(TrainConfig)) == 17
     for key, choice in choices(TrainConfig).items():
         *sections, name = key.split(".")
         part = SCHEMA

@@ -39,15 +39,16 @@ from typer.main import get_command
 
 from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
-from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config, problems
+from whet.config import load_config, problems
 from whet.config.render import json_schema
+from whet.config.schema import COMMANDS
 from whet.config.section import Section
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?[^\n`]*$")
 MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -->$")
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
-SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig, "generate": GenerateConfig}
+SCHEMAS = COMMANDS
 # A path of the reader's; a library that is theirs to install.
 NOT_HERE = ("does not exist (seen from", "is not a folder;", "has no config.json", "is not installed; run pip install")
 SHELL = set("|;&<>$`(){}*#")
@@ -216,7 +217,7 @@ def check_command(words: list[str], block: Block) -> None:
     while words and "=" in words[0]:
         words = words[1:]  # a variable for this command
     match words:
-        case ["whet", "train" | "sft" | "eval" | "generate" as command, *rest]:
+        case ["whet", "train" | "sft" | "train-reward" | "eval" | "generate" as command, *rest]:
             schema = SCHEMAS[command]
             loaded = load_config(schema, *split_recipe([w for w in rest if w != "--dry-run"], None), checked=False)
             wrong = [each for each in problems(loaded.config) if not any(part in each for part in NOT_HERE)]

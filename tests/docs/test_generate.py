@@ -48,7 +48,7 @@ def test_every_key_has_its_row() -> None:
     rows = [line for line in train.splitlines() if line.startswith("| `")]
     told = {row.split("`")[1] for row in rows}
     assert told == {key.rpartition(".")[2] for key in leaf_fields(TrainConfig)}
-    again = 2 * len(EngineConfig.model_fields)  # the engines of critic and ref are told as the actor's
+    again = 3 * len(EngineConfig.model_fields)  # the engines of critic, ref and reward_model are told as the actor's
     assert len(rows) == len(leaf_fields(TrainConfig)) - again
     assert "| `n` | a whole number > 0 | `8` | responses a prompt |" in rows
     assert "The keys and defaults of `actor.engine` of `whet train`." in train

@@ -28,7 +28,7 @@ from whet.engines.protocol import TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.registry import ENGINES
 from whet.trainers import build
-from whet.trainers.objectives import ValueObjective
+from whet.trainers.objectives import PreferenceObjective, ValueObjective
 
 # A large eps makes AdamW close to plain gradient descent: its steps then show the gradient's size, not only its sign.
 OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
@@ -82,6 +82,22 @@ def test_a_value_model(reference: Make, engine: Make) -> None:
         each.update(batch, ValueObjective())
     torch.testing.assert_close(other.forward(batch, needs)["values"], one.forward(batch, needs)["values"])
     assert one.whole_module() is other.whole_module() is None
+
+
+def test_a_reward_model(reference: Make, engine: Make) -> None:
+    """From a language model, with the same new head; rows in pairs, of which blocks of two stay together."""
+    batch, needs = suite.batch_of(0, 12), frozenset({"scores"})
+    batch = batch.with_columns(margin=torch.arange(12).div(2, rounding_mode="floor") / 10)
+    one, other = (make(TIGHT, is_reward_model=True) for make in (reference, engine))
+    for each in (one, other):
+        each.update(batch, PreferenceObjective(0.1))
+    expected, got = (each.forward(batch, needs)["scores"] for each in (one, other))
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(
+        expected != 0,
+        batch["response_mask"].cumsum(1).where(batch["response_mask"] > 0, 0)
+        == batch["response_mask"].sum(1, keepdim=True).clamp(min=1),
+    )
 
 
 def test_without_a_token_that_counts_and_with_an_infinite_loss_nothing_moves(engine: Make) -> None:

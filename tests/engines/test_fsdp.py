@@ -101,6 +101,9 @@ def optioned(model_folder: Path) -> Iterator[dict[str, WorkerGroup]]:
         name: suite.settings(model_folder, fsdp(**options), **both) for name, (both, options, _) in ROLES.items()
     }
     roles["values"] = suite.settings(model_folder, FSDP, is_value_model=True)
+    for name in ("sequence", "tensor"):
+        options = {f"{name}_parallel_size": 2}
+        roles[f"scores {name}"] = suite.settings(model_folder, fsdp(**options), is_reward_model=True)
     groups = suite.launched(roles, 2)
     yield groups
     groups["values"].close()
@@ -123,6 +126,18 @@ def test_a_value_model(optioned: dict[str, WorkerGroup], model_folder: Path) -> 
     suite.check_records(
         suite.drive(one, objective, needs=needs), suite.drive(optioned["values"], objective, needs=needs)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequence", "tensor"])
+def test_a_reward_model_whose_tokens_or_heads_are_split(
+    name: str, optioned: dict[str, WorkerGroup], model_folder: Path
+) -> None:
+    batch = suite.batch_of(0, 12)
+    one = suite.launched({"actor": suite.settings(model_folder, is_reward_model=True)}, 1)["actor"]
+    expected, got = (each.forward(batch, ("scores",))["scores"] for each in (one, optioned[f"scores {name}"]))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert expected.any()
 
 
 @pytest.mark.slow

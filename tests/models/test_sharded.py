@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from whet.config.schema import EngineConfig, LoraConfig
+from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, ModelError
@@ -26,7 +26,12 @@ def worker(folder: Path, name: str = "fsdp", **changes: object) -> TrainWorker:
     return TrainWorker(Placement("actor"), settings)
 
 
-@pytest.mark.parametrize("changes", [{}, {"is_value_model": True}, {"lora": LoraConfig(rank=4), "seed": 3}], ids=str)
+NEW_HEAD = {"is_reward_model": True, "optim": OptimConfig(), "seed": 3}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_value_model": True}, NEW_HEAD, {"lora": LoraConfig(rank=4), "seed": 3}], ids=str
+)
 @pytest.mark.parametrize("folder", ["model_folder", "qwen25_folder"])
 def test_weights_buffers_and_adapters_are_those_of_a_whole_model(
     folder: str, changes: dict[str, object], request: pytest.FixtureRequest

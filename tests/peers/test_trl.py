@@ -17,6 +17,7 @@ from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
 from whet.algorithms.shaping import soft_overlong
 from whet.registry import POLICY_LOSSES, WEIGHTS, call
+from whet.trainers.objectives import PreferenceObjective
 
 WORKER = Path(__file__).parent / "trl_worker.py"
 pytestmark = pytest.mark.slow
@@ -106,6 +107,33 @@ def test_the_kl_term_and_the_masks_of_tokens(python: Path, tmp_path: Path) -> No
         total, slope = ours(batch, "ppo_clip", {}, "seq-mean-token-mean", weight, options.get("beta", 0.0), form)
         torch.testing.assert_close(total, value.double(), rtol=1e-6, atol=1e-6, msg=str(options))
         torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6, msg=f"gradient of {options}")
+
+
+def test_the_loss_of_reward_models(python: Path, tmp_path: Path) -> None:
+    """The objective on rows in whet's order, in micro-batches of one and of two pairs."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [torch.randn(3, 7, generator=draw, dtype=torch.float64) * 3 for _ in range(100)]  # chosen, rejected, margin
+    centres = [0.0, 0.01, 0.5]
+    calls = [("preferences", torch.cat([c, r]), m.abs(), centre) for c, r, m in pairs for centre in centres]
+    asked = [(pair, centre) for pair in pairs for centre in centres]
+    for ((chosen, rejected, margin), centre), (value, gradient) in zip(
+        asked, ask(python, WORKER, tmp_path, calls), strict=True
+    ):
+        objective = PreferenceObjective(centre)
+        scores = torch.stack([chosen, rejected], 1).flatten()[:, None].requires_grad_()
+        batch = {
+            "response_mask": torch.ones(14, 1),
+            "attention_mask": torch.ones(14, 1),
+            "margin": margin.abs().repeat_interleave(2),
+        }
+        counts = objective.counts(batch)
+        total = torch.zeros(())
+        for part in (slice(0, 2), slice(2, 6), slice(6, 14)):
+            rows = {name: column[part] for name, column in batch.items()}
+            total = total + objective.loss({"scores": scores[part]}, rows, counts)[0]
+        (slope,) = torch.autograd.grad(total, scores)
+        torch.testing.assert_close(total.detach(), value.double(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(slope.view(7, 2).T.flatten(), gradient, rtol=1e-9, atol=1e-9)
 
 
 def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:

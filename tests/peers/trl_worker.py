@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer  # type: ignore[import-not-found]  # of another environment
+from trl import GRPOTrainer, RewardTrainer  # type: ignore[import-not-found]  # of another environment
 from trl.rewards import get_soft_overlong_punishment  # type: ignore[import-not-found]
 
 ARGS = {
@@ -89,6 +89,28 @@ def loss(batch: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch
     return result.detach(), gradient
 
 
+def preferences(scores: torch.Tensor, margin: torch.Tensor, center: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's loss of a reward model and its gradient with respect to the scores [2n], the chosen ones first."""
+    leaf = scores.clone().requires_grad_()
+    accelerator = SimpleNamespace(gather_for_metrics=lambda x: x, gather=lambda x: x)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(center_rewards_coefficient=center),
+        accelerator=accelerator,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+    def model(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=leaf[:, None])
+
+    inputs = {"margin": margin, "attention_mask": torch.ones(len(scores), 1)}
+    result = RewardTrainer.compute_loss(trainer, model, inputs)
+    (gradient,) = torch.autograd.grad(result, leaf)
+    return result.detach(), gradient
+
+
 def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
     """TRL's penalty for answers of these lengths."""
     found: list[float] = get_soft_overlong_punishment(**options)(completion_ids=[[0] * length for length in lengths])
@@ -98,7 +120,7 @@ def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
 def main() -> None:
     """Every call of the file, in order."""
     calls = torch.load(sys.argv[1], weights_only=False)
-    kinds = {"loss": loss, "overlong": overlong}
+    kinds = {"loss": loss, "overlong": overlong, "preferences": preferences}
     torch.save([kinds[kind](*given) for kind, *given in calls], sys.argv[2])
 
 

@@ -45,6 +45,17 @@ def test_what_is_no_gap() -> None:
     assert reward_gap([{"step": 0.0, "val/accuracy": 0.1}]) == (0.0, 0.0)
 
 
+def test_the_score_of_a_reward_model_is_the_training_reward() -> None:
+    # the function's score stays at 0.25 of its range; the model's goes from -1 to 3, of a range from -2 to 3
+    history = steps([0.25] * 10, {0: 0.25, 10: 0.25})
+    for step, record in enumerate(history[1:]):
+        shaped = {"mean": -1.0 if step < 5 else 3.0, "min": -2.0, "max": 3.0}
+        record |= {f"critic/rewards/{name}": value for name, value in shaped.items()} | {"reward/reward_model": 0.0}
+    assert reward_gap(history) == pytest.approx((1.0 - 0.25, (1.0 - 0.25) - (0.2 - 0.25)))
+    unscored = [{**record, "critic/score/max": 0.0} for record in history]  # no function, so no accuracy
+    assert reward_gap(unscored) == (0.0, 0.0)
+
+
 def row(uid: str, reward: float | None, response: str = "") -> dict[str, Any]:
     return {"uid": uid, "reward": reward, "accuracy": 0.0, "response": response, "prompt": "p", "ground_truth": "1"}
 
@@ -54,6 +65,8 @@ def test_the_largest_jumps() -> None:
     after = [row("d", 0.75), row("a", 1.0, "y"), row("b", 0.0), row("c", 1.0), row("e", 9.0)]
     jumps = largest_jumps(before, after)
     assert [(jump["uid"], jump["jump"]) for jump in jumps] == [("a", 1.0), ("d", 0.25)]
+    right = {**row("f", 1.0), "accuracy": 1.0}
+    assert [jump["uid"] for jump in largest_jumps([row("f", 0.0), *before], [right, *after])] == ["a", "f", "d"]
     assert (jumps[0]["response_before"], jumps[0]["response_after"]) == ("x", "y")
 
 

@@ -20,10 +20,12 @@ from torch import Tensor
 import whet
 from tests.algorithms.conftest import _make_batch
 from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
-from whet.config import SFTConfig, load_config
+from whet.checkpoints.export import export
+from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.trainers.sft import train_sft
+from whet.trainers.train_reward import train_reward
 
 PACKAGE = Path(whet.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -196,7 +198,14 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
     fine = {"data.max_length": 32, "data.val_files": [str(held_out)], "trainer.run_dir": str(tmp_path / "sft")}
+    to_pairs = {"trainer.run_dir": str(tmp_path / "pairs")}
     train_sft(load_config(SFTConfig, None, common | fine, given={"data"}).config, data=examples)
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in additions]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in pairs[:2]))
+    train_reward(load_config(RewardTrainingConfig, None, common | fine | to_pairs, given={"data"}).config, data=pairs)
+    against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
+    where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": -1}
+    whet.train(reward=moody, data=additions, **{**common, **small, **where, **against})
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
 

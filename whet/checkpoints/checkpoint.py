@@ -32,7 +32,6 @@ from whet import files
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.folder import split_adapters
-from whet.models.load import load_config
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -49,7 +48,7 @@ def save(
     state: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     model_path: str | Path,
-    trust_remote_code: bool = False,
+    model_config: Any,
     save_limit: int | None,
     score: float | None = None,
     is_good: bool = True,
@@ -68,7 +67,7 @@ def save(
             if role in roles:
                 roles[role].save(str(partial / f"{role}.state"))
         tokenizer.save_pretrained(partial / "model")
-        load_config(model_path, trust_remote_code=trust_remote_code).save_pretrained(partial / "model")
+        model_config.save_pretrained(partial / "model")
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")

@@ -25,7 +25,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError
-from whet.models.load import body_of, load_config, load_policy, outline
+from whet.models.load import body_of, is_classifier, load_config, load_policy, outline
 from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
 
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
@@ -66,7 +66,8 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remo
     try:
         config = load_config(folder / "model", trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            shapes = body_of(outline(folder / "model", trust_remote_code=trust_remote_code))
+            options = {"is_reward_model": is_classifier(config), "trust_remote_code": trust_remote_code}
+            shapes = body_of(outline(folder / "model", **options))
     except (ModelError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
     _check_names(shapes, weights, folder)

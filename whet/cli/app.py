@@ -22,7 +22,7 @@ from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.serve import serve, serve_sandbox
-from whet.cli.train import quickstart, sft, train
+from whet.cli.train import quickstart, sft, train, train_reward
 from whet.errors import WhetError, exit_error
 from whet.threads import yield_soon
 
@@ -43,6 +43,7 @@ for panel, name, function in (
     (START, "init-model", init_model),
     (TRAIN, "train", train),
     (TRAIN, "sft", sft),
+    (TRAIN, "train-reward", train_reward),
     (AFTER, "eval", evaluate),
     (AFTER, "generate", generate),
     (AFTER, "compare", compare),

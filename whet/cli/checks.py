@@ -12,7 +12,7 @@ from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
 
 if TYPE_CHECKING:
-    from whet.config.schema import SFTConfig, TrainConfig
+    from whet.config.schema import ExamplesConfig, TrainConfig
     from whet.planning.doctor import Finding
     from whet.planning.forecast import Forecast
 
@@ -47,15 +47,15 @@ def plan(
         raise typer.Exit(1)
 
 
-def forecast_of(config: TrainConfig | SFTConfig, device_gib: float | None = None) -> Forecast:
+def forecast_of(config: TrainConfig | ExamplesConfig, device_gib: float | None = None) -> Forecast:
     """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
-    from whet.config import SFTConfig
+    from whet.config import RewardTrainingConfig, SFTConfig
     from whet.planning.forecast import forecast
-    from whet.trainers import build, sft
+    from whet.trainers import build, sft, train_reward
     from whet.trainers.frame import run_folder
 
-    setup = sft.setup if isinstance(config, SFTConfig) else build.setup
-    return forecast(config, setup, run_folder(config.trainer), device_gib)
+    setups = {SFTConfig: sft.setup, RewardTrainingConfig: train_reward.setup}
+    return forecast(config, setups.get(type(config), build.setup), run_folder(config.trainer), device_gib)
 
 
 def doctor(
@@ -81,7 +81,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _of_run(config: TrainConfig | SFTConfig) -> Iterator[Finding]:
+def _of_run(config: TrainConfig | ExamplesConfig) -> Iterator[Finding]:
     from whet.config import problems
     from whet.errors import WhetError
     from whet.planning.doctor import Finding

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
+    from whet.config.schema import EvalConfig, ExamplesConfig, TrainConfig
     from whet.config.section import Section
     from whet.data.preview import Preview, Shown
 
@@ -34,6 +34,7 @@ class Command(StrEnum):
 
     train = "train"
     sft = "sft"
+    train_reward = "train-reward"
     eval = "eval"
     generate = "generate"
 
@@ -127,28 +128,35 @@ def data(
 
 def config_of(
     command: Command | None, recipe: str | None, overrides: list[str]
-) -> TrainConfig | SFTConfig | EvalConfig:
+) -> TrainConfig | ExamplesConfig | EvalConfig:
     """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
-    from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+    from whet.config import EvalConfig, RewardTrainingConfig, SFTConfig, TrainConfig, load_config
 
-    chosen: type[Any] = {Command.eval: EvalConfig, Command.sft: SFTConfig}.get(command or Command.train, TrainConfig)
+    schemas: dict[Command, type[Any]] = {
+        Command.eval: EvalConfig,
+        Command.sft: SFTConfig,
+        Command.train_reward: RewardTrainingConfig,
+    }
+    chosen = schemas.get(command or Command.train, TrainConfig)
     refused: list[ConfigError] = []
     for schema in (chosen, SFTConfig) if command is None else (chosen,):
         try:
-            config: TrainConfig | SFTConfig | EvalConfig = load_config(schema, recipe, overrides, checked=False).config
+            config: TrainConfig | ExamplesConfig | EvalConfig = load_config(
+                schema, recipe, overrides, checked=False
+            ).config
             return config
         except ConfigError as error:
             refused.append(error)
     raise refused[0]
 
 
-def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | SFTConfig:
+def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | ExamplesConfig:
     """Loads the config of a training run.  Raises: ConfigError for the config of another command."""
     from whet.config import EvalConfig
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig):
-        raise ConfigError("--for eval is not a training run; expected --for train or --for sft")
+        raise ConfigError("--for eval is not a training run; expected --for train, sft or train-reward")
     return config
 
 

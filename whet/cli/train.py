@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet train`, `whet sft` and `whet quickstart`."""
+"""`whet train`, `whet sft`, `whet train-reward` and `whet quickstart`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import typer
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, program, split_recipe
 
 if TYPE_CHECKING:
-    from whet.config import SFTConfig, TrainConfig
+    from whet.config import ExamplesConfig, TrainConfig
 
 
-def train(
-    words: RecipeAndOverrides = None,
-    config_name: ConfigName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")] = False,
-) -> None:
+DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")]
+
+
+def train(words: RecipeAndOverrides = None, config_name: ConfigName = None, dry_run: DryRun = False) -> None:
     """Train a model with reinforcement learning (PPO, GRPO, ...)."""
     from whet.config import TrainConfig, load_config
 
@@ -46,8 +45,20 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
         train_sft(config)
 
 
+def train_reward(words: RecipeAndOverrides = None, config_name: ConfigName = None, dry_run: DryRun = False) -> None:
+    """Train a reward model on preference pairs (Bradley-Terry)."""
+    from whet.config import RewardTrainingConfig, load_config
+
+    config = load_config(RewardTrainingConfig, *split_recipe(words, config_name)).config
+
+    from whet.trainers.train_reward import train_reward as run
+
+    with _as_command(config, writes=not dry_run):
+        run(config, dry_run=dry_run)
+
+
 @contextmanager
-def _as_command(config: TrainConfig | SFTConfig, *, writes: bool = True) -> Iterator[None]:
+def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) -> Iterator[None]:
     """Shows the progress of long phases, and at the end the folder of the run. After a signal, prints what was saved
     and the command that resumes, then exits with the status that shells expect: 130 after Ctrl-C."""
     from whet.tracking.long_phases import LongPhases

@@ -5,12 +5,14 @@ from whet.config.algorithm_checks import aggregation, uses_critic
 from whet.config.checks import check, check_context, problems
 from whet.config.load import Loaded, load_config, read_config
 from whet.config.render import keyed_lines, to_yaml
-from whet.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 
 __all__ = [
     "EvalConfig",
+    "ExamplesConfig",
     "GenerateConfig",
     "Loaded",
+    "RewardTrainingConfig",
     "SFTConfig",
     "TrainConfig",
     "aggregation",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
+from whet.config.compose import flatten
 from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.keys import choices
 from whet.config.mix import shares_at
@@ -24,23 +25,25 @@ from whet.config.schema import (
     DataConfig,
     EngineConfig,
     EvalConfig,
+    ExamplesConfig,
     GenerateConfig,
     GroupFilterConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
     RolloutConfig,
     RowsConfig,
     SamplingConfig,
     Section,
-    SFTConfig,
     TrainConfig,
     TrainerConfig,
 )
 from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
 from whet.errors import ConfigError, pip_install
-from whet.registry import POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
@@ -69,9 +72,11 @@ def problems(config: Section, given: Collection[str] = ()) -> list[str]:
     return list(found)
 
 
-def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig, max_position_embeddings: int) -> None:
+def check_context(
+    config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig, max_position_embeddings: int
+) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, ExamplesConfig):
         if config.data.max_length > max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={config.data.max_length} is more than the {max_position_embeddings} positions of the "
@@ -88,7 +93,7 @@ def check_context(config: TrainConfig | SFTConfig | EvalConfig | GenerateConfig,
         )
 
 
-def check_data(config: TrainConfig | SFTConfig | EvalConfig, *, validation: bool) -> None:
+def check_data(config: TrainConfig | ExamplesConfig | EvalConfig, *, validation: bool) -> None:
     """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
     name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
     check_files(f"data.{name}", config.data[name], config.data, required=True)
@@ -160,8 +165,9 @@ def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
         yield f"trainer.resume={trainer.resume} is not a folder; expected auto, never, or the folder of a checkpoint"
     if trainer.loop is not None:
         yield from _function_path("trainer.loop", trainer.loop)
-        if isinstance(at.whole, SFTConfig):
-            yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; unset it for `whet sft`"
+        if isinstance(at.whole, ExamplesConfig):
+            own = at.whole.command
+            yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; unset it for `whet {own}`"
     for reference in trainer.callbacks:
         yield from _function_path("trainer.callbacks", reference)
     for name in dict.fromkeys(trainer.logger):
@@ -189,7 +195,9 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
-    if not functions and not reward.domains and at.whole["environment"].name == "single_turn":
+    has_model = isinstance(at.whole, TrainConfig) and at.whole.reward_model.model_path is not None
+    is_scored = functions or reward.domains or has_model
+    if not is_scored and at.whole["environment"].name == "single_turn":
         yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
     chosen = [("reward", function, reward.kwargs) for function in functions]
     chosen += [(f"reward.domains.{name}", each.function, each.kwargs) for name, each in reward.domains.items()]
@@ -206,6 +214,41 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
             f"reward.weights has length {len(reward.weights)} and reward.function length {len(functions)}; set one "
             "weight for each function"
         )
+
+
+def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
+    """Checks what a reward model goes together with."""
+    config: Any = at.whole
+    if role.model_path is None:
+        default = dict(flatten(RewardModelConfig().model_dump()))
+        if found := [f"{at.of(key)}={value}" for key, value in flatten(role.model_dump()) if default.get(key) != value]:
+            yield (
+                f"{', '.join(found)}, but {at.of('model_path')} is not set, so there is no reward model; set it to a "
+                "sequence classifier, or unset these keys"
+            )
+        return
+    algorithm, reward = config.algorithm, config.reward
+    is_unscored = not reward.function and not reward.domains and config.environment.name == "single_turn"
+    if algorithm.filter.name is not None and is_unscored and "reward" not in at.given:
+        yield (
+            f"algorithm.filter.name={algorithm.filter.name} compares scores of reward.function, which is not set: it "
+            f"does not see those of {at.of('model_path')}; unset the filter, or set reward.function"
+        )
+    if "reward_baselines" in ADV_ESTIMATORS[algorithm.adv_estimator].columns:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with greedy responses, which only "
+            f"reward.function scores, and {at.of('model_path')} is set; expected an estimator without "
+            "reward_baselines, such as rloo or grpo"
+        )
+
+
+def _no_adapter(config: RewardTrainingConfig, at: Place) -> Iterator[str]:
+    for name in ("rank", "path"):
+        if config.model.lora[name] is not None:
+            yield (
+                f"model.lora.{name}={config.model.lora[name]} is of a language model, and `whet train-reward` trains a "
+                "whole classifier; unset it (model.freeze keeps weights as they are)"
+            )
 
 
 def _mix(data: DataConfig, at: Place) -> Iterator[str]:
@@ -308,6 +351,8 @@ RULES: tuple[tuple[type[Section], Rule], ...] = (
     (RolloutConfig, _staleness),
     (RolloutConfig, group_rule),
     (RewardConfig, _reward),
+    (RewardModelConfig, _reward_model),
+    (RewardTrainingConfig, _no_adapter),
     (DataConfig, _mix),
     (AlgorithmConfig, algorithm_rule),
     (ActorConfig, updates_rule),

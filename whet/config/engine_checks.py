@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from whet.config.cluster import ROLES, ClusterConfig
-from whet.config.schema import EngineConfig, ModelConfig, OptimConfig, SFTConfig, TrainConfig
+from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
 from whet.config.section import Place, entry_at
 from whet.errors import pip_install
 from whet.registry import ENGINES, load_target
@@ -142,7 +142,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[str]:
     """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
-    if isinstance(config, SFTConfig):
+    if isinstance(config, ExamplesConfig):
         rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
     elif isinstance(config, TrainConfig):
         prompts, n = config.data.train_batch_size, config.rollout.n

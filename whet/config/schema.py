@@ -301,6 +301,18 @@ class RefConfig(Section):
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
 
 
+class RewardModelConfig(Section):
+    """The reward model: a sequence classifier with one label, whose score is the reward or a part of it."""
+
+    engine: EngineConfig = EngineConfig()
+    model_path: str | None = key(None, "reward model (`whet train-reward` trains one); unset: no reward model")
+    max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
+    weight: float = key(1.0, "factor of the score")
+    combine: Literal["replace", "add"] = key(
+        "replace", "train on the score alone (replace), or on the sum with the score of reward.function (add)"
+    )
+
+
 class TeacherConfig(Section):
     """The source of `teacher_log_probs`, for CPO and distillation."""
 
@@ -326,7 +338,7 @@ class TrainerConfig(Section):
         2, "newest checkpoints to keep, besides the best and the last good; unset: all"
     )
     best_metric: str | None = key(
-        None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, `whet sft`: -val/loss"
+        None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, on examples -val/loss"
     )
     resume: str = key("auto", "auto: from the newest checkpoint in run_dir, if any; never; or the path of a checkpoint")
     max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
@@ -355,6 +367,7 @@ class TrainConfig(Section):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -363,35 +376,71 @@ class TrainConfig(Section):
     command: ClassVar[str] = "train"
 
 
-class SupervisedDataConfig(RowsConfig):
-    """The examples of `whet sft`."""
+class ExamplesDataConfig(RowsConfig):
+    """The examples of supervised training."""
 
-    messages_key: str = key("messages", "field with a whole conversation; rows without it have prompt and response")
     prompt_key: str = key("prompt", "field with the prompt")
-    response_key: str = key("response", "field with the response")
     apply_chat_template: bool = key(True, "false: prompt and response are joined without a chat template")
     chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
     max_length: PositiveInt = key(1024, "most tokens of prompt and response together")
-    overlong: Literal["truncate", "drop", "error"] = key("truncate", "what to do with examples over max_length")
     train_batch_size: PositiveInt = key(64, "examples an optimizer step")
     shuffle: bool = key(True, "draw examples in a new random order every epoch, which the seed determines")
     hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
 
-class SFTConfig(Section):
-    """The config of `whet sft`."""
+class SupervisedDataConfig(ExamplesDataConfig):
+    """The examples of `whet sft`."""
+
+    messages_key: str = key("messages", "field with a whole conversation; rows without it have prompt and response")
+    response_key: str = key("response", "field with the response")
+    overlong: Literal["truncate", "drop", "error"] = key("truncate", "what to do with examples over max_length")
+
+
+class PreferenceDataConfig(ExamplesDataConfig):
+    """The pairs of `whet train-reward`. Chosen and rejected are texts or messages; without a prompt, whole ones."""
+
+    chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
+    rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
+    margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
+    overlong: Literal["drop", "error"] = key("drop", "what to do with pairs of which one response is over max_length")
+
+
+class ExamplesConfig(Section):
+    """The config of a run on examples."""
 
     model: ModelConfig = ModelConfig()
-    data: SupervisedDataConfig = SupervisedDataConfig()
+    data: ExamplesDataConfig = ExamplesDataConfig()
     engine: EngineConfig = EngineConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
     grad_clip: PositiveFloat | None = key(1.0, "largest norm of the gradient; a larger one is scaled down")
-    trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
+    trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
 
+    rows_an_example: ClassVar[int] = 1
+
+
+class SFTConfig(ExamplesConfig):
+    """The config of `whet sft`."""
+
+    data: SupervisedDataConfig = SupervisedDataConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
+
     command: ClassVar[str] = "sft"
+
+
+class RewardTrainingConfig(ExamplesConfig):
+    """The config of `whet train-reward`."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="reward")
+    center_coef: NonNegativeFloat = key(
+        0.0, "weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0: none"
+    )
+
+    command: ClassVar[str] = "train-reward"
+    rows_an_example: ClassVar[int] = 2
 
 
 class EvalConfig(Section):
@@ -438,5 +487,5 @@ class GenerateConfig(Section):
 
 # The config of each command, by its name.
 COMMANDS: dict[str, type[Section]] = {
-    each.command: each for each in (TrainConfig, SFTConfig, EvalConfig, GenerateConfig)
+    each.command: each for each in (TrainConfig, SFTConfig, RewardTrainingConfig, EvalConfig, GenerateConfig)
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config.schema import DataConfig, SupervisedDataConfig
+    from whet.config.schema import DataConfig, ExamplesDataConfig
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 ENTRY_KEYS = ("path", "weight", "config", "split", "filter", "options")
@@ -46,7 +46,7 @@ class Source:
 
 
 def read_sources(
-    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig
+    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | ExamplesDataConfig
 ) -> list[Source]:
     """Parses the entries of `key` without opening them.  Raises: ConfigError."""
     return [_read_source(key, {"path": entry} if isinstance(entry, str) else entry, data) for entry in entries]
@@ -74,7 +74,7 @@ def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> 
 
 
 def check_files(
-    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | SupervisedDataConfig, *, required: bool
+    key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | ExamplesDataConfig, *, required: bool
 ) -> None:
     """Checks that the entries exist, as far as that is known without a network.  Raises: ConfigError."""
     if required and not entries:
@@ -99,7 +99,7 @@ def files_of(path: str) -> list[Path]:
     return sorted(found for found in Path(expanded.anchor).glob(str(expanded.relative_to(expanded.anchor))))
 
 
-def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | SupervisedDataConfig) -> Source:
+def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | ExamplesDataConfig) -> Source:
     own_keys = [name for name in OWN_KEYS if name in data]
     for name in entry:
         if name not in (*ENTRY_KEYS, *own_keys):

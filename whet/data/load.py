@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from whet.config.schema import DataConfig, SupervisedDataConfig
+from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig, SupervisedDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
+from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching, within_window
 from whet.data.sources import Row, read_hub, read_rows
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # an iterable with more rows is taken for an endless one
-T = TypeVar("T", Prompt, SupervisedExample)
-DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig)
+T = TypeVar("T", Prompt, SupervisedExample, PreferencePair)
+DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig, PreferenceDataConfig)
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,40 @@ def load_examples(
     """Loads the examples of `whet sft`, with their loss masks.  Arguments and errors: as `load_prompts`."""
 
     def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
-        if read.prompts:
-            raise DataError("returns prompts, but `whet sft` needs rows; return mappings instead")
+        _check_rows(read, "sft")
         return build_examples(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
 
     return _load(data, tokenizer, key, rows, where, seed, build)
+
+
+def load_pairs(
+    data: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str = TRAIN,
+    *,
+    rows: Iterable[Any] | None = None,
+    where: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Loaded[PreferencePair]:
+    """Loads the pairs of `whet train-reward`.  Arguments and errors: as `load_prompts`."""
+
+    def build(own: PreferenceDataConfig, read: _Read, first: int) -> Sequence[PreferencePair]:
+        _check_rows(read, "train-reward")
+        return build_pairs(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
+
+    return _load(data, tokenizer, key, rows, where, seed, build)
+
+
+def loader_of(data: DataConfig | ExamplesDataConfig) -> Callable[..., Loaded[Any]]:
+    """The function that loads the rows of a data section."""
+    if isinstance(data, PreferenceDataConfig):
+        return load_pairs
+    return load_examples if isinstance(data, SupervisedDataConfig) else load_prompts
+
+
+def _check_rows(read: _Read, command: str) -> None:
+    if read.prompts:
+        raise DataError(f"returns prompts, but `whet {command}` needs rows; return mappings instead")
 
 
 @phase("reading data")
@@ -162,7 +192,7 @@ def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are
     return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
 
 
-def _open(source: Source, data: DataConfig | SupervisedDataConfig, supplied: Mapping[str, Any]) -> list[Any]:
+def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mapping[str, Any]) -> list[Any]:
     if source.kind == "file":
         files = files_of(source.path)
         return [*read_rows(files if "*" in source.path else source.path)]

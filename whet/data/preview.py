@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, Loaded, Part, load_examples, load_prompts
+from whet.config.schema import EvalConfig, ExamplesConfig, TrainConfig
+from whet.data.load import TRAIN, VAL, Loaded, Part, loader_of
 from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.preferences import PreferencePair
 from whet.data.samplers import make_loader, order_of
 from whet.data.supervised import SupervisedExample
 from whet.errors import DataError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 WINDOW = 4  # earlier tokens decoded together with a token: gives correct spaces, and characters of several tokens
 NO_LIMIT = 2**31
+Item = Prompt | SupervisedExample | PreferencePair
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Preview:
 
 
 def preview(
-    config: TrainConfig | SFTConfig | EvalConfig,
+    config: TrainConfig | ExamplesConfig | EvalConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,
@@ -64,17 +66,16 @@ def preview(
 ) -> Preview:
     """Reads the data of a config and chooses rows: the first ones, the one with number `index`, or with `drawn` the
     first ones in the order of the run."""
-    is_eval, is_sft = isinstance(config, EvalConfig), isinstance(config, SFTConfig)
+    is_eval, is_supervised = isinstance(config, EvalConfig), isinstance(config, ExamplesConfig)
     key = VAL if validation or is_eval else TRAIN
     seed = config.seed if isinstance(config, EvalConfig) else config.trainer.seed
     where = config.data.filter if is_eval or not validation else {}
-    limit_name, what = ("max_length", "example") if is_sft else ("max_prompt_length", "row")
+    limit_name, what = ("max_length", "example") if is_supervised else ("max_prompt_length", "row")
     limit: int = config.data[limit_name]
-    load: Any = load_examples if is_sft else load_prompts
 
     def loaded(**changes: int) -> Loaded[Any]:
-        found: Loaded[Any] = load(config.data.model_copy(update=changes), tokenizer, key, where=where, seed=seed)
-        return found
+        data = config.data.model_copy(update=changes)
+        return loader_of(data)(data, tokenizer, key, where=where, seed=seed)
 
     whole = loaded(**{limit_name: NO_LIMIT})
     chosen = _numbered(whole.items)
@@ -86,16 +87,16 @@ def preview(
     if drawn and not isinstance(config, EvalConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]
-    over = config.data.overlong if isinstance(config, SFTConfig) else config.data.overlong_prompts
+    over = config.data["overlong" if is_supervised else "overlong_prompts"]
     return Preview(
         parts=whole.parts,
-        lengths=[len(item.token_ids if isinstance(item, Prompt) else item.input_ids) for item in whole.items],
+        lengths=[len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in whole.items],
         limit=limit,
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
         data_sources=Counter(prompt.data_source for prompt in prompts),
         num_unanswered=sum(prompt.ground_truth is None for prompt in prompts),
-        rows=[_shown(f"{what} {number}", item, limit) for number, item in chosen[:num_rows]],
+        rows=[row for number, item in chosen[:num_rows] for row in _shown(f"{what} {number}", item, limit)],
     )
 
 
@@ -133,11 +134,9 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
     return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(-(-(high - low + 1) // width))]
 
 
-def _drawn(
-    config: TrainConfig | SFTConfig, loaded: Loaded[Any], seed: int, count: int
-) -> list[tuple[int, Prompt | SupervisedExample]]:
+def _drawn(config: TrainConfig | ExamplesConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
     """The first `count` items in the order of the run, each with its number."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, ExamplesConfig):
         order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)
         numbered = _numbered(loaded.items)
         return OrderLoader(numbered, seed=seed, shuffle=config.data.shuffle, order=order).take(count)
@@ -146,12 +145,18 @@ def _drawn(
     return _numbered(make_loader(config.data, loaded, seed=seed, total_draws=steps * batch).take(count))
 
 
-def _numbered(items: Sequence[Prompt | SupervisedExample]) -> list[tuple[int, Prompt | SupervisedExample]]:
+def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
     return [(item.index if isinstance(item, Prompt) else place, item) for place, item in enumerate(items)]
 
 
-def _shown(title: str, item: Prompt | SupervisedExample, limit: int) -> Shown:
+def _shown(title: str, item: Item, limit: int) -> list[Shown]:
+    """Returns the rows of an item. Of a pair the tokens in which the responses may differ are marked."""
     if isinstance(item, SupervisedExample):
-        return Shown(title, item.input_ids[:limit], item.loss_mask[:limit])
-    facts = {"ground truth": item.ground_truth, "data source": item.data_source}
-    return Shown(title, item.token_ids, None, {**facts, **item.extra_info})
+        return [Shown(title, item.input_ids[:limit], item.loss_mask[:limit])]
+    if isinstance(item, PreferencePair):
+        facts, shared = {"margin": item.margin}, item.num_shared
+        texts = {"chosen": item.chosen, "rejected": item.rejected}
+        masks = {name: (0,) * shared + (1,) * (len(ids) - shared) for name, ids in texts.items()}
+        return [Shown(f"{title}, {name}", ids, masks[name], facts) for name, ids in texts.items()]
+    answers = {"ground truth": item.ground_truth, "data source": item.data_source}
+    return [Shown(title, item.token_ids, None, {**answers, **item.extra_info})]

@@ -24,7 +24,7 @@ from whet.types import Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from whet.config.schema import DataConfig, SupervisedDataConfig
+    from whet.config.schema import DataConfig, ExamplesDataConfig
 
 logger = logging.getLogger(__name__)
 Names = str | Sequence[str]  # the name of a field, or several: the first that the row has counts
@@ -68,7 +68,7 @@ class PromptFormat:
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig | SupervisedDataConfig) -> PromptFormat:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig | ExamplesDataConfig) -> PromptFormat:
         """The format that a data section of the config describes."""
         return cls(
             tokenizer,

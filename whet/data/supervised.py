@@ -25,6 +25,11 @@ class SupervisedExample:
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """The length."""
+        return len(self.input_ids)
+
 
 def build_examples(
     rows: Sequence[Mapping[str, Any]],

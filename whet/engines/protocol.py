@@ -30,12 +30,12 @@ class Objective(Protocol):
 
     @property
     def name(self) -> str:
-        """Area of its metrics: actor, critic, sft."""
+        """Area of its metrics: actor, critic, sft, reward_model."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """Model outputs by name: log_probs, entropy, sum_pi_squared, values."""
+        """Model outputs by name: log_probs, entropy, sum_pi_squared, values, scores."""
         ...
 
     @property

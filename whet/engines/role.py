@@ -16,6 +16,7 @@ from whet.models.load import (
     body_of,
     compile_layers,
     load_policy,
+    load_reward_model,
     load_value_model,
     recompute_activations,
     torch_dtype,
@@ -56,13 +57,14 @@ class RoleSettings:
     grad_clip: float | None = None
     total_steps: int = 1  # optimizer steps of the run, for the schedule
     is_value_model: bool = False
+    is_reward_model: bool = False  # one that is trained may start from a language model, with a new head
     gradient_checkpointing: bool = False
     adapter_path: str | None = None  # merged first
     allow_pickle: bool = False
     trust_remote_code: bool = False
     lora: LoraSettings | None = None  # unset: the whole model is trained
     freeze: tuple[str, ...] = ()
-    seed: int = 0  # of a new adapter, and of what the optimizer rounds at random
+    seed: int = 0  # of a new adapter or head, and of what the optimizer rounds at random
 
     @property
     def forward(self) -> ForwardSettings:
@@ -82,14 +84,12 @@ class RoleSettings:
 
     def whole_model(self) -> TrainedModel:
         """The model with its weights, on the host.  Raises: ModelError."""
+        options = {"allow_pickle": self.allow_pickle, "trust_remote_code": self.trust_remote_code}
+        if self.is_reward_model:
+            seed = None if self.optim is None else self.seed
+            return self._prepared(load_reward_model(self.model_path, new_head_seed=seed, **options))
         load = load_value_model if self.is_value_model else load_policy
-        model = load(
-            self.model_path,
-            adapter_path=self.adapter_path,
-            allow_pickle=self.allow_pickle,
-            trust_remote_code=self.trust_remote_code,
-        )
-        return self._prepared(model)
+        return self._prepared(load(self.model_path, adapter_path=self.adapter_path, **options))
 
     def empty_model(self, device: torch.device) -> TrainedModel:
         """The model without weights, for `fill`, and with all else on `device`.  Raises: ModelError."""
@@ -99,6 +99,7 @@ class RoleSettings:
             self.model_path,
             device,
             is_value_model=self.is_value_model,
+            is_reward_model=self.is_reward_model,
             trust_remote_code=self.trust_remote_code,
         )
         return self._prepared(model)
@@ -107,7 +108,8 @@ class RoleSettings:
         """Reads this rank's parts of the weights into a sharded `empty_model`.  Raises: ModelError."""
         from whet.models.sharded import fill
 
-        fill(model, self.model_path, device, seed=self.seed, allow_pickle=self.allow_pickle)
+        is_new = self.is_reward_model and self.optim is not None
+        fill(model, self.model_path, device, seed=self.seed, has_new_head=is_new, allow_pickle=self.allow_pickle)
 
     def _prepared(self, model: TrainedModel) -> TrainedModel:
         """The same module: what is trained of it is marked, and how its layers run is set."""

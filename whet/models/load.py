@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GenericForSequenceClassification as RewardModel
 from transformers.utils.logging import set_tqdm_hook
 
 from whet.errors import ModelError
+from whet.keyed import key
 from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, split_adapters
 from whet.models.fused import fuse
@@ -35,6 +38,8 @@ OPTIONS = {
     "attn_implementation": attention.NAME,
     "experts_implementation": experts.NAME,
 }
+HEAD = "score.weight"  # of a reward model
+NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
@@ -56,7 +61,9 @@ def load_policy(
     base, adapters = split_adapters(path)
     load_config(base, trust_remote_code=trust_remote_code)
     check_weights(base, allow_pickle=allow_pickle)
-    model = _load_whole(base, allow_pickle, trust_remote_code)
+    with reading(base, "is not a causal language model that transformers can load"):
+        model, missing = _load_whole(AutoModelForCausalLM, base, None, allow_pickle, trust_remote_code)
+    check_complete(model, base, missing)
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
@@ -78,23 +85,31 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
             )
 
 
-def _load_whole(path: str, allow_pickle: bool, trust_remote_code: bool) -> PreTrainedModel:
-    with reading(path, "is not a causal language model that transformers can load"), without_weight_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+def _load_whole(
+    kind: Any, path: str, config: Any, allow_pickle: bool, trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model of an auto class, and the names of the weights that its files lack."""
+    with without_weight_bars():
+        loaded: Any = kind.from_pretrained(
             path,
+            config=config,
             use_safetensors=None if allow_pickle else True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **OPTIONS,
         )
     model, report = loaded  # because of output_loading_info
-    if missing := sorted(report["missing_keys"]):
+    assert isinstance(model, PreTrainedModel)
+    return model, set(report["missing_keys"])
+
+
+def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection[str]) -> None:
+    """Checks that no weight of the model at `path` is `missing`.  Raises: ModelError."""
+    if missing:
         raise ModelError(
-            f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they would be "
+            f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {min(missing)}: they would be "
             "random; fetch the folder again, or name one whose weights fit its config.json"
         )
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def load_value_model(path: str | Path, **options: Any) -> ValueModel:
@@ -103,14 +118,109 @@ def load_value_model(path: str | Path, **options: Any) -> ValueModel:
     return _value_model(load_policy(path, **options))
 
 
-def outline(path: str | Path, *, is_value_model: bool = False, trust_remote_code: bool = False) -> TrainedModel:
-    """Makes the module of `load_policy` or `load_value_model` from the config alone. Call it under
-    `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    with reading(path, "is not the config of a causal language model"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, **OPTIONS
+def load_reward_model(
+    path: str | Path,
+    *,
+    new_head_seed: int | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
+
+    With `new_head_seed` a causal language model gets a new head, which the seed determines. Raises: ModelError.
+    """
+    config = reward_config(path, is_new=new_head_seed is not None, trust_remote_code=trust_remote_code)
+    check_weights(path, allow_pickle=allow_pickle)
+    with reading(path, NO_CLASSIFIER), _without_report():
+        kind = AutoModelForSequenceClassification
+        model, missing = _load_whole(kind, str(path), config, allow_pickle, trust_remote_code)
+        _check_causal(model)
+    if new_head_seed is not None and HEAD in missing:
+        missing.remove(HEAD)
+        with torch.no_grad():
+            model.get_parameter(HEAD).copy_(new_head(model.get_parameter(HEAD).shape, new_head_seed))
+    check_complete(model, path, missing)
+    check_finite(model, path)
+    _disable_dropout(model)
+    fuse(model)
+    return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Hides transformers' report of missing weights inside the block: a new head is made, and others are checked."""
+    reports = logging.getLogger("transformers.modeling_utils")
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+    reports.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        reports.removeFilter(is_shown)
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    if not isinstance(model, RewardModel):
+        raise ValueError(f"{type(model).__name__} has another head, or reads a text in both directions")
+
+
+def new_head(shape: torch.Size, seed: int) -> torch.Tensor:
+    """Initial weight of the head of a reward model: normal with deviation 1 / sqrt(H + 1), H the hidden size.   [1, H]
+
+    Stiennon et al. 2020, https://arxiv.org/abs/2009.01325."""
+    draw = torch.Generator().manual_seed(key(seed, "reward head"))
+    return torch.randn(*shape, generator=draw, device="cpu") / (shape[1] + 1) ** 0.5
+
+
+def is_classifier(config: Any) -> bool:
+    """Tells whether a transformers config is that of a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: bool = False) -> Any:
+    """Loads the config of the reward model at `path`; with `is_new` that of one to be trained, which may start from a
+    causal language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
+    base, adapters = split_adapters(path)
+    if adapters:
+        raise ModelError(
+            f"{path} is an adapter for {base}, and a reward model is a whole model; export the merged model first "
+            "(`whet export`), and name its folder"
         )
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    found = ", ".join(config.architectures or ["a model of no known architecture"])
+    advice = "train one with `whet train-reward`, or name another model"
+    if is_classifier(config):
+        if config.num_labels != 1:
+            raise ModelError(
+                f"{path} is a classifier ({found}) of {config.num_labels} labels; a reward model has one, its score: "
+                f"{'start from a language model' if is_new else advice}"
+            )
+    elif not is_new:
+        raise ModelError(
+            f"{path} is {found}, which has no classification head; expected the weights of a sequence classifier with "
+            f"one label: {advice}"
+        )
+    config.num_labels = 1
+    return config
+
+
+def outline(
+    path: str | Path, *, is_value_model: bool = False, is_reward_model: bool = False, trust_remote_code: bool = False
+) -> TrainedModel:
+    """Makes the module of `load_policy`, `load_value_model` or `load_reward_model` from the config alone. Call it under
+    `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
+    if is_reward_model:
+        config, kind = reward_config(path, is_new=True, trust_remote_code=trust_remote_code), NO_CLASSIFIER
+    else:
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        kind = "is not the config of a causal language model"
+    with reading(path, kind):
+        auto: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **OPTIONS)
+        if is_reward_model:
+            _check_causal(model)
     _disable_dropout(model)
     fuse(model)
     return _value_model(model) if is_value_model else model

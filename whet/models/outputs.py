@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
+from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
-from whet.models.load import ValueModel
+from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
@@ -43,8 +43,8 @@ def model_outputs(
     differentiable.
 
     `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`,
-    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`.  Raises: EngineError naming an output that the
-    model does not have.
+    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`: that of a row, at its
+    last sampled token.  Raises: EngineError naming an output that the model does not have.
     """
     where = layout(batch, settings.packing and settings.share_prompts)
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
@@ -54,18 +54,23 @@ def outputs_of(
     model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
     """`model_outputs` for a batch whose layout is already on the model's device."""
-    offered = VALUE_OUTPUTS if isinstance(model, ValueModel) else POLICY_OUTPUTS
+    offered = POLICY_OUTPUTS
+    if isinstance(model, ValueModel):
+        offered = VALUE_OUTPUTS
+    elif isinstance(model, RewardModel):
+        offered, where = SCORE_OUTPUTS, where.at_ends(body_of(model).config.get_text_config().pad_token_id)
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
         raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
-    body = model.body if isinstance(model, ValueModel) else model
-    assert isinstance(body, PreTrainedModel)
+    body = body_of(model)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
     at = _Sampled.of(where, settings)
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
         hidden = hidden_states(body, where, settings).index_select(0, at.states)
         if isinstance(model, ValueModel):
             return {"values": at.to_columns(model.values(hidden))}
+        if isinstance(model, RewardModel):
+            return {"scores": at.to_columns(model.get_submodule("score")(hidden).squeeze(-1).float())}
     head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
     statistics = token_statistics(
         hidden.to(settings.dtype),

@@ -111,6 +111,23 @@ class Layout(Grid):
         )
         return replace(whole, bunches=tuple(bunches))
 
+    @cached_property
+    def sampled_by_row(self) -> torch.Tensor:
+        """[num_rows] the number of sampled tokens of each row."""
+        return torch.unique_consecutive(self.places // self.shape[1], return_counts=True)[1]
+
+    def at_ends(self, pad_token_id: int | None) -> Layout:
+        """The same rows with one place each, of its last sampled token; the state is that after its last token, as in
+        transformers the last one that is not `pad_token_id`."""
+        index = torch.arange(len(self.input_ids), device=self.input_ids.device)
+        if pad_token_id is not None:
+            index = torch.where(self.input_ids == pad_token_id, -1, index)
+        last = torch.full((self.num_rows,), -1, device=index.device)
+        last = last.scatter_reduce(0, self.slots // self.width, index, "amax")
+        after = self.sampled_by_row.cumsum(0)
+        states = torch.where(last < 0, self.states[after - self.sampled_by_row], last)
+        return replace(self, states=states, targets=self.input_ids[states], places=self.places[after - 1])
+
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
         padded = Pad.apply(sampled, self.places, self.shape[0] * self.shape[1])

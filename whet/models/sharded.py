@@ -20,17 +20,25 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from whet.errors import ModelError
 from whet.models.folder import check_weights, split_adapters, weight_files
-from whet.models.load import TrainedModel, ValueModel, body_of, check_finite, outline, without_weight_bars
+from whet.models.load import (
+    HEAD,
+    TrainedModel,
+    ValueModel,
+    body_of,
+    check_complete,
+    check_finite,
+    new_head,
+    outline,
+    without_weight_bars,
+)
 from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
 
 
-def empty_model(
-    path: str | Path, device: torch.device, *, is_value_model: bool = False, trust_remote_code: bool = False
-) -> TrainedModel:
-    """Makes the module of `load_policy` or `load_value_model` with its weights on `meta` and its buffers, such as the
+def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:
+    """Makes the module of `outline`, which gets the `options`, with its weights on `meta` and its buffers, such as the
     frequencies of rotary positions, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
-        model = outline(path, is_value_model=is_value_model, trust_remote_code=trust_remote_code)
+        model = outline(path, **options)
     for weight in model.parameters():
         weight._is_hf_initialized = True  # type: ignore[attr-defined]  # then transformers does not initialise it
     for module in model.modules():
@@ -41,9 +49,18 @@ def empty_model(
     return model
 
 
-def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int, allow_pickle: bool = False) -> None:
+def fill(
+    model: nn.Module,
+    path: str | Path,
+    device: torch.device,
+    *,
+    seed: int,
+    has_new_head: bool = False,
+    allow_pickle: bool = False,
+) -> None:
     """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0, a
-    new adapter with `new_adapter`.  Raises: ModelError."""
+    new adapter with `new_adapter`; with `has_new_head` the head of a reward model, if the files lack it, with
+    `new_head`.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     if adapters:
         raise ModelError(
@@ -62,11 +79,13 @@ def fill(model: nn.Module, path: str | Path, device: torch.device, *, seed: int,
         report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
     expected = {name for name in report.missing_keys if not any(f".{part}." in name for part in TRAINED_PARTS)}
     body.tie_weights(missing_keys=expected, recompute_mapping=False)
-    if missing := sorted(expected - body.all_tied_weights_keys.keys()):
-        raise ModelError(
-            f"{path} lacks {len(missing)} weights of {type(body).__name__}, such as {missing[0]}: they would be "
-            "random; fetch the folder again, or name one whose weights fit its config.json"
-        )
+    missing = expected - body.all_tied_weights_keys.keys()
+    if has_new_head and HEAD in missing:
+        missing.remove(HEAD)
+        head: Any = body.get_submodule("score")
+        _allocate(head, "weight", device)
+        copy_part(head.weight, new_head(head.weight.shape, seed))
+    check_complete(body, path, missing)
     if wrong := [*report.mismatched_keys, *report.conversion_errors.items(), *report.error_msgs]:
         raise ModelError(f"{path}: {len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}")
     if isinstance(model, ValueModel):

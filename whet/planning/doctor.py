@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from packaging.requirements import Requirement
 
-from whet.config.schema import ClusterConfig, SFTConfig, TrainConfig
+from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
@@ -239,7 +239,7 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def examine_cluster(config: TrainConfig | SFTConfig, run_dir: Path) -> dict[str, list[Finding]]:
+def examine_cluster(config: TrainConfig | ExamplesConfig, run_dir: Path) -> dict[str, list[Finding]]:
     """Checks the cluster: a section for the cluster and one for each node."""
     try:
         from whet.controller.ray.survey import survey, versions

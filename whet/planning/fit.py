@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from whet.config.schema import ActorConfig, SFTConfig, TrainConfig
+from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import (
@@ -158,7 +158,7 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
     return worth if len(worth) < 2 else [*worth, planned(*(each.override for each in worth))]
 
 
-def changed(config: TrainConfig | SFTConfig, values: Mapping[str, Any]) -> TrainConfig | SFTConfig:
+def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
     """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
@@ -186,7 +186,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
         found += [(whole and spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()]
     for name in setup.objectives:
         prefix = f"{name}." if isinstance(config, TrainConfig) else ""
-        role: SFTConfig | ActorConfig = config if isinstance(config, SFTConfig) else config[name]
+        role: ExamplesConfig | ActorConfig = config if isinstance(config, ExamplesConfig) else config[name]
         allowed = max(row.tokens for row in mini_batch(config, name, setup.lengths))
         if isinstance(config, TrainConfig):
             allowed = max(allowed, config.data.max_prompt_length + config.data.max_response_length)

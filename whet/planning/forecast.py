@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from whet.config.checks import check_context
-from whet.config.schema import SFTConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, load_examples, load_prompts
+from whet.config.schema import ExamplesConfig, TrainConfig
+from whet.data.load import TRAIN, VAL, loader_of
 from whet.data.loader import steps_per_epoch
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
@@ -26,6 +26,7 @@ from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
 from whet.tracking.jsonl import read_records
+from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
@@ -84,7 +85,7 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig | SFTConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
+    config: TrainConfig | ExamplesConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
 ) -> Forecast:
     """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
     process. `make_setup` belongs to the trainer of the config.
@@ -127,20 +128,20 @@ def forecast(
     )
 
 
-def row_lengths(config: TrainConfig | SFTConfig) -> tuple[list[int], str]:
+def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str]:
     """Returns the lengths of the prompts or examples, empty if the data cannot be read, and a note about them."""
-    limit = config.data.max_length if isinstance(config, SFTConfig) else config.data.max_prompt_length
+    limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit"
     try:
         lengths = _read(config, TRAIN)
     except (WhetError, OSError) as error:
         return [], f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
-    what = "examples" if isinstance(config, SFTConfig) else "prompts"
+    what = "examples" if isinstance(config, ExamplesConfig) else "prompts"
     return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"
 
 
-def _num_val(config: TrainConfig | SFTConfig) -> int:
+def _num_val(config: TrainConfig | ExamplesConfig) -> int:
     """The number of prompts or examples of a validation; 0 without validation, or if the data cannot be read here."""
     if not config.data.val_files or config.trainer.val_freq < 0:
         return 0
@@ -150,14 +151,12 @@ def _num_val(config: TrainConfig | SFTConfig) -> int:
         return 0
 
 
-def _read(config: TrainConfig | SFTConfig, key: str) -> list[int]:
+def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[int]:
     """The number of tokens of each prompt or example."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
-    if isinstance(config, SFTConfig):
-        examples = load_examples(config.data, tokenizer, key, where=where, seed=seed).items
-        return [len(example.input_ids) for example in examples]
-    return [len(prompt.token_ids) for prompt in load_prompts(config.data, tokenizer, key, where=where, seed=seed).items]
+    items = loader_of(config.data)(config.data, tokenizer, key, where=where, seed=seed).items
+    return [len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in items]
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
@@ -198,7 +197,7 @@ def introduce(setup: Setup, counts: Counts) -> None:
         if setup.device is None and not setup.has_server:  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.steps, counts.first_step)
-            longest = "" if isinstance(setup.config, SFTConfig) else " if all responses reach their length limit"
+            longest = "" if isinstance(setup.config, ExamplesConfig) else " if all responses reach their length limit"
             lines.append(f"estimated total time: {duration(seconds)}{longest} (accurate to a factor of two)")
     except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
@@ -224,7 +223,9 @@ def model_lines(setup: Setup) -> Iterator[str]:
 def data_line(setup: Setup, counts: Counts) -> str:
     """A line with the size of the data, and the steps."""
     config = setup.config
-    what, each = ("examples", "") if isinstance(config, SFTConfig) else ("prompts", f" x {config.rollout.n} responses")
+    what, each = (
+        ("examples", "") if isinstance(config, ExamplesConfig) else ("prompts", f" x {config.rollout.n} responses")
+    )
     held_out = f", {counts.val:,} to validate on" if counts.val else ""
     done = f", {counts.first_step} done" if counts.first_step else ""
     steps = f"{plural(counts.steps, 'step')} of {config.data.train_batch_size} {what}{each}{done}"

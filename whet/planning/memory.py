@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from whet.config.schema import RolloutConfig, SFTConfig, TrainConfig
+from whet.config.schema import ExamplesConfig, RolloutConfig, TrainConfig
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
@@ -86,7 +86,7 @@ class Memory:
 class Setup:
     """A config, with its roles, objectives and lengths."""
 
-    config: TrainConfig | SFTConfig
+    config: TrainConfig | ExamplesConfig
     roles: Mapping[str, RoleSettings]  # roles with a model
     objectives: Mapping[str, Objective]  # of the trained roles
     lengths: Lengths
@@ -236,11 +236,12 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     return [[rows[index] for index in chosen] for chosen in split]
 
 
-def mini_batch(config: TrainConfig | SFTConfig, name: str, lengths: Lengths) -> list[RowLength]:
+def mini_batch(config: TrainConfig | ExamplesConfig, name: str, lengths: Lengths) -> list[RowLength]:
     """The rows of an optimizer step in one process, with their lengths."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, ExamplesConfig):
         count = -(-config.data.train_batch_size // config.cluster.processes_of("actor"))
-        return [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
+        rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
+        return [row for row in rows for _ in range(config.rows_an_example)]
     role = config.critic if name == "critic" else config.actor
     prompts = lengths.spread(role.mini_batch_size or config.data.train_batch_size)
     every = [RowLength(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]

@@ -55,7 +55,10 @@ class Outline:
         self.device_type = "accelerator" if on_device else "cpu"
         with torch.device("meta"):
             self.model: nn.Module = outline(
-                role.model_path, is_value_model=role.is_value_model, trust_remote_code=role.trust_remote_code
+                role.model_path,
+                is_value_model=role.is_value_model,
+                is_reward_model=role.is_reward_model,
+                trust_remote_code=role.trust_remote_code,
             )
         self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
         body: Any = self.model.body if role.is_value_model else self.model
@@ -94,8 +97,12 @@ class Outline:
 
     @property
     def head_weights(self) -> int:
-        """The number of weights of the output head; about 0 in a value model."""
-        return 0 if self.role.is_value_model else int(self.config.vocab_size * self.config.hidden_size)
+        """The number of weights of the output head; about 0 in a value or reward model."""
+        return (
+            0
+            if self.role.is_value_model or self.role.is_reward_model
+            else int(self.config.vocab_size * self.config.hidden_size)
+        )
 
     @property
     def layer_weights(self) -> int:
@@ -141,7 +148,7 @@ class Outline:
         """
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
-        model = (role.model_path, role.is_value_model, adapter, tuple(role.freeze))
+        model = (role.model_path, role.is_value_model, role.is_reward_model, adapter, tuple(role.freeze))
         rounding = None if role.optim is None else role.optim.weight_rounding
         how = rounding, role.gradient_checkpointing, role.forward, self.device_type
         key = (model, how, tuple(rows), needs, accumulates)
@@ -193,6 +200,8 @@ class Outline:
             # This property depends on numbers, so it cannot be computed from shapes.
             vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
+        if self.role.is_reward_model:
+            vars(laid_out)["sampled_by_row"] = self._mode.from_tensor(where.sampled_by_row)
         return laid_out
 
 

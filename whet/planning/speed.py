@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
+from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.attention import head_size, token_bytes
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, inner_size, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength
@@ -62,10 +62,11 @@ def plan_speed(
     response = setup.lengths.response if response_length is None else response_length
     if rates is None:
         rates = measure(setup)
-    if isinstance(config, SFTConfig):
+    if isinstance(config, ExamplesConfig):
         rows = mini_batch(config, "actor", setup.lengths)
         seconds = {"update": _update(outlines["actor"], rows, rates)}
         held_out = [RowLength(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
+        held_out *= config.rows_an_example
         validation = _forward(outlines["actor"], held_out, rates) if held_out else 0.0
         return Speed({"all": sum(row.tokens for row in rows) * config.cluster.devices}, seconds, validation)
 

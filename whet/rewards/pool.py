@@ -254,14 +254,17 @@ Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
-    """The reward pool of a run; None where no function is named and an environment gives the rewards."""
+    """The reward pool of a run; None where no function is named, and an environment or a reward model gives the
+    rewards."""
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
 def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:
     """Tells whether a reward function scores the responses of a run."""
-    named = config.reward.function or config.reward.domains
-    return function is not None or bool(named) or config.environment.name == "single_turn"
+    if function is not None or config.reward.function or config.reward.domains:
+        return True
+    has_model = isinstance(config, TrainConfig) and config.reward_model.model_path is not None
+    return not has_model and config.environment.name == "single_turn"
 
 
 def build_scorer(

@@ -51,7 +51,15 @@ from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import digests
 from whet.trainers.shape import Shaper
-from whet.trainers.workers import AdapterOffWorker, TrainWorker, path_of, settings_of, settings_trained, tokenizer_of
+from whet.trainers.workers import (
+    AdapterOffWorker,
+    TrainWorker,
+    check_reward_model,
+    path_of,
+    settings_of,
+    settings_trained,
+    tokenizer_of,
+)
 from whet.types import Prompt
 from whet.weight_sync.routes import weight_sync
 
@@ -123,7 +131,8 @@ def build(
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = tokenizer_of(config, *read)
+    tokenizer = tokenizer_of(config, *read, config.reward_model.model_path)
+    check_reward_model(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
@@ -225,6 +234,9 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     if any(column.name == "teacher_log_probs" for column in columns.providers):
         for source, path in config.teacher.model_paths.items():
             specs.append(WorkerSpec(teacher_role(source), TrainWorker, (settings_of(model, ref, path),)))
+    if "reward_model" in columns.roles:
+        settings = settings_of(model, config.reward_model, config.reward_model.model_path)
+        specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
     tokenizer_path = model.tokenizer_path or path_of(model)
     num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
     sampling = (config.rollout, model.dtype, tokenizer_path, model, num_devices)

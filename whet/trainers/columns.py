@@ -132,7 +132,10 @@ class ColumnPlan:
         mask = batch["response_mask"]
         given = {column.name: batch[column.name] for column in self.providers if column.name in batch}
         by_token = {name: values for name, values in given.items() if values.shape[:2] == mask.shape}
-        return batch.with_columns(**{name: zero_outside(values, mask) for name, values in by_token.items()})
+        zeroed = {name: zero_outside(values, mask) for name, values in by_token.items()}
+        if "rm_scores" in given:
+            zeroed["rm_scores"] = given["rm_scores"] * mask.any(1)
+        return batch.with_columns(**zeroed)
 
 
 def _unscored(columns: Sequence[Column]) -> list[Column]:
@@ -173,6 +176,8 @@ def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
     if "old_log_probs" in of_loss and not is_given and (is_moved or config.rollout.max_staleness > 0):
         # With one update a step on samples of the current policy its own log-probs, detached, are the old ones.
         yield "the ratio of the policy to what it was", "correction", ["old_log_probs"]
+    if config.reward_model.model_path is not None:
+        yield f"reward_model.model_path={config.reward_model.model_path}", "estimator", ["rm_scores"]
     if kl.where == "reward":
         yield "algorithm.kl.where=reward", "estimator", ["old_log_probs", *kl_columns(kl.form, "old_")]
     if kl.where == "loss":
@@ -263,6 +268,16 @@ def process_rewards(batch: DataProto, sources: Sources) -> Values:
     """Implicit reward of each token: log pi of the critic less that of the reference."""
     log_probs = sources.start("critic", batch, "log_probs")
     return lambda: log_probs() - batch["ref_log_probs"]
+
+
+@register_provider("rm_scores")
+def rm_scores(batch: DataProto, sources: Sources) -> Values:
+    """Score of the reward model for the last row of each trajectory, 0 for its other rows.   [B]"""
+    uid, mask = batch["trajectory_uid"], batch["response_mask"]
+    is_last = torch.ones(len(uid), dtype=torch.bool)
+    is_last[:-1] = uid[1:] != uid[:-1]
+    scores = sources.start("reward_model", batch.with_columns(response_mask=mask * is_last[:, None]), "scores")
+    return lambda: scores().sum(1)
 
 
 @register_provider("reward_baselines")

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
-from whet.config.schema import SFTConfig, TrainConfig, TrainerConfig
+from whet.config.schema import ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics, phase
+from whet.models.load import load_config
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
 from whet.protocol import DataProto
@@ -35,7 +36,7 @@ from whet.trainers.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 OWN_TRACKERS = frozenset({"console", "jsonl"})  # of `trainer.logger`; the others are services
-C = TypeVar("C", TrainConfig, SFTConfig)
+C = TypeVar("C", TrainConfig, SFTConfig, RewardTrainingConfig)
 R = TypeVar("R")
 
 
@@ -48,7 +49,7 @@ class Frame:
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
     default_best_metric: ClassVar[str] = "val/accuracy"
 
-    config: TrainConfig | SFTConfig
+    config: TrainConfig | ExamplesConfig
     opened: RunDir
     services: Trackers
     tokenizer: PreTrainedTokenizerBase
@@ -169,6 +170,11 @@ class Frame:
         self.timings_file.log(step, timings)
         self.trackers.log(step, {**numbers, **timings})
 
+    @property
+    def model_config(self) -> Any:
+        """The transformers config that checkpoints keep for `whet export`."""
+        return load_config(self._model_path, trust_remote_code=self.config.model.trust_remote_code)
+
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
@@ -184,7 +190,7 @@ class Frame:
                 is_good=self.is_good,
                 tokenizer=self.tokenizer,
                 model_path=self._model_path,
-                trust_remote_code=self.config.model.trust_remote_code,
+                model_config=self.model_config,
                 save_limit=self.config.trainer.save_limit,
             )
 
@@ -224,7 +230,7 @@ class Frame:
 
 @contextmanager
 def opened_for(
-    config: TrainConfig | SFTConfig,
+    config: TrainConfig | ExamplesConfig,
     setup: Callable[[Any, Sequence[int]], Setup],
     lengths: Sequence[int],
     inputs: Mapping[str, str],

@@ -18,20 +18,29 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """The gap at the last validation, and how much it grew since the first; 0 where there is nothing to compare.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, less the
-    held-out accuracy. `history` has the numbers of all steps, each with its `step`.
+    held-out accuracy. With a reward model its score is the training reward, if the reward function pays anything, as
+    its accuracy then says something. `history` has the numbers of all steps, each with its `step`.
     """
     trained = [record for record in history if "critic/score/mean" in record]
     validated = [record for record in history if "val/accuracy" in record]
     if not trained or not validated:
         return 0.0, 0.0
-    lowest = min(record["critic/score/min"] for record in trained)
-    width = max(record["critic/score/max"] for record in trained) - lowest
+
+    def range_of(name: str) -> tuple[float, float]:
+        lowest = min(record[f"{name}/min"] for record in trained)
+        return lowest, max(record[f"{name}/max"] for record in trained) - lowest
+
+    lowest, width = range_of("critic/score")
     if width <= 0:
         return 0.0, 0.0
+    sampled, mean = "filter/sampled_score", "critic/score/mean"
+    if "reward/reward_model" in trained[-1]:
+        lowest, width = range_of("critic/rewards")
+        sampled = mean = "critic/rewards/mean"
 
     def level(records: Sequence[Mapping[str, float]]) -> float:
-        scores = [record.get("filter/sampled_score", record["critic/score/mean"]) for record in records]
-        return (fmean(scores) - lowest) / width
+        scores = [record.get(sampled, record[mean]) for record in records]
+        return (fmean(scores) - lowest) / max(width, 1e-9)
 
     first = level(trained[:WINDOW]) - validated[0]["val/accuracy"]
     last = level(trained[-WINDOW:]) - validated[-1]["val/accuracy"]
@@ -39,7 +48,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The answers whose reward grew most between two validations, the largest jump first; records are `readable`."""
+    """The answers whose reward grew most between two validations, the largest jump first, of equal ones those that are
+    wrong; records are `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {
@@ -54,4 +64,4 @@ def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dic
         if (old := earlier.get(row["uid"])) is not None and None not in (row["reward"], old["reward"])
     ]
     jumps = [jump for jump in jumps if jump["jump"] > 0]
-    return sorted(jumps, key=lambda jump: -jump["jump"])[:LONGEST_LIST]
+    return sorted(jumps, key=lambda jump: (-jump["jump"], jump["accuracy_after"] or 0.0))[:LONGEST_LIST]

@@ -13,6 +13,7 @@ import torch
 from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
+from whet.algorithms.preference import bradley_terry
 from whet.algorithms.statistics import masked_mean
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
@@ -236,3 +237,44 @@ class ImitationObjective(Objective):
         metrics.mean("sft/loss", -outputs["log_probs"].detach().sum() / tokens.clamp(min=1), tokens)
         metrics.sum("sft/tokens", tokens)
         return total, metrics
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """Reward models: the Bradley-Terry loss, a mean over pairs. Rows come in pairs, the chosen response first."""
+
+    center_coef: float = 0.0
+    name = "reward_model"
+    needs = frozenset({"scores"})
+    temperature = 1.0
+    block = 2
+
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """The number of pairs."""
+        return {"num_pairs": batch["response_mask"][::2].bool().any(1).sum()}
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """Losses of the pairs of these rows, divided by the number of all."""
+        scores, margin = outputs["scores"].sum(1), batch["margin"][::2]
+        metrics = Metrics()
+        loss = measure_pairs(metrics, "reward_model/", scores, margin, self.center_coef)
+        metrics.sum("reward_model/tokens", batch["attention_mask"].sum())
+        return loss.sum() / counts["num_pairs"], metrics
+
+
+def measure_pairs(
+    metrics: Metrics, prefix: str, scores: torch.Tensor, margin: torch.Tensor, center_coef: float
+) -> torch.Tensor:
+    """Losses of pairs [n], whose scores [2n] alternate; records means, and how often the chosen score is higher."""
+    chosen, rejected = scores[::2], scores[1::2]
+    loss = bradley_terry(chosen, rejected, margin, center_coef=center_coef)
+    means = {
+        "loss": loss,
+        "accuracy": (chosen > rejected).float(),
+        "margin": chosen - rejected,
+        "chosen": chosen,
+        "rejected": rejected,
+    }
+    for name, values in means.items():
+        metrics.mean(prefix + name, values.detach().mean(), len(values))
+    return loss

@@ -35,7 +35,8 @@ from whet.checkpoints.checkpoint import disk_errors
 from whet.config.compose import flatten
 from whet.config.load import rename
 from whet.config.render import to_yaml
-from whet.config.schema import SFTConfig, TrainConfig
+from whet.config.schema import ExamplesConfig, RewardTrainingConfig, Section, SFTConfig, TrainConfig
+from whet.data.preferences import PreferencePair
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
@@ -58,7 +59,7 @@ FREE = (
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 CONFIG, INPUTS = "config.yaml", "inputs.json"
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
-Rows = Sequence[Prompt] | Sequence[SupervisedExample]
+Rows = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class RunDir:
             self.lock.close()
 
 
-def open_run_dir(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
+def open_run_dir(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
     """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, deletes the
     checkpoints over `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
 
@@ -200,7 +201,7 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 
-def _is_begun(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, str]) -> bool:
+def _is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str]) -> bool:
     """Tells whether a folder's run is the one that `config` and `inputs` describe, started as `trainer.resume` says.
 
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
@@ -225,7 +226,7 @@ def _is_begun(path: Path, config: TrainConfig | SFTConfig, inputs: Mapping[str, 
     return True
 
 
-def _noted(path: Path, config: TrainConfig | SFTConfig) -> dict[str, Any]:
+def _noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
     """The config and the digests that the run in a folder was last started with, by dotted key.
 
     Raises: ConfigError for files that are damaged, and for a run of another command."""
@@ -238,8 +239,9 @@ def _noted(path: Path, config: TrainConfig | SFTConfig) -> dict[str, Any]:
                 found |= dict(flatten(values))
         except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); put the run's own back, or delete it") from error
-    other = SFTConfig if isinstance(config, TrainConfig) else TrainConfig
     sections = {key.partition(".")[0] for key in found}
+    commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
+    other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals
     if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
         raise ConfigError(
             f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`; choose another "
@@ -249,7 +251,7 @@ def _noted(path: Path, config: TrainConfig | SFTConfig) -> dict[str, Any]:
 
 
 def digests(
-    config: TrainConfig | SFTConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
+    config: TrainConfig | ExamplesConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
 ) -> dict[str, str]:
     """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
     import, by key, and of a reward function that was given as an object, as far as its source is known."""
@@ -276,6 +278,8 @@ def _of_rows(rows: Rows) -> str:
         read: tuple[Any, ...]
         if isinstance(row, Prompt):
             read = row.token_ids, row.data_source, row.ground_truth, row.extra_info
+        elif isinstance(row, PreferencePair):
+            read = row.chosen, row.rejected, row.margin
         else:
             read = row.input_ids, row.loss_mask
         found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())

@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from whet.config.schema import SFTConfig
+from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
-from whet.data.load import VAL, load_examples
+from whet.data.load import VAL, loader_of
 from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
+from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
@@ -39,32 +40,58 @@ COLUMNS = (
     Column("lr", ("sft/lr",), ".2e"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
 )
+R = TypeVar("R", bound="ExamplesRun")
 
 
 @dataclass(kw_only=True)
-class SFTRun(Frame):
-    """A fine-tuning run. `callbacks` are called after every step."""
+class ExamplesRun(Frame):
+    """A run on examples. A trainer adds `objective_of`, `batch` and `validate`. `callbacks` are called after every
+    step."""
 
-    columns_shown = COLUMNS
-    tokens_metric = "sft/tokens"
     default_best_metric = "-val/loss"
 
-    config: SFTConfig
-    examples: Sequence[SupervisedExample]
-    val_examples: Sequence[SupervisedExample]
+    config: ExamplesConfig
+    examples: Sequence[Any]
+    val_examples: Sequence[Any]
     loader: OrderLoader[int]
+
+    @classmethod
+    def objective_of(cls, config: Any) -> Objective:
+        """The objective of a config."""
+        raise NotImplementedError
+
+    @classmethod
+    def settings_of(cls, config: Any, total_steps: int) -> RoleSettings:
+        """The settings of the trained model."""
+        return replace(settings_trained(config, config, total_steps), freeze=tuple(config.model.freeze))
+
+    @classmethod
+    def setup(cls, config: Any, lengths: Sequence[int] = ()) -> Setup:
+        """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
+        lengths = tuple(lengths) or (config.data.max_length,)
+        roles, objectives = {"actor": cls.settings_of(config, 1)}, {"actor": cls.objective_of(config)}
+        return Setup(config, roles, objectives, Lengths(lengths, 0))
+
+    def batch(self, examples: Sequence[Any]) -> DataProto:
+        """Examples as rows."""
+        raise NotImplementedError
+
+    def validate(self, step: int = 0) -> Metrics:
+        """Metrics of the held-out examples."""
+        raise NotImplementedError
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
-        with Schedule(self, SFTRun.validate) as schedule:
+        objective = self.objective_of(self.config)
+        with Schedule(self, type(self).validate) as schedule:
             while self.step < self.total_steps:
                 self.signals.here()
                 metrics = Metrics()
                 with metrics.time("time/step"):
                     chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                    batch = to_batch(chosen, self.pad_token_id)
+                    batch = self.batch(chosen)
                     with metrics.time("time/update"):
-                        metrics.merge(self.roles["actor"].update(batch, ImitationObjective()))
+                        metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
                 schedule.end_step(batch, metrics)
 
     def stop(self) -> None:
@@ -78,18 +105,10 @@ class SFTRun(Frame):
 
     def check_health(self, batch: DataProto, metrics: Metrics) -> None:
         """Warns of skipped updates, then calls the callbacks.  Raises: EngineError after three skipped updates."""
-        self.is_good = check_skipped("sft", "optim.lr", metrics, self.run_dir)
+        name = self.objective_of(self.config).name
+        self.is_good = check_skipped(name, "optim.lr", metrics, self.run_dir)
         for callback in self.callbacks:
             callback(self)
-
-    def validate(self, step: int = 0) -> Metrics:
-        """Loss over the held-out examples, each token weighing the same."""
-        batch = to_batch(self.val_examples, self.pad_token_id)
-        tokens, metrics = batch["response_mask"].sum(), Metrics()
-        with metrics.time("time/validation"):
-            log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-        metrics.mean("val/loss", -log_probs.sum() / tokens, tokens)
-        return metrics
 
     def state(self) -> dict[str, Any]:
         """Returns the place in the data."""
@@ -98,6 +117,35 @@ class SFTRun(Frame):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.loader.load_state(state["loader"])
+
+
+@dataclass(kw_only=True)
+class SFTRun(ExamplesRun):
+    """A fine-tuning run."""
+
+    columns_shown = COLUMNS
+    tokens_metric = "sft/tokens"
+
+    @classmethod
+    def objective_of(cls, config: SFTConfig) -> Objective:
+        """The objective of a config."""
+        return ImitationObjective()
+
+    def batch(self, examples: Sequence[SupervisedExample]) -> DataProto:
+        """Examples as rows."""
+        return to_batch(examples, self.pad_token_id)
+
+    def validate(self, step: int = 0) -> Metrics:
+        """Loss over the held-out examples, each token weighing the same."""
+        batch = self.batch(self.val_examples)
+        tokens, metrics = batch["response_mask"].sum(), Metrics()
+        with metrics.time("time/validation"):
+            log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
+        metrics.mean("val/loss", -log_probs.sum() / tokens, tokens)
+        return metrics
+
+
+setup = SFTRun.setup
 
 
 @no_exit()
@@ -112,32 +160,41 @@ def train_sft(
     `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
     user can mend.
     """
-    return with_restarts(config, lambda once: _train_sft(once, data, callbacks))
+    return with_restarts(config, lambda once: train_on_examples(SFTRun, once, data, callbacks))
 
 
-def _train_sft(
-    config: SFTConfig, data: Sequence[Mapping[str, Any]] | None, callbacks: Sequence[Callable[[SFTRun], None]]
-) -> SFTRun:
+def train_on_examples(
+    kind: type[R],
+    config: Any,
+    data: Sequence[Mapping[str, Any]] | None,
+    callbacks: Sequence[Callable[[R], None]],
+    *,
+    dry_run: bool = False,
+) -> R:
+    """Builds a run of this kind, trains it to the end and returns it; a dry run takes no step and writes nothing."""
     tokenizer = tokenizer_of(config)
-    seed = config.trainer.seed
-    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
-    val_examples = load_examples(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
+    seed, load = config.trainer.seed, loader_of(config.data)
+    loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
+    val_examples = load(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
     loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
     epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-    lengths = [len(example.input_ids) for example in examples]
-    with opened_for(config, setup, lengths, digests(config, examples, val_examples)) as (opened, services):
-        if "console" in config.trainer.logger:
-            introduce(setup(config, lengths), Counts(len(lengths), len(val_examples), total_steps, opened.first_step))
-        run = SFTRun(
+    lengths = [example.num_tokens for example in examples]
+    inputs = digests(config, examples, val_examples)
+    with opened_for(config, kind.setup, lengths, inputs, dry_run=dry_run) as (opened, services):
+        if "console" in config.trainer.logger and not dry_run:
+            counts = Counts(len(lengths), len(val_examples), total_steps, opened.first_step)
+            introduce(kind.setup(config, lengths), counts)
+        settings = kind.settings_of(config, total_steps)
+        run = kind(
             config=config,
             opened=opened,
             services=services,
             tokenizer=tokenizer,
-            roles=launch_roles([WorkerSpec("actor", TrainWorker, (_settings(config, total_steps),))], config.cluster),
+            roles=launch_roles([WorkerSpec("actor", TrainWorker, (settings,))], config.cluster),
             examples=examples,
             val_examples=val_examples,
             loader=loader,
@@ -146,14 +203,9 @@ def _train_sft(
         )
     with closing(run):
         run.start()
-        run.train(SFTRun.fit)
+        if not dry_run:
+            run.train(kind.fit)
     return run
-
-
-def setup(config: SFTConfig, lengths: Sequence[int] = ()) -> Setup:
-    """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
-    lengths = tuple(lengths) or (config.data.max_length,)
-    return Setup(config, {"actor": _settings(config, 1)}, {"actor": ImitationObjective()}, Lengths(lengths, 0))
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:
@@ -172,7 +224,3 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
             "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
         }
     )
-
-
-def _settings(config: SFTConfig, total_steps: int) -> RoleSettings:
-    return replace(settings_trained(config, config, total_steps), freeze=tuple(config.model.freeze))

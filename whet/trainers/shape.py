@@ -32,10 +32,10 @@ class Shaper:
 
     def rewards(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Adds `token_level_rewards`, of `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
-        algorithm, rewards = self.config.algorithm, batch["token_level_scores"]
+        algorithm = self.config.algorithm
         if algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
-        mask = batch["response_mask"]
+        rewards, mask = self._scores(batch, metrics), batch["response_mask"]
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
@@ -96,6 +96,16 @@ class Shaper:
             normal = normalise(rewards[rows], mask, batch["uid"][rows], running, **chosen)
             found = found.index_put((rows,), normal)
         return found
+
+    def _scores(self, batch: DataProto, metrics: Metrics) -> Tensor:
+        """The scores of the reward functions, replaced by that of a reward model or added to it.   [B, R]"""
+        scores, mask, role = batch["token_level_scores"], batch["response_mask"], self.config.reward_model
+        if "rm_scores" not in batch:
+            return scores
+        counted = mask.any(1)
+        metrics.mean("reward/reward_model", batch["rm_scores"][counted].mean(), int(counted.sum()))
+        paid = pay_on_last_token(role.weight * batch["rm_scores"], mask)
+        return paid if role.combine == "replace" else scores + paid
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
         overlong, mask = self.config.algorithm.overlong, batch["response_mask"]

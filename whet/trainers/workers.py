@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.checks import check_context
-from whet.config.schema import ActorConfig, ModelConfig, RefConfig, SFTConfig, TrainConfig
+from whet.config.schema import ActorConfig, ExamplesConfig, ModelConfig, RefConfig, RewardModelConfig, TrainConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.errors import CheckpointError, ConfigError, EngineError, WorkerError
 from whet.metrics import Metrics
-from whet.models.load import context_length, load_tokenizer
+from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
@@ -187,7 +187,9 @@ def path_of(model: ModelConfig) -> str:
     return model.path
 
 
-def settings_of(model: ModelConfig, role: ActorConfig | RefConfig | SFTConfig, path: str | None = None) -> RoleSettings:
+def settings_of(
+    model: ModelConfig, role: ActorConfig | RefConfig | RewardModelConfig | ExamplesConfig, path: str | None = None
+) -> RoleSettings:
     """The settings of a role that only reads the model at `path`, by default that of the policy."""
     return RoleSettings(
         model_path=path or path_of(model),
@@ -201,7 +203,7 @@ def settings_of(model: ModelConfig, role: ActorConfig | RefConfig | SFTConfig, p
 
 
 def settings_trained(
-    config: TrainConfig | SFTConfig, role: ActorConfig | SFTConfig, total_steps: int, path: str | None = None
+    config: TrainConfig | ExamplesConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
 ) -> RoleSettings:
     """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
     model = config.model
@@ -216,7 +218,7 @@ def settings_trained(
     )
 
 
-def tokenizer_of(config: TrainConfig | SFTConfig, *others: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of the policy, which has to be that of the models at `others` too.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
@@ -225,3 +227,22 @@ def tokenizer_of(config: TrainConfig | SFTConfig, *others: str | None) -> PreTra
     tokenizer = load_tokenizer(config.model.tokenizer_path or path, *models, trust_remote_code=trusted)
     check_context(config, context_length(path, trust_remote_code=trusted))
     return tokenizer
+
+
+def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks that the reward model is a classifier with one label that reads the token ids of the policy.
+
+    Raises: ModelError; ConfigError where its vocabulary is another."""
+    path, trusted = config.reward_model.model_path, config.model.trust_remote_code
+    if path is None:
+        return
+    reward_config(path, trust_remote_code=trusted)
+    theirs = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
+        if theirs.get(token) != number:
+            found = "no such token" if token not in theirs else f"the id {theirs[token]} for it"
+            raise ConfigError(
+                f"reward_model.model_path={path} has another vocabulary than the policy: {token!r} is {number} in "
+                f"that of the policy, and the reward model has {found}; it reads the ids that the policy samples: name "
+                "a reward model with the policy's vocabulary, such as one that was trained from the same model"
+            )

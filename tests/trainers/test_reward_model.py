@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward model as a role: its scores are those of transformers for the sampled ids, and what is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from whet.config import TrainConfig, load_config
+from whet.errors import ConfigError, ModelError
+from whet.metrics import Metrics
+from whet.models.init import init_model
+from whet.models.load import load_reward_model
+from whet.protocol import DataProto
+from whet.trainers import rl
+from whet.trainers.build import build, build_scorer, setup, train
+from whet.trainers.run import Run
+from whet.types import RewardResult
+
+MakeConfig = Callable[..., TrainConfig]
+Rows = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def classifier(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy as a classifier with a random head, and with the policy's tokenizer."""
+    from whet.models.load import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "classifier"
+    model = load_reward_model(model_folder, new_head_seed=1)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    load_tokenizer(model_folder).save_pretrained(folder)
+    return folder
+
+
+def some(solution_str: str) -> float:
+    """A score between 0 and 6; responses that begin with a letter from a to m fail."""
+    if "a" <= solution_str[:1] <= "m":
+        raise ValueError("it begins with an early letter")
+    return float(len(set(solution_str)))
+
+
+def shaped(config: TrainConfig, additions: Rows, reward: Callable[..., Any] = some) -> tuple[Run, DataProto, Metrics]:
+    """A batch of the first step up to its rewards."""
+    metrics = Metrics()
+    run = build(config, build_scorer(config.reward, reward), additions)
+    try:
+        batch = rl.sample(run, 1, metrics)
+        return run, run.shaper.rewards(batch, metrics), metrics
+    finally:
+        run.close()
+        run.rollouts.close()
+
+
+def expected_scores(folder: Path, batch: DataProto) -> torch.Tensor:
+    """transformers' scores of the ids that the policy saw and wrote."""
+    model, real = AutoModelForSequenceClassification.from_pretrained(folder), batch["attention_mask"].bool()
+    with torch.no_grad():
+        scores = [model(ids[own][None]).logits.item() for ids, own in zip(batch["input_ids"], real, strict=True)]
+    return torch.tensor(scores) * batch["response_mask"].any(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
+        {"reward_model.engine.name": "fsdp", "reward_model.max_tokens_per_micro_batch": 1},
+    ],
+    ids=str,
+)
+def test_scores_are_those_of_transformers(
+    changes: dict[str, Any], train_config: MakeConfig, classifier: Path, additions: Rows
+) -> None:
+    config = train_config({"reward_model.model_path": str(classifier), **changes})
+    _, batch, metrics = shaped(config, additions)
+    failed = torch.tensor([error is not None for error in batch["error"]])
+    assert 0 < failed.sum() < len(failed)
+    expected = expected_scores(classifier, batch)
+    torch.testing.assert_close(batch["rm_scores"], expected, atol=1e-5, rtol=0)
+    assert not batch["rm_scores"][failed].any()
+    numbers = metrics.reduce()
+    assert numbers["reward/reward_model"] == pytest.approx(expected[~failed].mean().item(), abs=1e-5)
+    # replace: paid at the last token; the function's score stays a metric
+    rewards = batch["token_level_rewards"]
+    torch.testing.assert_close(rewards.sum(1), expected, atol=1e-5, rtol=0)
+    lengths = batch["response_mask"].sum(1)
+    assert torch.equal(rewards[~failed].nonzero()[:, 1], lengths[~failed] - 1)
+    assert numbers["critic/score/mean"] == pytest.approx(batch["token_level_scores"][~failed].sum(1).mean().item())
+
+
+def test_a_weight_and_the_sum_with_the_function(
+    train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"reward_model.model_path": str(classifier), "reward_model.weight": -2.0}
+    for combine in ("replace", "add"):
+        changes["trainer.run_dir"] = str(tmp_path / combine)
+        _, batch, _ = shaped(train_config({**changes, "reward_model.combine": combine}), additions)
+        expected = -2.0 * batch["rm_scores"] + (batch["token_level_scores"].sum(1) if combine == "add" else 0.0)
+        torch.testing.assert_close(batch["token_level_rewards"].sum(1), expected)
+
+
+def test_only_the_last_row_of_a_trajectory_is_scored(
+    train_config: MakeConfig, classifier: Path, additions: Rows
+) -> None:
+    from whet.trainers.columns import rm_scores
+
+    config = train_config({"reward_model.model_path": str(classifier)})
+    run = build(config, build_scorer(config.reward, some), additions)
+    try:
+        batch = rl.sample(run, 1, Metrics())
+        one = rm_scores(batch, run.sources([], 1))()  # type: ignore[operator]
+        owners = torch.arange(len(batch)) // 2
+        both = rm_scores(batch.with_columns(trajectory_uid=owners), run.sources([], 1))()  # type: ignore[operator]
+    finally:
+        run.close()
+        run.rollouts.close()
+    assert not both[::2].any()
+    torch.testing.assert_close(both[1::2], one[1::2])
+
+
+def test_without_a_function_the_model_alone_pays(
+    classifier: Path, model_folder: Path, additions: Rows, tmp_path: Path
+) -> None:
+    from tests.conftest import SMALL_RUN
+
+    overrides = {
+        **SMALL_RUN,
+        "model.path": str(model_folder),
+        "reward_model.model_path": str(classifier),
+        "actor.optim.lr": 3e-3,
+        "trainer.total_steps": 12,
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    run = train(load_config(TrainConfig, None, overrides, given={"data"}).config, data=additions)
+    proxy = [record["reward/reward_model"] for record in run.history]
+    assert sum(proxy[-3:]) / 3 > sum(proxy[:3]) / 3 + 0.2, proxy
+    assert all(record["critic/score/mean"] == 0.0 for record in run.history)
+    assert all(record["critic/rewards/mean"] == pytest.approx(record["reward/reward_model"]) for record in run.history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_a_pool_of_its_own_with_two_processes(
+    engine: str, train_config: MakeConfig, classifier: Path, additions: Rows
+) -> None:
+    """The run of one process, to the last metric of its rewards."""
+    changes = {"reward_model.model_path": str(classifier), "reward_model.engine.name": engine}
+    pools = {"main": {"processes": 1}, "scores": {"processes": 2, "roles": ["reward_model"]}}
+    apart = {"cluster.placement": pools, "trainer.run_dir": str(train_config().trainer.run_dir) + "_apart"}
+    one, other = (
+        train(train_config({**changes, **each}), data=additions, reward=lambda solution_str: float(len(solution_str)))
+        for each in ({}, apart)
+    )
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_plan_counts_the_role(train_config: MakeConfig, classifier: Path) -> None:
+    from whet.planning.memory import plan_memory
+
+    made = setup(train_config({"reward_model.model_path": str(classifier)}))
+    assert "reward_model" in made.passes
+    memory = plan_memory(made)
+    model = load_reward_model(classifier)
+    assert memory.weights["reward_model"] == model.num_parameters()
+    [item] = [item for item in memory.items if item.name == "reward_model: weights"]
+    assert set(item.by_phase.values()) == {4 * model.num_parameters()}
+
+
+@pytest.mark.slow
+def test_the_example_learns_what_the_reward_model_was_taught(tmp_path: Path) -> None:
+    import runpy
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "reward_model.py"))
+    found = example["run"](tmp_path / "run", 1)
+    assert found["accuracy"] > 0.85
+    assert found["truth_after"] > found["truth_before"] + 0.4
+    assert found["proxy_after"] > found["proxy_before"] + 0.5
+    assert (tmp_path / "run" / "proxy_and_truth.png").exists()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"reward_model.model_path": None, "reward_model.weight": 2.0, "reward_model.engine.name": "fsdp"},
+        r"reward_model\.engine\.name=fsdp, reward_model\.weight=2\.0, but reward_model\.model_path is not set",
+    ),
+    (
+        {"algorithm.adv_estimator": "remax"},
+        r"algorithm\.adv_estimator=remax compares with greedy responses, which only",
+    ),
+    (
+        {"cluster.placement": {"main": {}, "other": {"roles": ["rewardmodel"]}}},
+        r"has 'rewardmodel'; expected one of .*\(did you mean reward_model\?\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_goes_not_together(
+    overrides: dict[str, Any], message: str, train_config: MakeConfig, classifier: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_config({"reward_model.model_path": str(classifier), **overrides})
+
+
+def test_a_filter_needs_a_function(classifier: Path, model_folder: Path) -> None:
+    overrides = {"model.path": str(model_folder), "reward_model.model_path": str(classifier)}
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.filter\.name=dapo compares scores of reward\.function, which is"
+    ):
+        load_config(TrainConfig, None, {**overrides, "algorithm.filter.name": "dapo"}, given={"data"})
+    load_config(TrainConfig, None, overrides, given={"data"})
+
+
+def test_a_language_model_is_no_reward_model(train_config: MakeConfig, model_folder: Path, additions: Rows) -> None:
+    with pytest.raises(ModelError, match=r"is Qwen3ForCausalLM, which has no classification head; expected"):
+        train(train_config({"reward_model.model_path": str(model_folder)}), data=additions, reward=some)
+
+
+def test_a_vocabulary_that_differs(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet="0123456789+-*/=() abcdefghijklmnopqrstuvwxyz%>")
+    model = load_reward_model(other, new_head_seed=0)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(other)
+    message = (
+        r"reward_model\.model_path=.* has another vocabulary than the policy: '.' is \d+ in .*: name a reward model"
+    )
+    config = train_config({"reward_model.model_path": str(other)})
+    # the sizes agree: it is the ids of the tokens that do not
+    with pytest.raises(ConfigError, match=message):
+        train(config, data=additions, reward=some)
+
+
+def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path) -> None:
+    """An engine of a user that knows nothing of classifiers is named with what it gives."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from whet.engines.single import SingleEngine\n"
+        "from whet.errors import EngineError\n"
+        "class Mine(SingleEngine):\n"
+        "    def forward(self, batch, needs, temperature=1.0):\n"
+        "        if not needs <= {'log_probs', 'entropy'}:\n"
+        "            raise EngineError(f'Mine gives log_probs, entropy, not {sorted(needs)}; choose another engine')\n"
+        "        return super().forward(batch, needs, temperature)\n"
+    )
+    changes = {"reward_model.model_path": str(classifier), "reward_model.engine.name": f"{path}:Mine"}
+    with pytest.raises(Exception, match=r"Mine gives log_probs, entropy, not \['scores'\]; choose another engine"):
+        train(train_config(changes), data=additions, reward=lambda solution_str: RewardResult(1.0).reward)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward models from preference pairs: any split takes the same steps, a resume has the same bits, an export scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from whet import serialization
+from whet.checkpoints.export import export
+from whet.config import RewardTrainingConfig, SFTConfig, load_config
+from whet.data.preferences import PreferencePair
+from whet.errors import ConfigError, ModelError
+from whet.trainers.sft import train_sft
+from whet.trainers.train_reward import RewardTrainingRun, setup, to_batch, train_reward
+
+MakeConfig = Callable[..., RewardTrainingConfig]
+
+
+@pytest.fixture
+def reward_config(model_folder: Path, tmp_path: Path) -> MakeConfig:
+    def make(**overrides: Any) -> RewardTrainingConfig:
+        small: dict[str, Any] = {
+            "model.path": str(model_folder),
+            "data.apply_chat_template": False,
+            "data.train_batch_size": 5,
+            "data.max_length": 32,
+            "optim.lr": 1e-3,
+            "trainer.total_steps": 3,
+            "trainer.logger": ["jsonl"],
+            "trainer.run_dir": str(tmp_path / "run"),
+        }
+        return load_config(RewardTrainingConfig, None, small | overrides, given={"data"}).config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """The response with more of the letter a is the better; some have a margin."""
+    good, bad = ["aab", "aaba", "baa"], ["bb", "cbacb"]
+    pairs = [(prompt, one, other) for prompt in "xyz" for one in good for other in bad]
+    return [
+        {"prompt": f"say {prompt}=", "chosen": one, "rejected": other, "margin": 0.5 * (number % 3)}
+        for number, (prompt, one, other) in enumerate(pairs)
+    ]
+
+
+def weights(folder: Path, step: int) -> torch.Tensor:
+    state = serialization.load(folder / "checkpoints" / f"global_step_{step}" / "actor.state")
+    return torch.cat([weight.flatten() for weight in state["model"].values()])
+
+
+def test_a_batch_by_hand() -> None:
+    pairs = [PreferencePair((5, 6, 7, 8), (5, 6, 9), 0.5), PreferencePair((5, 4), (3, 4, 4))]
+    batch = to_batch(pairs, pad_token_id=0)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [5, 6, 9, 0], [0, 5, 4, 0], [0, 3, 4, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 2], [0, 0, 1, 1], [0, 0, 1, 2]]
+    assert batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 0], [1, 1]]
+    assert batch["margin"].tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_the_first_loss_is_that_of_transformers_scores(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """A learning rate of 0: the exported model is the one that the loss was computed with."""
+    changes = {"trainer.total_steps": 1, "data.shuffle": False, "optim.lr": 0.0, "center_coef": 0.1}
+    run = train_reward(reward_config(**changes), data=rows)
+    out = export(tmp_path / "run", tmp_path / "out")
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    losses, rights = [], []
+    for row in rows[:5]:
+        ids = [
+            [*tokenizer.encode(row["prompt"] + row[name]), tokenizer.eos_token_id] for name in ("chosen", "rejected")
+        ]
+        with torch.no_grad():
+            chosen, rejected = (model(torch.tensor([each])).logits.squeeze() for each in ids)
+        apart = chosen - rejected - row["margin"]
+        losses.append((-torch.nn.functional.logsigmoid(apart) + 0.1 * (chosen + rejected) ** 2).item())
+        rights.append(float(chosen > rejected))
+    [record] = run.history
+    assert record["reward_model/loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
+    assert record["reward_model/accuracy"] == pytest.approx(sum(rights) / 5)
+
+
+def test_an_export_has_the_scores_of_the_run(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    scores: list[torch.Tensor] = []
+
+    def score(run: RewardTrainingRun) -> None:
+        batch = to_batch(run.examples[:4], run.pad_token_id)
+        scores.append(run.roles["actor"].forward(batch, ("scores",))["scores"].sum(1))
+
+    run = train_reward(reward_config(), data=rows, callbacks=[score])
+    out = export(tmp_path / "run", tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.num_labels == 1 and type(model).__name__ == "Qwen3ForSequenceClassification"
+    ids = [list(ids) for pair in run.examples[:4] for ids in (pair.chosen, pair.rejected)]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    padded = tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+    with torch.no_grad():
+        theirs = model(**{name: padded[name] for name in ("input_ids", "attention_mask")}).logits.squeeze(1)
+    torch.testing.assert_close(theirs, scores[-1], atol=1e-5, rtol=0)
+    assert (theirs - scores[0]).abs().max() > 1e-3
+
+
+def test_it_learns_the_preference(reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::4]))
+    changes = {"trainer.total_steps": 15, "data.train_batch_size": 9, "data.val_files": [str(tmp_path / "val.jsonl")]}
+    run = train_reward(reward_config(**changes), data=rows)
+    first, last = run.history[0], run.history[-1]
+    assert last["val/accuracy"] == 1.0 and last["val/loss"] < 0.5 * first["val/loss"]
+    assert last["val/margin"] == pytest.approx(last["val/chosen"] - last["val/rejected"], abs=1e-5)
+    assert last["reward_model/margin"] > 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine.packing": False},
+        {"max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40},
+        {"engine.packing": False, "max_tokens_per_micro_batch": 1},
+        {"engine.share_prompts": False},
+        {"engine.name": "fsdp"},
+    ],
+    ids=str,
+)
+def test_any_split_of_a_mini_batch_takes_the_same_steps(
+    changes: dict[str, Any], reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """A large eps makes AdamW close to plain gradient descent: weights then show the size of gradients."""
+    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1}
+    one = train_reward(reward_config(**both), data=rows)
+    other = train_reward(reward_config(**both, **changes, **{"trainer.run_dir": str(tmp_path / "other")}), data=rows)
+    check_same(one, other)
+    before, after = (exported(tmp_path / name) for name in ("run", "other"))
+    assert before.keys() == after.keys()
+    moved = torch.cat([before[name].flatten() for name in before])
+    apart = torch.cat([(before[name] - after[name]).flatten() for name in before])
+    assert apart.norm() < 1e-5 * moved.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_two_processes_take_the_steps_of_one(
+    engine: str, reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1}
+    one = train_reward(reward_config(**both), data=rows)
+    changes = {"cluster.processes": 2, "engine.name": engine, "trainer.run_dir": str(tmp_path / "other")}
+    other = train_reward(reward_config(**both, **changes), data=rows)
+    check_same(one, other)
+    before, after = (exported(tmp_path / name) for name in ("run", "other"))
+    apart = torch.cat([(before[name] - after[name]).flatten() for name in before])
+    assert apart.norm() < 1e-5 * torch.cat([weight.flatten() for weight in before.values()]).norm()
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForSequenceClassification.from_pretrained(export(folder, folder / "out"))
+    return dict(model.named_parameters())
+
+
+def check_same(one: RewardTrainingRun, other: RewardTrainingRun) -> None:
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=2e-5)
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    schedule = {"optim.schedule": "cosine", "trainer.save_freq": 1, "trainer.total_steps": 4}
+    train_reward(reward_config(**schedule, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
+
+    def stop(run: RewardTrainingRun) -> None:
+        if run.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_reward(reward_config(**schedule), data=rows, callbacks=[stop])
+    resumed = train_reward(reward_config(**schedule), data=rows)
+    assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
+    assert torch.equal(weights(tmp_path / "run", 4), weights(tmp_path / "straight", 4))
+    metrics = [(tmp_path / folder / "metrics.jsonl").read_bytes() for folder in ("run", "straight")]
+    assert metrics[0] == metrics[1]
+
+
+def test_it_goes_on_from_a_classifier(reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    train_reward(reward_config(), data=rows)
+    out = export(tmp_path / "run", tmp_path / "out")
+    changes = {"model.path": str(out), "trainer.run_dir": str(tmp_path / "more"), "optim.lr": 0.0}
+    train_reward(reward_config(**changes), data=rows)
+    assert torch.equal(weights(tmp_path / "more", 3), weights(tmp_path / "run", 3))
+
+
+def test_a_dry_run_writes_nothing(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "whet")
+    train_reward(reward_config(), data=rows, dry_run=True)
+    assert not (tmp_path / "run").exists()
+    assert "dry run: 18 pairs to train on, 0 to validate on, 3 steps" in caplog.text
+    assert "the first pair, rejected:\nsay x=bb<|im_end|>" in caplog.text
+
+
+def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:
+    from whet.planning.memory import mini_batch, plan_memory
+
+    config = reward_config()
+    assert len(mini_batch(config, "actor", setup(config).lengths)) == 10
+    memory = plan_memory(setup(config))
+    assert memory.weights["actor"] > 0 and memory.micro_batch_tokens["actor"] > 32
+
+
+def test_what_cannot_be(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.lora\.rank=4 is of a language model, and `whet train-reward` trains"
+    ):
+        reward_config(**{"model.lora.rank": 4})
+    with pytest.raises(ConfigError, match=r"unset it for `whet train-reward`"):
+        reward_config(**{"trainer.loop": "mine.loops:fit"})
+    train_reward(reward_config(), data=rows)
+    fine_tuning = {"model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run"), "trainer.total_steps": 1}
+    config = load_config(
+        SFTConfig, None, {**fine_tuning, "data.apply_chat_template": False, "data.max_length": 32}, given={"data"}
+    ).config
+    with pytest.raises(ConfigError, match=r"holds a run of `whet train-reward`, and this is `whet sft`"):
+        train_sft(config, data=[{"prompt": "a", "response": "b"}])
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model_folder)}))
+    with pytest.raises(ModelError, match=r"is an adapter for .*, and a reward model is a whole model; export"):
+        train_reward(reward_config(**{"model.path": str(adapter), "trainer.run_dir": str(tmp_path / "b")}), data=rows)

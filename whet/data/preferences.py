@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes preference pairs from rows: the token ids of two answers to one prompt, of which the first is the better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whet.config.schema import PreferenceDataConfig
+from whet.data.chat import encode_texts, roles
+from whet.data.prompts import PromptFormat, at_row, check_media, find_field, read_messages
+from whet.data.supervised import encode_conversation, encode_response
+from whet.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """The token ids of the better and of the worse response, each with its prompt, and the margin of their scores."""
+
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    margin: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the longer one."""
+        return max(len(self.chosen), len(self.rejected))
+
+    @property
+    def num_shared(self) -> int:
+        """The number of tokens before the first that differs: at least 1, and fewer than either has."""
+        shared = (at for at, (one, other) in enumerate(zip(self.chosen, self.rejected, strict=False)) if one != other)
+        shorter = min(len(self.chosen), len(self.rejected))
+        return max(1, min(next(shared, shorter), shorter - 1))
+
+
+def build_pairs(
+    rows: Sequence[Mapping[str, Any]],
+    prompt_format: PromptFormat,
+    data: PreferenceDataConfig,
+    *,
+    numbers: Sequence[int] | None = None,
+) -> tuple[PreferencePair, ...]:
+    """Makes pairs from rows, in order; `numbers` are the row numbers for errors. Pairs of two equal responses and, with
+    data.overlong=drop, pairs over data.max_length are dropped.
+
+    A row without a prompt has two whole conversations, or without a chat template two whole texts.
+    Raises: DataError for a missing field, a margin that is no number, or a pair over data.max_length if
+    data.overlong=error.
+    """
+    pairs: list[PreferencePair] = []
+    num_equal = num_long = 0
+    for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
+        with at_row(index):
+            check_media(row)
+            fields = [
+                find_field(row, data[name], f"data.{name}", COMMON[name]) for name in ("chosen_key", "rejected_key")
+            ]
+            chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
+            pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
+        if pair.num_tokens > data.max_length and data.overlong == "error":
+            raise DataError(
+                f"row {index} has a response that makes {pair.num_tokens} tokens with its prompt, over "
+                f"data.max_length={data.max_length}; raise it, or set data.overlong=drop"
+            )
+        is_equal, is_long = chosen == rejected, pair.num_tokens > data.max_length
+        num_equal, num_long = num_equal + is_equal, num_long + (is_long and not is_equal)
+        if not is_equal and not is_long:
+            pairs.append(pair)
+    found = f"{num_long} of {len(rows)} pairs over data.max_length={data.max_length} tokens, and {num_equal} of two"
+    if not pairs:
+        raise DataError(
+            f"no pair is left: dropped {found} equal responses; expected at least one: raise data.max_length, or "
+            "correct the rows"
+        )
+    if num_equal or num_long:
+        logger.warning("dropped %s equal responses", found)
+    return tuple(pairs)
+
+
+COMMON = {
+    "chosen_key": ("chosen", "response_w", "preferred"),
+    "rejected_key": ("rejected", "response_l", "dispreferred"),
+}
+
+
+def _encode(
+    row: Mapping[str, Any], field: str, prompt_format: PromptFormat, data: PreferenceDataConfig
+) -> tuple[int, ...]:
+    """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
+    response, has_prompt = row[field], row.get(data.prompt_key) is not None
+    prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
+    if not isinstance(response, str):
+        messages = [*prompt, *read_messages(row, field, "text, or ")]
+        if messages[-1].role != "assistant":
+            raise DataError(
+                f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)}); "
+                "expected the response last, of the role 'assistant': correct the row"
+            )
+        example = encode_conversation(messages, prompt_format)
+        end = max(at for at, is_sampled in enumerate(example.loss_mask) if is_sampled) + 1
+        return example.input_ids[:end]
+    if has_prompt:
+        return encode_response(prompt, response, prompt_format).input_ids
+    if prompt_format.apply_chat_template:
+        raise DataError(
+            f"field {data.prompt_key!r} is missing and {field!r} is a text; expected a prompt, or a list of messages: "
+            "set data.prompt_key, or data.apply_chat_template=false for whole texts"
+        )
+    [ids] = encode_texts(prompt_format.tokenizer, [response], add_special_tokens=True)
+    if not ids:
+        raise DataError(f"field {field!r} is an empty text without a prompt; expected at least one token: correct it")
+    return (*ids, int(prompt_format.tokenizer.eos_token_id))  # type: ignore[arg-type]
+
+
+def _margin(row: Mapping[str, Any], field: str) -> float:
+    value = row.get(field)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"field {field!r} is {value!r}; expected a number: correct it, or set data.margin_key")
+    return float(value)
