@@ -115,7 +115,7 @@ def test_yr_scores_mathematics_and_programs() -> None:
 @pytest.mark.parametrize("name", ["each", "wait"])
 def test_limits_hold_for_all_processes_together(tmp_path: Path, name: str, limit: Mapping[str, float]) -> None:
     (tmp_path / "times.py").write_text(TIMES)
-    given = config(function=f"{tmp_path}/times.py:{name}", manager="rate_limited", num_workers=2, **limit)
+    given = config(function=f"{tmp_path}/times.py:{name}", manager="rate_limited", num_workers=2, limits=limit)
     scorer = build_scorer(given)
     try:
         items = [RewardItem("s", str(i), "1") for i in range(8)]
@@ -131,7 +131,7 @@ def test_limits_hold_for_all_processes_together(tmp_path: Path, name: str, limit
 
 def test_a_pool_that_waits_for_its_limit_closes_at_once(tmp_path: Path) -> None:
     (tmp_path / "times.py").write_text(TIMES)
-    scorer = build_scorer(config(function=f"{tmp_path}/times.py:each", requests_per_minute=1))
+    scorer = build_scorer(config(function=f"{tmp_path}/times.py:each", limits={"requests_per_minute": 1}))
     pending = scorer.submit_batch([RewardItem("s", str(i), "1") for i in range(3)])
     start = time.monotonic()
     scorer.close()
@@ -140,9 +140,16 @@ def test_a_pool_that_waits_for_its_limit_closes_at_once(tmp_path: Path) -> None:
         pending.result()
 
 
+def test_limits_have_names() -> None:
+    assert config(limits={"tokens_per_minute": 60_000}).seconds_between_calls == 2.0
+    assert config(limits={"tokens_per_minute": 60_000, "tokens_per_request": 500}).seconds_between_calls == 0.5
+    with pytest.raises(ConfigError, match=r"reward.limits has 'requests'; expected requests_per_minute, tokens_per"):
+        load_config(TrainConfig, "gsm8k", ["reward.limits.requests=3"])
+
+
 def test_limits_need_processes() -> None:
-    with pytest.raises(ConfigError, match=r"requests_per_minute .* set reward.num_workers=1"):
-        build_scorer(config(function="gsm8k", num_workers=0, requests_per_minute=60))
+    with pytest.raises(ConfigError, match=r"reward.limits is set, .* set reward.num_workers=1"):
+        build_scorer(config(function="gsm8k", num_workers=0, limits={"requests_per_minute": 60}))
 
 
 # ---- classes

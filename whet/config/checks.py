@@ -18,6 +18,7 @@ from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule
 from whet.config.keys import choices
 from whet.config.mix import shares_at
 from whet.config.schema import (
+    LIMIT_NAMES,
     ActorConfig,
     AlgorithmConfig,
     ClusterConfig,
@@ -192,6 +193,8 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
             "reward.manager=dapo subtracts a penalty for length, and algorithm.overlong.penalty=0; set "
             "algorithm.overlong.penalty=1 and algorithm.overlong.buffer_length, or reward.manager=prime to do without"
         )
+    if unknown := sorted({*reward.limits} - {*LIMIT_NAMES}):
+        yield f"reward.limits has {unknown[0]!r}; expected {', '.join(LIMIT_NAMES)}; correct the name"
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []

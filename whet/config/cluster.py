@@ -9,10 +9,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.section import Section, key
 
-ROLES = (
-    *("actor", "critic", "ref", "reward", "reward_model", "rollout"),
-    "teacher",  # all teachers
-)  # in `roles` of a pool
+# In `roles` of a pool; teacher means all teachers.
+ROLES = ("actor", "critic", "ref", "reward", "reward_model", "rollout", "teacher")
 ADDRESS = (
     "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
     "new one that ends with the run"

@@ -192,6 +192,9 @@ MANAGER = (
     "choice of these values by verl's name: naive (one call after the other), batch (one call for all), prime "
     "(parallel, a deadline each), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
 )
+LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "tokens_per_request")
+TOKENS_PER_REQUEST = 2000
+LIMITS = f"{', '.join(LIMIT_NAMES)} (an estimate of the tokens of a call; unset: {TOKENS_PER_REQUEST})"
 
 
 class RewardConfig(Section):
@@ -212,9 +215,7 @@ class RewardConfig(Section):
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
     concurrency: PositiveInt = key(16, "most calls that an async function runs at a time in one process")
     memory_limit_mb: PositiveFloat | None = key(None, "memory at which a reward process is killed, in MB; unset: none")
-    requests_per_minute: PositiveFloat | None = key(None, "most calls of a function a minute, in all its processes")
-    tokens_per_minute: PositiveFloat | None = key(None, "most tokens a minute, at tokens_per_request for each call")
-    tokens_per_request: PositiveInt = key(2000, "estimate of the tokens of a call, for tokens_per_minute")
+    limits: dict[str, PositiveFloat] = key({}, f"limits of a function's calls in all its processes: {LIMITS}")
 
     @model_validator(mode="before")
     @classmethod
@@ -226,8 +227,8 @@ class RewardConfig(Section):
     @property
     def seconds_between_calls(self) -> float:
         """The least time between the starts of two calls; 0 without limits."""
-        calls, tokens = self.requests_per_minute, self.tokens_per_minute
-        return max(60 / calls if calls else 0.0, 60 * self.tokens_per_request / tokens if tokens else 0.0)
+        calls, tokens, each = (self.limits.get(name) for name in LIMIT_NAMES)
+        return max(60 / calls if calls else 0.0, 60 * (each or TOKENS_PER_REQUEST) / tokens if tokens else 0.0)
 
 
 MUON = (

@@ -148,9 +148,8 @@ def _make_scorer(
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     needs_processes = (
-        f"reward.requests_per_minute or tokens_per_minute is set, but {shown_as} scores in the trainer's process, "
-        "where calls are not limited; expected reward processes: set reward.num_workers=1, and name the function as "
-        "package.module:function"
+        f"reward.limits is set, but {shown_as} scores in the trainer's process, where calls are not limited; expected "
+        "reward processes: set reward.num_workers=1, and name the function as package.module:function"
     )
     if num_workers == 0:
         if seconds_between_calls:

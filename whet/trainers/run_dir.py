@@ -50,7 +50,7 @@ OWN = {*STEP_FOLDERS, "checkpoints", "profile"}  # trackers have folders of thei
 # what is written of it, but not what a step computes.
 FREE = (
     *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward.given"),
-    *("reward.manager", "reward.requests_per_minute", "reward.tokens_per_minute", "reward.tokens_per_request"),
+    *("reward.manager", "reward.limits"),
     *("environment.reset_seconds", "environment.step_seconds", "environment.episode_seconds"),
     *("rollout.engine.options.compile", "rollout.engine.options.kv_cache_bytes"),
     *("rollout.max_batch_size", "rollout.deadline_seconds"),
