@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes, same_bits, same_speed, trl_environment, verl_environment
+from benchmarks import recipes, same_bits, same_speed, three_domains, trl_environment, verl_environment
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -58,6 +58,8 @@ def main(words: Sequence[str] | None = None) -> None:
     PAGE.write_text(page(results), encoding="utf-8")
     if "recipes" in results:
         recipes.draw(results, PAGE.parent / "recipes.png")
+    if results.get("three_domains"):
+        three_domains.draw(results, PAGE.parent / "three_domains.png")
 
 
 def measure(results: dict[str, Any], names: Sequence[str], scale: Scale, trl_python: Path | None) -> None:

@@ -22,6 +22,7 @@ from benchmarks import (
     rollout,
     sandbox,
     scaling,
+    three_domains,
     transport,
 )
 from benchmarks.setting import Setting
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "cold_start": cold_start,
     "sandbox": sandbox,
     "reward_load": reward_load,
+    "three_domains": three_domains,
     "math_answers": math_answers,
 }
 

@@ -113,7 +113,7 @@ def test_losses_name_columns_too(train_config: MakeConfig, functions: str) -> No
     [
         (
             "unheard_of",
-            r"adv_estimator=.*unheard_of reads the column 'moon_phase', which nobody provides.*entropy, old_",
+            r"adv_estimator=.*unheard_of reads the column .moon_phase., which nobody provides.*, judge_scores, old_",
         ),
         ("too_early", r"too_early reads the column 'log_probs', which nobody provides"),
         ("by_style", r"by_style reads the column 'style', .* becomes a column when reward\.columns lists it"),

@@ -309,7 +309,6 @@ class RewardModelConfig(Section):
     engine: EngineConfig = EngineConfig()
     model_path: str | None = key(None, "reward model (`whet train-reward` trains one); unset: no reward model")
     rubric: str | None = key(None, "rubric (docs/rewards.md) by which the run's own rollout judges; unset: no judge")
-    max_judge_tokens: PositiveInt = key(256, "most tokens of a verdict of that judge")
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
     weight: float = key(1.0, "factor of the score")
     combine: Literal["replace", "add"] = key(

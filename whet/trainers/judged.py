@@ -28,9 +28,7 @@ def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     trajectories = [each for group in sources.groups for each in group.trajectories]
     judged = [each for each in trajectories if each.failure is None]
     asking = _questions(judged, rubric, sources)
-    params = replace(
-        rollouts.params, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=config.reward_model.max_judge_tokens
-    )
+    params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     with rollouts.sampling():
         replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
     read = [rubric.read(text(reply) or "") for [reply] in replies]
@@ -49,7 +47,7 @@ def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 
 def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -> list[Prompt]:
-    """What the policy is asked about each trajectory."""
+    """Prompts that ask the policy about each trajectory."""
     data, tokenizer = sources.config.data, sources.rollouts.tokenizer
     conversations = []
     for trajectory in judged:

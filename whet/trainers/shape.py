@@ -25,6 +25,9 @@ class Shaper:
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
         self.config = config
+        self._judged_by = {None: None, "model_path": "rm_scores", "rubric": "judge_scores"}[config.reward_model.source]
+        norms = config.algorithm.shaping, *config.reward.domains.values()
+        self._normalises = any({each.norm_mean, each.norm_std} - {"none", None} for each in norms)
         self.running: dict[str, RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
@@ -35,11 +38,14 @@ class Shaper:
         algorithm = self.config.algorithm
         if algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
-        rewards, mask = self._scores(batch, metrics), batch["response_mask"]
+        rewards, mask = batch["token_level_scores"], batch["response_mask"]
+        if self._judged_by is not None:
+            rewards = self._with_model(rewards, batch, metrics)
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
-        rewards = self._normalised(rewards, batch)
+        if self._normalises:
+            rewards = self._normalised(rewards, batch)
         if shaping.reward_clip is not None:
             rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
         if algorithm.kl.where == "reward":
@@ -97,15 +103,12 @@ class Shaper:
             found = found.index_put((rows,), normal)
         return found
 
-    def _scores(self, batch: DataProto, metrics: Metrics) -> Tensor:
-        """The scores of the reward functions; that of a reward model or judge replaces them or is added.   [B, R]"""
-        scores, mask, role = batch["token_level_scores"], batch["response_mask"], self.config.reward_model
-        name = {None: None, "model_path": "rm_scores", "rubric": "judge_scores"}[role.source]
-        if name is None:
-            return scores
+    def _with_model(self, scores: Tensor, batch: DataProto, metrics: Metrics) -> Tensor:
+        """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
+        given, mask, role = batch[str(self._judged_by)], batch["response_mask"], self.config.reward_model
         counted = mask.any(1)
-        metrics.mean("reward/reward_model", batch[name][counted].mean(), int(counted.sum()))
-        paid = pay_on_last_token(role.weight * batch[name], mask)
+        metrics.mean("reward/reward_model", given[counted].mean(), int(counted.sum()))
+        paid = pay_on_last_token(role.weight * given, mask)
         return paid if role.combine == "replace" else scores + paid
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
