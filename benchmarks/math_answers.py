@@ -21,10 +21,17 @@ TITLE = "Mathematical answers"
 NOTE = """\
 Responses are the worked solutions of GSM8K with their last number in a box, and for the other problems a few lines that
 end with the answer in a box: the right one for two of three, else that of another problem. "Symbols" are those of which
-no answer is a number. Every answer is new to the caches. math-verify parses both sides and compares them, one response
-after the other, with its own deadlines; the pool has two processes. A ratio is of one round.
+no answer is a number. The cache of parsed answers is emptied before each. math-verify parses both sides and compares
+them, one response after the other, with its own deadlines; the pool has two processes. A ratio is of one round.
 """
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+UNCACHED = """
+from whet.rewards import math
+
+def compute_score(solution_str, ground_truth):
+    math._parse.cache_clear()
+    return math.compute_score(solution_str, ground_truth)
+"""
 BOUNDS = {"GSM8K": 3.0, "MATH-500, AIME, DeepMath": 3.0, "of these, symbols": 1.7}
 
 
@@ -61,6 +68,9 @@ def run(setting: Setting) -> dict[str, Any]:
     if not DATA.exists():
         return {}
     found: dict[str, Any] = {}
+    file = setting.scratch / "uncached.py"
+    file.write_text(UNCACHED)
+    pool = RewardPool(f"{file}:compute_score", num_workers=2, timeout_seconds=30.0, correct_threshold=1.0)
     for kind, items in responses(400).items():
 
         def one_by_one(items: list[RewardItem] = items) -> None:
@@ -68,20 +78,21 @@ def run(setting: Setting) -> dict[str, Any]:
                 math._parse.cache_clear()
                 math.compute_score(item.solution_str, item.ground_truth)
 
-        rates: dict[str, list[float]] = {"math-verify": [], "one after the other": [], "pool": []}
+        ways: dict[str, Callable[[], Any]] = {
+            "math-verify": lambda items=items: by_math_verify(items),
+            "one after the other": one_by_one,
+            "pool": lambda items=items: pool.score(items),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for way in ways.values():
+            way()
         for _ in range(setting.scale.rounds):
-            with RewardPool("math", num_workers=2, timeout_seconds=30.0, correct_threshold=1.0) as pool:
-                pool.score([RewardItem("math", rf"\boxed{{x^2 + {n}}}", f"{n} + x^2") for n in range(8)])
-                ways: list[Callable[[], Any]] = [
-                    lambda items=items: by_math_verify(items),
-                    one_by_one,
-                    lambda items=items, pool=pool: pool.score(items),
-                ]
-                for name, way in zip(rates, ways, strict=True):
-                    start = time.perf_counter()
-                    way()
-                    rates[name].append(len(items) / (time.perf_counter() - start))
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                rates[name].append(len(items) / (time.perf_counter() - start))
         found[kind] = rates
+    pool.close()
     return found
 
 

@@ -16,8 +16,8 @@ from whet.tracking.plot import Series, plot_learning_curve
 
 TITLE = "Three domains"
 NOTE = """\
-`python examples/three_domains.py`, once, seed 0: one small model, 96 held-out problems of each domain, answered greedily.
-Programs run in the sandbox.
+`python examples/three_domains.py`, once, seed 0: one small model, 96 held-out problems of each domain, answered
+greedily. Programs run in the sandbox.
 """
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "three_domains.py"
 DOMAINS = {"sums": "sums of two numbers", "code": "programs", "words": "instructions"}

@@ -114,6 +114,7 @@ def test_doctor_ends_with_1_where_a_run_has_a_problem(
     assert [line.split()[:2] for line in this_run] == [["ok", "memory"], ["ok", "disk"], ["ok", "time"]]
 
 
+@pytest.mark.slow
 def test_an_accelerator_is_planned_for_that_is_not_here(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

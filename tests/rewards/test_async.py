@@ -108,11 +108,11 @@ def test_no_more_calls_at_a_time_than_the_limit(later: str, concurrency: int, nu
     ("bad", "message", "is_late"),
     [
         ("wait 1000", "timed out after 0.6 s", True),
-        ("block 1000", "timed out after 0.6 s", True),
+        pytest.param("block 1000", "timed out after 0.6 s", True, marks=pytest.mark.slow),
         pytest.param("block 0.9", "timed out after 0.6 s", True, marks=pytest.mark.slow),
         pytest.param("regex", "timed out after 0.6 s", True, marks=pytest.mark.slow),
         pytest.param("stubborn", "timed out after 0.6 s", True, marks=pytest.mark.slow),
-        ("exit", "the reward process died: exit code 3", False),
+        pytest.param("exit", "the reward process died: exit code 3", False, marks=pytest.mark.slow),
         pytest.param("segv", "the reward process died: SIGSEGV", False, marks=pytest.mark.slow),
         ("raise no good", "ValueError: no good", False),
         ("quit now", "SystemExit: now", False),
@@ -165,6 +165,7 @@ def test_a_function_that_grows_is_killed_and_named(hoards: str, name: str) -> No
     assert "more than reward.memory_limit_mb=300, and was killed" in failed.message
 
 
+@pytest.mark.slow
 def test_a_process_that_leaks_is_replaced_and_no_item_fails(hoards: str) -> None:
     with make_pool(f"{hoards}:compute_score", memory_limit_mb=200) as pool:
         assert pool.score([item("leak")] * 24) == [RIGHT] * 24  # 400 MB in all

@@ -201,7 +201,9 @@ PAID = {
 }
 
 
-@pytest.mark.parametrize("name", BY_CLASS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "InProcesses" else name for name in BY_CLASS]
+)
 def test_managers_of_verl_and_easyr1_score_as_they_are(items: list[RewardItem], model_folder: Path, name: str) -> None:
     found = outcomes_of(name, items, model_folder, **BY_CLASS[name])
     results = [each for each in found if isinstance(each, RewardResult)]
@@ -225,6 +227,7 @@ def test_managers_of_verl_and_easyr1_score_as_they_are(items: list[RewardItem], 
         assert [each.extracted for each in results] == ["5", "123", "12"]
 
 
+@pytest.mark.slow
 def test_a_manager_without_a_function_gets_the_one_for_the_data_source(
     items: list[RewardItem], model_folder: Path
 ) -> None:
@@ -235,7 +238,7 @@ def test_a_manager_without_a_function_gets_the_one_for_the_data_source(
     assert [each.reward for each in shipped if isinstance(each, RewardResult)] == [1.0, 0.0, 0.0]
 
 
-QUICK = ("OneByOne", "OneRow")
+QUICK = ("OneByOne",)
 
 
 @pytest.mark.parametrize(

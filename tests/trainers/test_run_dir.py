@@ -245,6 +245,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
     run_dir = tmp_path / "shared"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True) as holder:
@@ -274,6 +275,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_does_not_hold_the_folder(tmp_path: Path) -> None:
     run_dir = tmp_path / "shared"
     with subprocess.Popen([sys.executable, "-c", FORKER, str(run_dir)], stdout=subprocess.PIPE, text=True) as holder:

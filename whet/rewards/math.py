@@ -64,6 +64,7 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 # math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+_PLACES = 6  # to which math-verify rounds numbers that are not whole
 _UNEVALUATED = re.compile(rf"(?:{_NUMBER.pattern})(?:\s?(?:[-+*×·]|\\times|\\cdot)\s?(?:{_NUMBER.pattern}))+")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
@@ -129,15 +130,24 @@ def is_equal(answer: str, truth: str) -> bool:
     difference or product of numbers that is not worked out is not equal to a number.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
-    if vote(answer) == vote(truth):
-        return vote(answer) != ""
-    if _UNEVALUATED.fullmatch(normalise(answer)) and _NUMBER.fullmatch(normalise(truth)):
-        return False  # the question again, as in "17 + 25"
+    one, other = vote(answer), vote(truth)
+    if one == other:
+        return one != ""
+    if _is_number(other):
+        if _is_number(one):
+            return round(Decimal(one), _PLACES) == round(Decimal(other), _PLACES)
+        if _UNEVALUATED.fullmatch(normalise(answer)):
+            return False  # the question again, as in "17 + 25"
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
     if parsed_truth is None or parsed_answer is None:
         return False
     return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
+
+
+def _is_number(key: str) -> bool:
+    """Tells whether the key of a vote is a number of a length that is quick to read."""
+    return len(key) < 100 and _NUMBER.fullmatch(key) is not None
 
 
 def vote(answer: str) -> str:
