@@ -147,6 +147,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm.correction.rejection": "divergence",
     },
     "a critic, KL in the loss, validation": {
+        "reward.domains": {"all": {"function": "exact_match", "sources": ["*"]}},
         "algorithm.adv_estimator": "gae",
         "algorithm.kl.where": "loss",
         "algorithm.truncated": "zero",

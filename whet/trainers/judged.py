@@ -19,7 +19,7 @@ from whet.types import Message, Prompt, Trajectory
 log = logging.getLogger(__name__)
 
 
-@register_provider("judge_scores", shape="B", phase="judge")
+@register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
     other rows, for trajectories that failed, and where the reply cannot be read.   [B]"""
