@@ -115,7 +115,11 @@ TABLE = (
         section="teacher",
     ),
     Column(
-        "judge_scores", "B", "scored", "score of the policy as a judge, in the last row of a trajectory", phase="reward_model"
+        "judge_scores",
+        "B",
+        "scored",
+        "score of the policy as a judge, in a trajectory's last row",
+        phase="reward_model",
     ),
     Column("reward_baselines", "B", "scored", "score of the greedy response, 0 if that failed", phase="baselines"),
     Column("draws", "B, R", "scored", "uniform random number in [0, 1), equal for equal responses"),
