@@ -26,8 +26,13 @@ class Shaper:
         kl = config.algorithm.kl
         self.config = config
         self._judged_by = {None: None, "model_path": "rm_scores", "rubric": "judge_scores"}[config.reward_model.source]
-        norms = config.algorithm.shaping, *config.reward.domains.values()
-        self._normalises = any({each.norm_mean, each.norm_std} - {"none", None} for each in norms)
+        shaping, domains = config.algorithm.shaping, config.reward.domains.values()
+        norms = {
+            shaping.norm_mean,
+            shaping.norm_std,
+            *(norm for each in domains for norm in (each.norm_mean, each.norm_std)),
+        }
+        self._normalises = not norms <= {"none", None}
         self.running: dict[str, RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
