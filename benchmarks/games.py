@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Games and a tool that small models learn: the recipes of examples/games.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setting import Setting
+from whet.tracking.plot import Series, plot_learning_curve
+
+TITLE = "Games"
+NOTE = """\
+`python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
+weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
+cards; CPU seconds are those of the whole command, in one thread.
+"""
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
+NAMES = ("calculator_quickstart", "number_game", "frozen_lake", "sokoban_grpo", "sokoban_ppo")
+log = logging.getLogger(__name__)
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """The curve and the CPU seconds by recipe and seed."""
+    if not setting.scale.is_thorough:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in NAMES:
+        for seed in setting.scale.quickstart_seeds:
+            log.info("%s, seed %d", name, seed)
+            folder = setting.scratch / f"{name}_{seed}"
+            command = [sys.executable, str(SCRIPT), name, "--seed", str(seed), "--run-dir", str(folder)]
+            subprocess.run(command, check=True, capture_output=True)
+            found.setdefault(name, {})[str(seed)] = read(folder)
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The summary of a run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"curve": summary["curve"], "cpu_seconds": summary["cpu_seconds"]}
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """A table and a picture."""
+    found = results["games"]
+    if not found:
+        return []
+    lines = ["| recipe | seeds | after the warm-up | after RL, median | by seed | steps | CPU seconds, median |"]
+    lines.append("|---|---|--:|--:|---|--:|--:|")
+    for name, by_seed in found.items():
+        firsts, lasts = ([run["curve"][place][1] for run in by_seed.values()] for place in (0, -1))
+        steps = max(run["curve"][-1][0] for run in by_seed.values())
+        seconds = statistics.median(run["cpu_seconds"] for run in by_seed.values())
+        lines.append(
+            f"| `{name}` | {', '.join(by_seed)} | {statistics.median(firsts):.3f} | {statistics.median(lasts):.3f} "
+            f"| {', '.join(f'{last:.3f}' for last in lasts)} | {steps} | {seconds:.0f} |"
+        )
+    return [*lines, "", "![Held-out games by step](games.png)"]
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """The curves: of each recipe, the median over seeds."""
+    series = []
+    for name, by_seed in results["games"].items():
+        steps = [step for step, _ in next(iter(by_seed.values()))["curve"]]
+        points = zip(*([value for _, value in run["curve"]] for run in by_seed.values()), strict=True)
+        series.append(Series(name, steps, [statistics.median(each) for each in points], markers=True))
+    plot_learning_curve(path, series, title="Games", y_label="held-out games won, or right cards")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet env`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet import registry
+from whet.cli.app import main
+from whet.registry import ENVIRONMENTS
+
+BROKEN = "tests/environments/broken_environments.py"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["env", *arguments])
+    captured = capsys.readouterr()
+    assert (exit_.value.code or 0) == status, captured.err
+    return captured.err if status == 2 else captured.out
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_list_names_each_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    title, *lines = printed(capsys, "list").splitlines()
+    assert title == "environment  environment.name"
+    assert [line.split()[0] for line in lines[: len(ENVIRONMENTS.names())]] == ENVIRONMENTS.names()
+    assert printed(capsys) == printed(capsys, "list")
+
+
+def test_an_installed_package_adds_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "games-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        "[whet.environment]\npuzzle = whet_environments.sokoban:Sokoban\n[whet.reward]\nscore = games:score\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clear_installed()
+    try:
+        assert "puzzle" in ENVIRONMENTS and "score" not in ENVIRONMENTS
+        assert ENVIRONMENTS["puzzle"].target == "whet_environments.sokoban:Sokoban"
+        assert "\n  puzzle       Sokoban in a random room" in printed(capsys, "list")
+    finally:
+        clear_installed()
+
+
+def clear_installed() -> None:
+    """Lets the registry search the installed packages again."""
+    registry._entry_points.cache_clear()
+    vars(ENVIRONMENTS).pop("_installed", None)
+
+
+def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "show", "whet_environments.frozen_lake:FrozenLake")
+    assert "FrozenLake on a random map: 1 at the goal" in out
+    assert "environment.options.ice             0.75 (a number >= 0 and <= 1)\n" in out
+    assert "no environment is called 'calculater'; did you mean 'calculator'?" in printed(
+        capsys, "show", "calculater", status=2
+    )
+
+
+def test_play_reads_lines_until_the_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "<calc>6*7</calc>", "42")
+    out = printed(capsys, "play", "calculator", "--prompt", "What is 6*7?")
+    assert out == (
+        "What is 6*7?\n> <calc>6*7</calc>\n42\nreward 0\n> 42\nreward 0\n"
+        "the episode is over: 2 turns, sum of rewards 0\n"
+    )
+
+
+def test_play_of_a_game_shows_rewards_and_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = ["play", "whet_environments.number_game:NumberGame", "--option", "rounds=2", "--option", "encoding=compact"]
+    typed(monkeypatch, "x")
+    out = printed(capsys, *game, "--seed", "3")
+    assert "\nreward -0.25\n> \nthe input ended\nnot over: 1 turns, sum of rewards -0.25" in out
+    typed(monkeypatch, "x", "x")
+    assert "the episode is over: 2 turns, sum of rewards -0.5, success 0.0, right 0.0, score 80.0\n" in printed(
+        capsys, *game
+    )
+
+
+def test_play_tells_of_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "")
+    out = printed(capsys, "play", f"{BROKEN}:ReadsTheFirstLetter", status=1)
+    assert "the environment failed: IndexError: string index out of range" in out
+
+
+def test_check_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "check", f"{BROKEN}:ChangesThePrompt", status=1).splitlines()
+    assert "failed  prompt            it changes its prompt; copy it" in lines
+    assert [line.split()[0] for line in lines].count("failed") == 1
+    out = printed(capsys, "check", f"{BROKEN}:RightAndShort", "--option", "rounds=3", "--answer", "7")
+    assert "ok      starts            3 turns\n" in out
+    error = printed(capsys, "check", f"{BROKEN}:RightAndShort", "--option", "round=3", status=2)
+    assert "has no option 'round'; did you mean 'rounds'?" in error

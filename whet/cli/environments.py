@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet env`: lists, shows, plays and checks environments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from whet.cli.algorithms import console, facts, print_kind, print_pairs
+from whet.cli.arguments import Command
+from whet.cli.serve import read_options
+from whet.registry import ENVIRONMENTS
+
+if TYPE_CHECKING:
+    from whet.environments.protocol import Observation
+    from whet.types import Failure, Prompt
+
+    Call = Callable[..., Awaitable[Observation | Failure]]
+
+environments = typer.Typer(help="List environments; show, play or check one.")
+Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, or path/file.py:Class")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="option of the environment; may be repeated")
+]
+PromptText = Annotated[str, typer.Option("--prompt", help="text of the prompt, for an environment that reads it")]
+Truth = Annotated[str, typer.Option("--ground-truth", help="ground truth of the prompt")]
+Seed = Annotated[int, typer.Option(min=0, help="seed of the episode")]
+
+
+@environments.callback(invoke_without_command=True)
+def env(context: typer.Context) -> None:
+    """List environments; show, play or check one."""
+    if context.invoked_subcommand is None:
+        list_all()
+
+
+@environments.command("list", cls=Command)
+def list_all() -> None:
+    """List the environments that ship and those of installed packages."""
+    output = console()
+    print_kind(output, ENVIRONMENTS)
+    output.print("`whet env show NAME` prints one; `pip install ./examples/environments` adds games.", style="dim")
+
+
+@environments.command(cls=Command)
+def show(name: Name) -> None:
+    """Print the description of an environment, and its options with their defaults."""
+    from rich.console import Console
+    from rich.text import Text
+
+    entry = ENVIRONMENTS[name]
+    output = Console(highlight=False, soft_wrap=True)
+    output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
+    output.print(Text(f"{entry.doc}\n"))
+    print_pairs(output, [pair for pair in facts(entry) if pair[0] != "columns"])
+
+
+@environments.command(cls=Command)
+def play(name: Name, option: Options = None, seed: Seed = 0, prompt: PromptText = "", ground_truth: Truth = "") -> None:
+    """Play an episode in the terminal: each line of the input is an answer; the end of the input ends the episode."""
+    import asyncio
+
+    from whet.environments.running import EnvironmentSpec, Running
+
+    options = ENVIRONMENTS[name].resolve_options(read_options(option or []), "--option")
+    running = Running(EnvironmentSpec(name, options).load())
+    with asyncio.Runner() as runner:
+        try:
+            is_failed = runner.run(_play(running.call, _prompt(prompt, ground_truth), seed))
+        finally:
+            runner.run(running.call("close"))
+    if is_failed:
+        raise typer.Exit(1)
+
+
+async def _play(call: Call, prompt: Prompt, seed: int) -> bool:
+    """Plays until the end.  Returns whether the environment failed."""
+    from whet.environments.protocol import Answer
+    from whet.types import Failure
+
+    outcome, rewards = await call("reset", prompt, seed), list[float]()
+    if prompt.messages[0].content:
+        typer.echo(prompt.messages[0].content)
+    while True:
+        if isinstance(outcome, Failure):
+            typer.echo(f"the environment failed: {outcome.message}")
+            return True
+        for message in outcome.messages:
+            typer.echo(message.content)
+        if rewards:
+            typer.echo(f"reward {rewards[-1]:g}")
+        if outcome.done or outcome.truncated:
+            break
+        typer.echo("> ", nl=False)
+        if not (line := sys.stdin.readline()):
+            typer.echo("\nthe input ended")
+            break
+        if not sys.stdin.isatty():
+            typer.echo(line.rstrip("\n"))
+        outcome = await call("step", Answer(line.rstrip("\n")))
+        rewards.append(0.0 if isinstance(outcome, Failure) else outcome.reward)
+    end = "the episode is over" if outcome.done else "a limit ended the episode" if outcome.truncated else "not over"
+    numbers = "".join(f", {key} {value}" for key, value in outcome.fields.items())
+    typer.echo(f"{end}: {len(rewards)} turns, sum of rewards {sum(rewards):g}{numbers}")
+    return False
+
+
+@environments.command(cls=Command)
+def check(
+    name: Name,
+    option: Options = None,
+    seed: Seed = 0,
+    prompt: PromptText = "",
+    ground_truth: Truth = "",
+    answer: Annotated[
+        list[str] | None, typer.Option(help="answer to play, in place of general ones; may be repeated")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="most turns of an episode")] = 50,
+    seconds: Annotated[float, typer.Option(min=0.1, help="deadline of each probe, such as an episode")] = 10.0,
+    max_characters: Annotated[int, typer.Option(min=1, help="most characters of an observation")] = 100_000,
+) -> None:
+    """Check that an environment keeps to its protocol, whatever a model answers.
+
+    It plays episodes in processes of its own. The exit status is 1 if a check fails."""
+    from rich.text import Text
+
+    from whet.environments.check import Plan
+    from whet.environments.check import check as run
+
+    plan = Plan(_prompt(prompt, ground_truth), tuple(answer or ()), seed, turns, seconds, max_characters)
+    output, num_failed = console(), 0
+    for finding in run(name, read_options(option or []), plan):
+        word, style = {True: ("ok", "green"), False: ("failed", "bold red"), None: ("-", "dim")}[finding.is_ok]
+        output.print(Text.assemble((word.ljust(8), style), f"{finding.name:18}", finding.what))
+        num_failed += finding.is_ok is False
+    if num_failed:
+        raise typer.Exit(1)
+
+
+def _prompt(text: str, ground_truth: str) -> Prompt:
+    from whet.types import Message, Prompt
+
+    return Prompt("0:0", 0, (Message("user", text),), (1,), "env", ground_truth)

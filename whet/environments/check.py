@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet env check`: plays an environment in processes of its own and looks for faults, each call with a deadline.
+
+The probes run in children (`prepare`), the conclusions are drawn here. Two templates of children have different hash
+seeds, so that an order of sets or a hash of text that decides shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import pickle
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from whet.environments.protocol import Answer, Closes, Observation
+from whet.environments.running import EnvironmentSpec, Running
+from whet.errors import describe
+from whet.keyed import key
+from whet.processes.children import Callee, Children, Reply
+from whet.processes.template import Caller, Serve
+from whet.processes.user_code import pickle_code
+from whet.registry import ENVIRONMENTS
+from whet.types import Failure, Prompt
+
+SHOWN = 50  # characters of an answer or a message
+NUM_SEEDS = 8  # that "another seed" compares
+SPEED_SECONDS = 0.3
+START_SECONDS = 120.0  # to load the environment
+Found = dict[str, Any]  # what a probe returns
+WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
+ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
+STRANGE: Mapping[str, str] = {
+    "empty": "",
+    "a space": " ",
+    "a line break": "\n",
+    "a null byte": "\x00",
+    "half a tag": "<answer>",
+    "an empty tag": "<answer></answer>",
+    "tags the wrong way round": "</answer>Up<answer>",
+    "a tag in a tag": "<answer><answer>Up</answer></answer>",
+    "half a tool call": '<tool_call>{"name": "step", "argum',
+    "JSON of another form": '{"action": null, "x": [1e999]}',
+    "another alphabet": "上 вверх أعلى 🎮",
+    "digits of another alphabet": "٣²½",
+    "a large number": "9" * 6000,
+    "not a number": "nan",
+    "a negative number": "-1",
+    "code": "__import__('os').abort()",
+    "brackets": "(" * 3000,
+    "format fields": "{0} {x!r} %s %(x)d",
+    "random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500)),
+    "a million characters": "Up " * 333_333,
+    "a million spaces": " " * 1_000_000 + ".",
+    "100,000 tags": "<answer>" * 100_000,
+    "100,000 calls": "<calc>" * 100_000,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check, whether the environment passed it (None: it does not apply), and why."""
+
+    name: str
+    is_ok: bool | None
+    what: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a check. `answers` are played in place of general ones; an environment with `choices()` has its
+    own."""
+
+    prompt: Prompt
+    answers: Sequence[str] = ()
+    seed: int = 0
+    max_turns: int = 50
+    seconds: float = 10.0  # for one probe
+    max_characters: int = 100_000  # of an observation
+
+
+@runtime_checkable
+class Offers(Protocol):
+    """An environment that knows its answers, for tools that play it."""
+
+    def choices(self) -> Sequence[str]:
+        """Returns answers that its state allows."""
+        ...
+
+
+def check(environment: str, options: Mapping[str, Any], plan: Plan) -> Iterator[Finding]:
+    """Yields the results, in a fixed order, each as soon as it is known.
+
+    Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
+    entry = ENVIRONMENTS[environment]
+    resolved = entry.resolve_options(options, "--option")
+    target = environment if ":" in environment else entry.function or environment
+    code = pickle_code(EnvironmentSpec(target, resolved), target)
+    with _Children(code, plan) as first, _Children(code, plan) as second:
+        yield from _Check(plan, first, second).run()
+
+
+class _Children:
+    """Children of one template; `ask` runs a probe in a new one, or in one that is kept."""
+
+    def __init__(self, code: bytes, plan: Plan) -> None:
+        self._children = Children("whet.environments.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
+        self._seconds = plan.seconds
+
+    def __enter__(self) -> _Children:
+        self.ask("load", seconds=START_SECONDS)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._children.close()
+
+    def ask(self, probe: str, *arguments: Any, child: Callee | None = None, seconds: float | None = None) -> Found:
+        """The result of a probe; `ended` in it is why the process ended without one."""
+        used, seconds = child or self._children.start(), seconds or self._seconds
+        self._children.call(used, probe, pickle.dumps((probe, arguments)), seconds)
+        while True:
+            for event in self._children.poll(seconds):
+                if event.child is used:
+                    if isinstance(event, Reply):
+                        if child is None:
+                            self._children.kill(used)
+                        return dict(event.value)
+                    why = f"no reply within {seconds:g} s" if event.is_late else f"its process {event.why}"
+                    return {"ended": why, "is_late": event.is_late}
+
+    def start(self) -> Callee:
+        """A child that is kept for several probes."""
+        return self._children.start()
+
+
+class _Check:
+    def __init__(self, plan: Plan, first: _Children, second: _Children) -> None:
+        self.plan, self.first, self.second = plan, first, second
+
+    def run(self) -> Iterator[Finding]:
+        """Yields the results. An environment that does not get through an episode is not checked further."""
+        seed = self.plan.seed
+        alone = self.first.ask("play", [seed])
+        if "ended" in alone:
+            hangs = "for an episode: reset, a step or close hangs; --seconds allows more"
+            name, what = ("deadline", f"{alone['ended']} {hangs}") if alone["is_late"] else ("starts", alone["ended"])
+            yield Finding(name, False, what)
+            return
+        faults: dict[str, str] = alone["faults"]
+        yield self._of("starts", faults, f"{alone['turns']} turns")
+        if "starts" in faults:
+            return
+        yield Finding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
+        yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
+        yield self._of("rewards", faults, f"{alone['lowest']:g} to {alone['highest']:g}")
+        yield self._size(alone["characters"])
+        yield self._same("same seed", alone, self.second.ask("play", [seed]), "in another process")
+        beside = self.first.ask("play", [seed, seed + 1])
+        yield self._same("beside another", alone, beside, "while another one runs: it shares state or a generator")
+        yield self._other_seeds()
+        changed = alone["is_prompt_changed"]
+        yield Finding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
+        yield self._simple("after the end", self.first.ask("after_the_end"))
+        yield self._simple("close", self.first.ask("close"))
+        yield self._answers()
+        yield self._speed()
+
+    def _of(self, name: str, faults: Mapping[str, str], good: str) -> Finding:
+        return Finding(name, name not in faults, faults.get(name, good))
+
+    def _size(self, characters: int) -> Finding:
+        most = self.plan.max_characters
+        is_ok = characters <= most
+        what = f"at most {most:,} characters" if is_ok else f"{characters:,} characters; expected at most {most:,}"
+        return Finding("observation size", is_ok, what)
+
+    def _same(self, name: str, alone: Found, other: Found, where: str) -> Finding:
+        if "ended" in other:
+            return Finding(name, False, other["ended"])
+        one, two = alone["transcripts"][0], other["transcripts"][0]
+        if one == two:
+            return Finding(name, True, f"the same {len(one)} observations")
+        turn = next(
+            (i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two))
+        )
+        shown = " and ".join(_short(each[turn]) if turn < len(each) else "no observation" for each in (one, two))
+        return Finding(name, False, f"turn {turn} differs {where}: {shown}")
+
+    def _other_seeds(self) -> Finding:
+        firsts = set()
+        for seed in range(self.plan.seed, self.plan.seed + NUM_SEEDS):
+            found = self.first.ask("play", [seed])
+            if "ended" in found:
+                return Finding("another seed", False, f"seed {seed}: {found['ended']}")
+            if "starts" in found["faults"]:
+                return Finding("another seed", False, f"seed {seed}: {found['faults']['starts']}")
+            firsts.add(tuple(found["transcripts"][0]))
+        if len(firsts) == 1:
+            return Finding("another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random")
+        return Finding("another seed", True, f"{len(firsts)} different episodes of {NUM_SEEDS} seeds")
+
+    def _simple(self, name: str, found: Found) -> Finding:
+        if "ended" in found:
+            return Finding(name, False, found["ended"])
+        return Finding(name, found["is_ok"], found["what"])
+
+    def _answers(self) -> Finding:
+        child, bad = self.first.start(), []
+        for name, text in STRANGE.items():
+            found = self.first.ask("answer", text, child=child)
+            if "ended" in found:
+                child = self.first.start()
+            if what := found.get("ended") or found["fault"]:
+                bad.append(f"{name}: {what}")
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        return Finding("answers", not bad, f"{bad[0]}{more}" if bad else f"{len(STRANGE)} strange ones")
+
+    def _speed(self) -> Finding:
+        found = self.first.ask("speed")
+        if "ended" in found:
+            return Finding("speed", False, found["ended"])
+        return Finding("speed", True, f"{found['steps'] / found['seconds']:,.0f} steps a second")
+
+
+def _short(text: object) -> str:
+    shown = " ".join(str(text).split())
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+
+
+def prepare(argument: bytes) -> Serve:
+    """Loads the environment in the template.  Returns the main function of its children."""
+    code, plan = pickle.loads(argument)
+    make = pickle.loads(code).load()
+    return lambda caller: asyncio.run(_serve(caller, make, plan))
+
+
+async def _serve(caller: Caller, make: Callable[[Prompt], Any], plan: Plan) -> None:
+    probes: dict[str, Callable[..., Coroutine[Any, Any, Found]]]
+    probes = {
+        "load": _load,
+        "play": _play,
+        "after_the_end": _after_the_end,
+        "close": _close,
+        "answer": _answer,
+        "speed": _speed,
+    }
+    while True:
+        number, content = caller.receive()
+        name, arguments = pickle.loads(content)
+        random.seed(0)
+        caller.send(number, pickle.dumps(await probes[name](make, plan, *arguments)))
+
+
+@dataclass
+class _Played:
+    """An episode while it is played."""
+
+    make: Callable[[Prompt], Any]
+    plan: Plan
+    seed: int
+    transcript: list[str] = field(default_factory=list)
+    faults: dict[str, str] = field(default_factory=dict)
+    is_over: bool = False
+    characters: int = 0
+    rewards: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment: Any = None
+        self.prompt = replace(self.plan.prompt, extra_info=copy.deepcopy(dict(self.plan.prompt.extra_info)))
+        self.running = Running(self._made)
+
+    def _made(self, prompt: Prompt) -> Any:
+        self.environment = self.make(prompt)
+        return self.environment
+
+    async def begin(self) -> None:
+        """Resets."""
+        self._note("starts", await self.running.call("reset", self.prompt, self.seed))
+
+    async def turn(self) -> None:
+        """Plays an answer, drawn by seed and number of the turn."""
+        if self.is_over:
+            return
+        offered = self.plan.answers or (
+            self.environment.choices() if isinstance(self.environment, Offers) else ORDINARY
+        )
+        draws = random.Random(key(self.plan.seed, "check", self.seed, len(self.transcript)))
+        self._note("answers", await self.running.call("step", Answer(draws.choice(list(offered)))))
+
+    async def end(self) -> None:
+        """Closes."""
+        await self.running.call("close")
+
+    def _note(self, name: str, outcome: Observation | Failure) -> None:
+        if isinstance(outcome, Failure):
+            told = outcome.message
+            at = "rewards" if "Observation.reward" in told else "observations" if "Observation" in told else name
+            self.faults[at] = f"{'reset' if name == 'starts' else 'step'} raised {told}"
+            self.transcript.append(told)
+            self.is_over = True
+            return
+        try:
+            pickle.dumps(outcome)
+        except Exception as error:  # an object of the user
+            self.faults["observations"] = f"an observation cannot leave the process: {describe(error)}"
+        texts = [str(message.content) for message in outcome.messages]
+        numbers = {name: value for name, value in outcome.fields.items() if isinstance(value, str | int | float)}
+        ends = (outcome.done, outcome.truncated)
+        self.transcript.append(f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}")
+        self.characters = max(self.characters, sum(map(len, texts)))
+        self.rewards.append(outcome.reward)
+        self.is_over = any(ends)
+
+
+async def _load(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+    return {}
+
+
+async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int]) -> Found:
+    """Plays episodes of several seeds in turn; those after the first begin first."""
+    start, played = time.perf_counter(), [_Played(make, plan, seed) for seed in seeds]
+    for each in reversed(played):
+        await each.begin()
+    for _ in range(plan.max_turns):
+        for each in reversed(played):
+            await each.turn()
+    for each in played:
+        await each.end()
+    first = played[0]
+    rewards = first.rewards or [math.nan]
+    return {
+        "transcripts": [each.transcript for each in played],
+        "faults": first.faults,
+        "turns": len(first.transcript) - 1,
+        "seconds": time.perf_counter() - start,
+        "characters": first.characters,
+        "lowest": min(rewards),
+        "highest": max(rewards),
+        "is_prompt_changed": first.prompt != plan.prompt,
+    }
+
+
+async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+    played = _Played(make, plan, plan.seed)
+    await played.begin()
+    for _ in range(plan.max_turns):
+        await played.turn()
+    if played.faults or not played.is_over:
+        why = "an episode failed" if played.faults else f"no episode ended within {plan.max_turns} turns"
+        return {"is_ok": None, "what": f"not checked: {why}"}
+    for _ in range(2):
+        outcome = await played.running.call("step", Answer(ORDINARY[0]))
+        if isinstance(outcome, Observation) and (outcome.reward or not (outcome.done or outcome.truncated)):
+            what = "pays a reward" if outcome.reward else "goes on"
+            return {"is_ok": False, "what": f"a step after the end {what}; raise an error, or return done=True"}
+    return {"is_ok": True, "what": "raises" if isinstance(outcome, Failure) else "stays at the end"}
+
+
+async def _close(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+    """Closes an environment twice, after a turn and after its constructor."""
+    for num_turns in (1, 0):
+        played = _Played(make, plan, plan.seed)
+        if num_turns:
+            await played.begin()
+            await played.turn()
+        else:
+            played._made(played.prompt)
+        if not isinstance(played.environment, Closes):
+            return {"is_ok": None, "what": "it has no close"}
+        for number in ("first", "second"):
+            try:
+                closed = played.environment.close()
+                if inspect.isawaitable(closed):
+                    await closed
+            except Exception as error:  # the user's code
+                when = "after a turn" if num_turns else "before reset"
+                return {"is_ok": False, "what": f"the {number} close {when} raised {describe(error)}"}
+    return {"is_ok": True, "what": "may be called twice"}
+
+
+async def _answer(make: Callable[[Prompt], Any], plan: Plan, text: str) -> Found:
+    """Gives an answer twice, if the first does not end the episode."""
+    played = _Played(make, plan, plan.seed)
+    await played.begin()
+    for _ in range(2):
+        if not played.is_over:
+            played._note("answers", await played.running.call("step", Answer(text)))
+    await played.end()
+    return {"fault": next((f"{name}: {what}" for name, what in played.faults.items()), "")}
+
+
+async def _speed(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+    start, steps, seed = time.perf_counter(), 0, plan.seed
+    while time.perf_counter() - start < SPEED_SECONDS:
+        played = _Played(make, plan, seed)
+        await played.begin()
+        while not played.is_over and len(played.transcript) <= plan.max_turns:
+            await played.turn()
+        steps, seed = steps + len(played.transcript) - 1, seed + 1
+        await played.end()
+    return {"steps": steps, "seconds": time.perf_counter() - start}
