@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MCP servers of each kind, and servers that do not start, hang and die."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config.schema import EnvironmentConfig
+from whet.environments.host import Deadlines, EnvironmentHost, open_host
+from whet.environments.protocol import Answer, Observation
+from whet.environments.tools.toolbox import toolbox_of
+from whet.errors import ConfigError, ToolError
+from whet.types import Failure, Message, Prompt
+
+pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
+SERVER = Path(__file__).parent / "servers.py"
+STDIO = {"mcp": {"command": [sys.executable, str(SERVER)]}}
+PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
+Opened = Callable[..., EnvironmentHost]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    hosts: list[EnvironmentHost] = []
+
+    def open_it(tool: Any, **limits: float) -> EnvironmentHost:
+        config = EnvironmentConfig(tools=[tool], tool_limits=limits)
+        deadlines = Deadlines(reset=30.0, step=20.0, close=5.0)
+        hosts.append(open_host("single_turn", tools=toolbox_of(config), deadlines=deadlines))
+        return hosts[-1]
+
+    yield open_it
+    for host in hosts:
+        host.shutdown()
+
+
+def result(host: EnvironmentHost, uid: str) -> Observation | Failure:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if found := dict(host.poll(0.5)):
+            return found[uid]
+    raise TimeoutError
+
+
+def started(host: EnvironmentHost, uid: str) -> None:
+    host.start(uid, PROMPT, 0)
+    found = result(host, uid)
+    assert isinstance(found, Observation), found
+
+
+def called(host: EnvironmentHost, uid: str, name: str, **arguments: Any) -> Any:
+    """The text of the result, or the failure."""
+    host.step(uid, Answer("", ({"id": "c", "name": name, "arguments": arguments},)))
+    found = result(host, uid)
+    return found if isinstance(found, Failure) else found.messages[0].content
+
+
+@pytest.fixture
+def over_http() -> Iterator[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(200):
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield {"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}}
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_a_server_in_a_process_has_a_session_for_each_episode(opened: Opened) -> None:
+    host = opened(STDIO)
+    schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas  # type: ignore[union-attr]
+    assert [schema.name for schema in schemas] == ["add", "note", "bad"]
+    assert schemas[0].description == "Adds two integers."
+    assert schemas[0].parameters["required"] == ["a", "b"]
+    started(host, "a")
+    started(host, "b")
+    assert called(host, "a", "add", a=2, b=3) == "5"
+    assert [called(host, "a", "note", value=1), called(host, "a", "note", value=2)] == ["1", "1 2"]
+    assert called(host, "b", "note", value=9) == "9"
+    assert called(host, "a", "bad", what="no").startswith("error: ")
+    assert called(host, "a", "add", a="x", b=3).startswith("error: ")
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_fails_its_episode_alone(opened: Opened) -> None:
+    host = opened(STDIO)
+    started(host, "a")
+    started(host, "b")
+    lost = called(host, "a", "bad", what="die")
+    assert isinstance(lost, Failure) and lost.source == "tool", lost
+    assert lost.message.startswith(f"the MCP server of environment.tools[0] (['{sys.executable}'"), lost
+    assert called(host, "b", "add", a=2, b=3) == "5"
+    host.close("a")
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_answers_late(opened: Opened) -> None:
+    host = opened(STDIO, seconds=1.0)
+    started(host, "a")
+    assert called(host, "a", "bad", what="hang") == "error: the call took longer than 1 s"
+
+
+def test_an_object(opened: Opened) -> None:
+    answers(opened({"mcp": {"python": f"{SERVER}:server"}}))
+
+
+@pytest.mark.slow
+def test_an_address(opened: Opened, over_http: dict[str, Any]) -> None:
+    answers(opened(over_http))
+
+
+def answers(host: EnvironmentHost) -> None:
+    started(host, "a")
+    assert called(host, "a", "add", a=2, b=3) == "5"
+    assert called(host, "a", "bad", what="no").startswith("error: ")
+    host.close("a")
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "said"),
+    [
+        ({"command": ["no-such-program"]}, ToolError, r"MCP server of environment\.tools\[0\] .* does not start: "),
+        ({"command": [sys.executable, "-c", "1"]}, ToolError, r"does not start: .*expected a server that answers"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(99)"]}, ToolError, r"did not start within 2 s; "),
+        ({"url": "http://127.0.0.1:9/mcp"}, ToolError, r"does not start: .*correct command or url"),
+        ({"comand": ["x"]}, ConfigError, r"environment\.tools\[0\]\.mcp=.*; expected \{command: \[\.\.\.\]"),
+        ({"python": "nowhere.py:server"}, ConfigError, r"environment\.tools\[0\]\.mcp\.python=nowhere\.py:serv"),
+    ],
+)  # fmt: skip
+def test_what_does_not_start(server: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        toolbox_of(EnvironmentConfig(tools=[{"mcp": server}], tool_limits={"start_seconds": 2.0}))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsers of tool calls: each format as published, what models get wrong, and any text at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.environments.tools.parsers import CONTROL, Call, parse, parser_of
+from whet.registry import TOOL_PARSERS
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "number"}}},
+    "say": {"properties": {"text": {"type": "string"}, "many": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+    "python": {"properties": {"code": {"type": "string"}}},
+}
+PARSERS = TOOL_PARSERS.names()
+
+
+def told(parser: str, text: str) -> list[tuple[str, dict[str, Any]] | str]:
+    """The calls of a text: name and arguments, or the error."""
+    return [call.error or (call.name, dict(call.arguments)) for call in parse(parser, text, SCHEMAS).calls]
+
+
+def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as a model of the format writes them."""
+    match parser:
+        case "hermes":
+            each = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in each)
+        case "llama3_json":
+            return "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
+        case "mistral":
+            return "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in calls]) + "</s>"
+        case "qwen3_coder":
+            return "\n".join(_as_xml(name, given) for name, given in calls)
+        case "gpt-oss":
+            return "<|start|>assistant".join(
+                f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
+                for name, given in calls
+            )
+    shown = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+    return "<|python_tag|>[" + ", ".join(shown) + "]<|eom_id|>"
+
+
+def _as_xml(name: str, given: dict[str, Any]) -> str:
+    lines = [
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in given.items()
+    ]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_two_calls_as_the_format_writes_them(parser: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"a": 2, "b": -3.5}), ("say", {"text": '1 < 2\nand "é"'})]
+    assert told(parser, written(parser, calls)) == calls
+    assert told(parser, "No call is needed: 2 + 3 = 5.") == []
+
+
+WORDS = st.text("ab 1{}<>[]\"'\\\n\té=,;/|", max_size=20)
+ARGUMENTS = st.one_of(
+    st.fixed_dictionaries({"text": WORDS, "many": st.none() | st.integers(-5, 5)}).map(lambda given: ("say", given)),
+    st.fixed_dictionaries({"a": st.integers(), "b": st.floats(-9, 9)}).map(lambda given: ("add", given)),
+)
+
+
+@pytest.mark.parametrize("parser", [parser for parser in PARSERS if parser != "qwen3_coder"])
+@settings(max_examples=60, deadline=None)
+@given(calls=st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    assert told(parser, written(parser, calls)) == calls
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text("ab 1{}[]\"'\\\té=,;", max_size=20), many=st.none() | st.integers())
+def test_values_of_xml_come_back_by_their_schema(text: str, many: int | None) -> None:
+    calls = [("say", {"text": text, "many": many})]
+    assert told("qwen3_coder", written("qwen3_coder", calls)) == calls
+
+
+# Pieces that calls are made of, in any order: far likelier than random letters to reach every branch.
+PIECES = [
+    *("<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": 1}}', '{"name": "add"', "}", "{", "[", "]"),
+    *("<function=add>", "</function>", "<parameter=a>", "</parameter>", "\n", ";", " ", '"', "é", "\ud83d", "\x00"),
+    *("<|python_tag|>", "add(a=1)", "add(1, 2)", "add(*a)", "add(**a)", "x = 1", "(", ")", "<|eom_id|>", "</s>"),
+    *("<|channel|>", "commentary to=functions.add", "<|constrain|>json", "<|message|>", "<|call|>", "<|start|>"),
+    *("[TOOL_CALLS]", '"parameters": ', '{"name": 3}', "null", "1e999", '{"a": 1}{"a": 1}', "[" * 3000, "(" * 300),
+]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=10).map("".join))
+def test_no_text_raises_and_none_is_lost(parser: str, text: str) -> None:
+    parts = list(TOOL_PARSERS[parser].load()(text, SCHEMAS))
+    assert "".join(part.text if isinstance(part, Call) else part for part in parts) == text
+    parsed = parse(parser, text, SCHEMAS)
+    assert all(isinstance(call.arguments, dict) for call in parsed.calls)
+    assert not CONTROL.search(parsed.content) or CONTROL.search(CONTROL.sub("", text))
+    assert parsed.errors == tuple(call for call in parsed.calls if call.error)
+
+
+FORM = 'expected one object {"name": ..., "arguments": {...}} for each call'
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"name": "say", "arguments": {"text": "a\nb"}}', ("say", {"text": "a\nb"})),  # a literal line break
+        ('{"name": "add", "arguments": "{\\"a\\": 1}"}', ("add", {"a": 1})),  # JSON inside of JSON
+        ('{"name": "add"}', ("add", {})),
+        ('{"name": "add", "parameters": {"a": 1}}', ("add", {"a": 1})),
+        ('{"name": "add", "arguments": {"a": 1}', f"the call is not valid JSON; {FORM}"),  # without its last brace
+        (f"{ADD}{ADD}", f"there is text after the JSON of the call; {FORM}"),
+        (f"{ADD}\n{ADD}", f"there is text after the JSON of the call; {FORM}"),
+        ('{"name": "add", "arguments": [1]}', f"arguments is no JSON object; {FORM}"),
+        ('{"arguments": {"a": 1}}', f"the JSON has no name of a tool; {FORM}"),
+        ("add(1)", f"the call is not valid JSON; {FORM}"),
+        ("", f"the call is not valid JSON; {FORM}"),
+    ],
+)
+def test_what_hermes_calls_may_look_like(body: str, said: Any) -> None:
+    assert told("hermes", f"Let me see.\n<tool_call>\n{body}\n</tool_call>") == [said]
+
+
+def test_a_missing_tag_is_an_error_and_no_answer() -> None:
+    error = "a call stands between <tool_call> and </tool_call>; a tag is missing"
+    assert told("hermes", ADD) == [error]  # bare JSON
+    assert told("hermes", f"So: {ADD}</tool_call>") == [error]
+    assert told("hermes", f"<tool_call>{ADD}") == [error]
+    assert told("hermes", f"<tool_call>{ADD}<tool_call>{ADD}</tool_call>") == [error, ("add", {"a": 1})]
+    assert told("hermes", f"An example: {ADD} is how one would call.") == []
+    parsed = parse("hermes", f"First\n<tool_call>{ADD}</tool_call>\nthen<|im_end|>", SCHEMAS)
+    assert parsed.content == "First\n\nthen" and parsed.calls[0].text == f"<tool_call>{ADD}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "said"),
+    [
+        ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [("add", {"a": 1})]),
+        ("llama3_json", 'I add.\n{"name": "add", "parameters": {"a": 1}}<|eot_id|>', None),
+        ("llama3_json", '{"type": "function", "name": "add", "parameters": {}}', [("add", {})]),
+        ("llama3_json", '{"a": 1} is JSON', []),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}', None),
+        ("mistral", '[TOOL_CALLS] {"name": "add"}', None),
+        ("mistral", "[TOOL_CALLS] []", None),
+        ("qwen3_coder", "<function=add>\n<parameter=a>1</parameter>\n</function>", None),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
+        ("gpt-oss", "<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant<|message|>5", []),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+            'json<|message|>{"a": 1}<|call|>',
+            [("add", {"a": 1})],
+        ),
+        ("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{1}<|call|>", None),
+        ("python_tag", '<|python_tag|>add.call(a=1, b=2.5)<|eom_id|>', [("add", {"a": 1, "b": 2.5})]),
+        ("python_tag", "<|python_tag|>add(1, b=2)", [("add", {"a": 1, "b": 2})]),
+        ("python_tag", "<|python_tag|>print(1)\nx = 2<|eom_id|>", [("python", {"code": "print(1)\nx = 2"})]),
+        ("python_tag", "<|python_tag|>add(a=x)", None),
+        ("python_tag", "<|python_tag|>add(1, a=1)", None),
+    ],
+)  # fmt: skip
+def test_other_formats(parser: str, text: str, said: list[Any] | None) -> None:
+    """None stands for one malformed call."""
+    found = parse(parser, text, SCHEMAS)
+    if said is None and not text.startswith("I add"):
+        assert [call.error is not None for call in found.calls] == [True]
+    elif said is not None:
+        assert told(parser, text) == said
+    else:  # text before the JSON, and a control token after it
+        assert (found.content, found.calls[0].name) == ("I add.", "add")
+
+
+def test_code_without_an_interpreter_is_malformed() -> None:
+    found = parse("python_tag", "<|python_tag|>import os", {"add": SCHEMAS["add"]})
+    assert [call.error for call in found.calls] == [
+        "no tool runs Python code, and this is no call of a tool; expected name(key=value) with literal values"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sign", "parser"),
+    [
+        ("'\\n<tool_call>\\n{\"name\": '", "hermes"),
+        ("<tool_call>\\n<function=' + name", "qwen3_coder"),
+        ("message.role == 'tool' %}<|start_header_id|>ipython", "llama3_json"),
+        ("[TOOL_CALLS] [", "mistral"),
+        ("<|channel|>commentary to=functions.", "gpt-oss"),
+        ("<start_of_turn>model", None),
+    ],
+)
+def test_the_template_tells_the_parser(sign: str, parser: str | None) -> None:
+    assert parser_of("{% for m in messages %}" + sign) == parser

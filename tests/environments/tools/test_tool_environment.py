@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools around an environment: calls that work, fail, hang and lie; the processes and the template are real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episodes import episode
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from whet.config import TrainConfig
+from whet.config.checks import problems
+from whet.config.schema import EnvironmentConfig
+from whet.environments.host import Deadlines, EnvironmentHost, open_host
+from whet.environments.protocol import Answer, Observation
+from whet.environments.tools.toolbox import toolbox_of, with_parser
+from whet.errors import ConfigError
+from whet.rollout.batch import rows_of
+from whet.types import Failure, Message, Prompt
+
+TOOLS = '''
+import asyncio, os, time
+
+def add(a: int, b: int = 10, *, sign: int = 1) -> int:
+    """Adds two integers.
+
+    Args:
+        a: the first
+    """
+    return sign * (a + b)
+
+async def slow(seconds: float) -> str:
+    """Waits without a thread."""
+    await asyncio.sleep(seconds)
+    return "slept"
+
+def hang(seconds: float = 1000.0) -> str:
+    """Waits in a thread."""
+    time.sleep(seconds)
+    return "awake"
+
+def do(what: str) -> str:
+    """Does bad things."""
+    if what == "raise": raise KeyError("gone")
+    if what == "exit": raise SystemExit(3)
+    if what == "die": os._exit(4)
+    if what == "half": return "\\ud83d"
+    return what * 100
+
+class Counter:
+    """Counts within an episode."""
+    def __init__(self, prompt, *, start: int = 0, log: str = ""):
+        self.at, self.log, self.name = start, log, prompt.uid
+    def more(self, by: int) -> int:
+        """Adds to the count."""
+        self.at += by
+        return self.at
+    async def show(self) -> dict[str, int]:
+        """Shows the count."""
+        return {self.name: self.at}
+    def close(self):
+        with open(self.log, "a") as file: file.write(f"{self.name}={self.at} ")
+
+class Unmade:
+    def __init__(self): raise OSError("no such place")
+    def use(self) -> str:
+        """Does nothing."""
+
+def no_type(a): 
+    """Adds."""
+
+class Refuses:
+    """Rewards the number of tool results that the model has read, and asks once more after "again"."""
+    def __init__(self, prompt): pass
+    def step(self, answer):
+        from whet.environments.protocol import Observation
+        from whet.types import Message
+        if answer == "again":
+            return Observation(False, (Message("user", "And?"),), reward=0.5, fields={"asked": 1.0})
+        return Observation(True, reward=len(answer))
+'''  # noqa: W291
+PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(TOOLS)
+    return str(tmp_path / "mine.py")
+
+
+@pytest.fixture
+def opened(file: str) -> Any:
+    hosts: list[EnvironmentHost] = []
+
+    def open_it(*tools: Any, environment: str = "single_turn", **settings: Any) -> EnvironmentHost:
+        made = [at(file, each) for each in tools]
+        config = EnvironmentConfig(tools=made, **settings)
+        deadlines = Deadlines(reset=20.0, step=20.0, close=5.0)
+        hosts.append(open_host(environment, tools=toolbox_of(config), deadlines=deadlines))
+        return hosts[-1]
+
+    yield open_it
+    for host in hosts:
+        host.shutdown()
+
+
+def at(file: str, tool: Any) -> Any:
+    """An entry whose names are those of the file."""
+    if isinstance(tool, str):
+        return f"{file}:{tool}"
+    return {**tool, "python": f"{file}:{tool['python']}"} if "python" in tool else tool
+
+
+def result(host: EnvironmentHost, uid: str, seconds: float = 20.0) -> Observation | Failure:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := dict(host.poll(0.5)):
+            return found[uid]
+    raise TimeoutError
+
+
+def called(host: EnvironmentHost, *calls: tuple[str, Mapping[str, Any]], uid: str = "a") -> Observation | Failure:
+    """The observation after a turn with calls; the first call begins the episode."""
+    if uid not in host._open:  # type: ignore[attr-defined]
+        host.start(uid, PROMPT, 0)
+        begun = result(host, uid)
+        if isinstance(begun, Failure):
+            return begun
+        assert {name: value for name, value in begun.fields.items() if value} == {}
+    made = [{"id": f"c{place}", "name": name, "arguments": given} for place, (name, given) in enumerate(calls)]
+    host.step(uid, Answer("text", tuple(made)))
+    return result(host, uid)
+
+
+def texts(observation: Observation | Failure) -> list[Any]:
+    assert isinstance(observation, Observation), observation
+    return [message.content for message in observation.messages]
+
+
+def counts(observation: Observation | Failure) -> dict[str, float]:
+    assert isinstance(observation, Observation), observation
+    return {name.removeprefix("tools/"): value for name, value in observation.fields.items() if value}
+
+
+def test_results_come_in_the_order_of_the_calls(opened: Any) -> None:
+    host = opened("add", "slow")
+    found = called(host, ("slow", {"seconds": 0.3}), ("add", {"a": 1, "b": 2}), ("add", {"a": "5"}))
+    assert isinstance(found, Observation) and not found.done
+    assert found.messages == (
+        Message("tool", "slept", {"tool_call_id": "c0", "name": "slow"}),
+        Message("tool", "3", {"tool_call_id": "c1", "name": "add"}),
+        Message("tool", "15", {"tool_call_id": "c2", "name": "add"}),
+    )
+    assert counts(found) == {"calls": 3.0}
+
+
+def test_options_are_of_the_config_and_not_of_the_model(opened: Any, file: str) -> None:
+    host = opened({"python": "add", "options": {"sign": -1}})
+    assert texts(called(host, ("add", {"a": 1}), ("add", {"a": 1, "sign": 1}))) == [
+        "-11",
+        "error: wrong arguments: sign: Extra inputs are not permitted",
+    ]
+    with pytest.raises(ConfigError, match=r"environment\.tools\[0\]\.options: tool .* has no option 'sigh'; did you"):
+        toolbox_of(EnvironmentConfig(tools=[{"python": f"{file}:add", "options": {"sigh": 1}}]))
+
+
+def test_calls_of_a_turn_run_side_by_side_each_with_its_deadline(opened: Any) -> None:
+    host = opened("slow", "hang", tool_limits={"seconds": 1.0})
+    before = time.monotonic()
+    found = called(
+        host, ("slow", {"seconds": 0.8}), ("hang", {"seconds": 0.8}), ("hang", {}), ("slow", {"seconds": 60})
+    )
+    assert time.monotonic() - before < 8.0
+    assert texts(found) == ["slept", "awake", *["error: the call took longer than 1 s"] * 2]
+    assert counts(found) == {"calls": 4.0, "errors": 2.0, "late": 2.0}
+    assert texts(called(host, ("slow", {"seconds": 0.0}))) == ["slept"]  # a thread that hangs holds nothing up
+
+
+def test_what_a_tool_may_do_is_answered(opened: Any) -> None:
+    host = opened("do", "add", tool_limits={"characters": 120})
+    found = called(
+        host,
+        ("do", {"what": "raise"}),
+        ("do", {"what": "exit"}),
+        ("do", {"what": "half"}),
+        ("do", {"what": "long"}),
+        ("ad", {"a": 1}),
+        ("add", {}),
+    )
+    shown = texts(found)
+    assert shown[0] == "error: KeyError: 'gone'"
+    assert shown[1].startswith("error: RuntimeError: SystemExit: 3 (")
+    assert shown[2] == "?"
+    assert shown[3] == "long" * 30 + "\n[cut: the result has 400 characters, of which the first 120 are shown]"
+    assert shown[4:] == [
+        "error: there is no tool 'ad'; the tools are do, add",
+        "error: wrong arguments: a: Field required",
+    ]
+    assert counts(found) == {"calls": 6.0, "errors": 4.0, "cut": 1.0}
+    lost = called(host, ("do", {"what": "die"}))
+    assert lost == Failure("environment", "the environment's process died: exit code 4")
+
+
+def test_calls_beyond_the_limit_and_malformed_ones_are_answered(opened: Any) -> None:
+    host = opened("add", tool_limits={"calls": 2})
+    host.start("a", PROMPT, 0)
+    assert isinstance(result(host, "a"), Observation)
+    host.step("a", Answer("t", ({"id": "x", "name": "", "arguments": {}, "error": "the call is not valid JSON"},)))
+    found = result(host, "a")
+    assert texts(found) == ["error: the call is not valid JSON"]
+    assert counts(found) == {"calls": 1.0, "errors": 1.0, "malformed": 1.0}
+    assert texts(called(host, ("add", {"a": 1}), ("add", {"a": 2}))) == [
+        "11",
+        "error: no more calls: the limit is 2; answer now",
+    ]
+
+
+def test_a_class_has_an_object_for_each_episode(opened: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    host = opened({"python": "Counter", "options": {"start": 5, "log": str(log)}})
+    assert texts(called(host, ("more", {"by": 1}), uid="a")) == ["6"]
+    assert texts(called(host, ("more", {"by": 3}), uid="b")) == ["8"]
+    assert texts(called(host, ("more", {"by": 1}), uid="a")) == ["7"]
+    assert texts(called(host, ("show", {}), uid="b")) == ['{"0:7": 8}']
+    host.close("a")
+    host.close("b")
+    host.shutdown()
+    assert sorted(log.read_text().split()) == ["0:7=7", "0:7=8"]
+
+
+def test_a_session_that_cannot_be_made_fails_its_episode(opened: Any) -> None:
+    found = called(opened("Unmade"), ("use", {}))
+    assert isinstance(found, Failure) and found.source == "tool"
+    assert found.message.startswith("the session of a tool cannot be made: OSError: no such place (")
+
+
+def test_a_turn_without_calls_goes_to_the_environment(opened: Any, file: str) -> None:
+    host = opened("add", environment=f"{file}:Refuses")
+    assert texts(called(host, ("add", {"a": 1}))) == ["11"]
+    host.step("a", Answer("again"))
+    found = result(host, "a")
+    assert isinstance(found, Observation) and found.reward == 0.5 and found.messages == (Message("user", "And?"),)
+    assert counts(found) == {"calls": 1.0, "asked": 1.0}
+    host.step("a", Answer("four"))
+    ended = result(host, "a")
+    assert isinstance(ended, Observation) and ended.done and ended.reward == 4.0
+
+
+# What the model reads, through the chat template.
+
+TURNS = [
+    'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add"\n</tool_call>',
+    "It is 3.",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer(qwen25_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(qwen25_folder)
+
+
+def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    trajectory = episode(tokenizer, EnvironmentConfig(tools=[f"{file}:add"]), TURNS)
+    [row] = rows_of(trajectory)
+    schema = {"type": "function", "function": {"name": "add", "description": "Adds two integers."}}
+    opening = str(tokenizer.decode(list(row.prompt_ids)))
+    assert '"name": "add"' in opening and opening.endswith("<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n")
+    assert schema["function"]["description"] in opening  # type: ignore[index]
+    between = (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\nerror: the call is not valid JSON; "
+        'expected one object {"name": ..., "arguments": {...}} for each call\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\n"
+    )
+    encoded = [
+        tokenizer.encode(part, add_special_tokens=False)
+        for part in (TURNS[0] + "<|im_end|>", between, TURNS[1] + "<|im_end|>")
+    ]
+    assert row.response_ids == [token for part in encoded for token in part]
+    assert row.mask == [1] * len(encoded[0]) + [0] * len(encoded[1]) + [1] * len(encoded[2])
+    assert trajectory.fields == {
+        "tools/calls": 2.0, "tools/errors": 1.0, "tools/malformed": 1.0, "tools/late": 0.0, "tools/cut": 0.0
+    }  # fmt: skip
+    [call, bad] = trajectory.messages[0].fields["tool_calls"]
+    assert call == {"id": "t0000c000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    assert (bad["id"], bad["function"]["name"]) == ("t0000c001", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tools": ["calculater"]}, r"tools\[0\]: no tool is called 'calculater'; did you mean 'calculator'"),
+        ({"tools": ["nowhere.py:f"]}, r"environment\.tools\[0\]: nowhere\.py does not exist .*; correct the path"),
+        ({"tools": [{"pyton": "f"}]}, r"environment\.tools\[0\]=\{'pyton': 'f'\}; expected a name, \{python: path"),
+        ({"tools": ["calculator"], "tool_parser": "herms"}, r"is called 'herms'; did you mean 'hermes'"),
+        ({"tools": ["calculator"], "tool_limits": {"second": 1}}, r"tool_limits has 'second'; expected seconds, s"),
+        ({"tools": ["calculator"], "tool_limits": {"seconds": 60}}, r"seconds=60 is not below .*step_seconds=60,"),
+        ({"tool_parser": "hermes"}, r"environment\.tool_parser is set, but environment\.tools is empty; set env"),
+    ],
+)  # fmt: skip
+def test_the_config_is_checked_without_running_tools(settings: Any, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    values = {
+        "model": {"path": str(tmp_path)},
+        "data": {"train_files": [str(tmp_path / "rows.jsonl")]},
+        "reward": {"function": "gsm8k"},
+        "environment": settings,
+    }
+    found = problems(TrainConfig.model_validate(values))
+    with pytest.raises(AssertionError, match=said):
+        assert not found, "\n".join(found)
+
+
+def test_tools_without_a_schema_and_two_of_one_name(file: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.tools\[0\]: the parameter a of the tool no_type has no type"):
+        toolbox_of(EnvironmentConfig(tools=[f"{file}:no_type"]))
+    with pytest.raises(
+        ConfigError, match=r"tools\[1\] and environment\.tools\[0\] both have a tool add; expected diff"
+    ):
+        toolbox_of(EnvironmentConfig(tools=[f"{file}:add", f"{file}:add"]))
+    with pytest.raises(ConfigError, match=r"the tool .*:nothing cannot be loaded: .*has no 'nothing'"):
+        toolbox_of(EnvironmentConfig(tools=[f"{file}:nothing"]))
+    tools = toolbox_of(EnvironmentConfig(tools=[f"{file}:add"]))
+    assert tools is not None
+    with pytest.raises(ConfigError, match=r"template does not show tools .*environment\.tool_role=user, which"):
+        with_parser(tools, "{{ messages }}")
+    with pytest.raises(ConfigError, match=r"environment\.tool_parser is not set, .* expected gpt-oss, hermes"):
+        with_parser(tools, "{{ tools }}")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of tools, which the model calls between its turns, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import PositiveFloat
+
+from whet.config.section import Choice, Place, Section, entry_at, key
+from whet.errors import ConfigError
+from whet.registry import TOOL_PARSERS, TOOLS
+
+ENTRIES = (
+    "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
+    "{mcp: {command: [...]}}, {mcp: {url: http://...}}, {mcp: {python: path/file.py:server}}"
+)
+LIMITS = (
+    "limits of tools: seconds of a call (30), start_seconds of the sessions of an episode (60), calls an episode (32), "
+    "characters of a result (8000)"
+)
+ROLE = "role of results: tool, or user for chat templates that know no tools, which then are told in the system message"
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """The limits of tools. A call that is late or one too many gets an error as its result, a longer result is cut."""
+
+    seconds: float = 30.0  # of one call
+    start_seconds: float = 60.0  # of all sessions of an episode together
+    calls: float = 32  # of an episode
+    characters: float = 8000  # of one result
+
+
+class ToolsConfig(Section):
+    """Tools around an environment."""
+
+    tools: list[str | dict[str, Any]] = key([], ENTRIES)
+    tool_parser: Annotated[str | None, Choice(TOOL_PARSERS)] = key(
+        None, "format of tool calls, or path/file.py:function; unset: that of the chat template"
+    )
+    tool_role: Literal["tool", "user"] = key("tool", ROLE)
+    tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
+
+
+def tool_rule(section: Any, at: Place) -> Iterator[str]:
+    """Checks entries and limits without running user code."""
+    known = {each.name: each.default for each in dataclasses.fields(ToolLimits)}
+    if unknown := sorted({*section.tool_limits} - {*known}):
+        yield f"{at.of('tool_limits')} has {unknown[0]!r}; expected {', '.join(known)}; correct the name"
+        return
+    if not section.tools:
+        given = [name for name in ("tool_parser", "tool_limits") if section[name]]
+        if given:
+            yield f"{at.of(given[0])} is set, but {at.of('tools')} is empty; set {at.of('tools')}, or unset it"
+        return
+    limits = ToolLimits(**section.tool_limits)
+    for name, most in (("seconds", "step_seconds"), ("start_seconds", "reset_seconds")):
+        if getattr(limits, name) >= section[most]:
+            yield (
+                f"{at.of('tool_limits')}.{name}={getattr(limits, name):g} is not below {at.of(most)}="
+                f"{section[most]:g}, which would fail the episode first: lower it, or raise {at.of(most)}"
+            )
+    for number, entry in enumerate(section.tools):
+        where = f"{at.of('tools')}[{number}]"
+        try:
+            kind, value, options = read_entry(entry, where)
+            if kind == "python" and ":" not in value:
+                entry_at(TOOLS, where, value).resolve_options(options, f"{where}.options")
+            elif kind == "python":
+                location = value.rpartition(":")[0]
+                if location.endswith(".py") and not Path(location).expanduser().is_file():
+                    yield f"{where}: {location} does not exist (seen from {Path.cwd()}); correct the path"
+        except ConfigError as error:
+            yield str(error)
+
+
+def read_entry(entry: Any, where: str) -> tuple[str, Any, Mapping[str, Any]]:
+    """Kind (python or mcp), value and options of an entry.  Raises: ConfigError for another form."""
+    if isinstance(entry, str):
+        entry = {"python": entry}
+    kinds = [kind for kind in ("python", "mcp") if kind in entry]
+    if len(kinds) != 1 or {*entry} - {"options", *kinds} or ("options" in entry and kinds == ["mcp"]):
+        raise ConfigError(
+            f"{where}={dict(entry)}; expected a name, {{python: path/file.py:function, options: {{...}}}}, or "
+            "{mcp: {command: [...]}}: correct the entry"
+        )
+    value = entry[kinds[0]]
+    if not isinstance(value, str if kinds == ["python"] else Mapping):
+        expected = "text" if kinds == ["python"] else "a mapping with command, url or python"
+        raise ConfigError(f"{where}.{kinds[0]}={value!r}; expected {expected}: correct it")
+    return kinds[0], value, entry.get("options") or {}

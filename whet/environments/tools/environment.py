@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools around an environment: a turn with calls gets their results, another turn goes to the environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.config.tools import ToolLimits
+from whet.environments.protocol import Answer, Environment, Observation
+from whet.environments.running import EnvironmentSpec, Running
+from whet.environments.tools.schema import ToolSchema
+from whet.environments.tools.sources import BadCallError, Session, Source, open_source
+from whet.errors import ToolError, describe
+from whet.types import Failure, Message, Prompt
+
+COUNTS = ("calls", "errors", "malformed", "late", "cut")  # in the fields of a trajectory, as tools/calls, ...
+Role = Literal["tool", "user"]
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """Tools and the environment that they wrap, as a process gets them."""
+
+    inner: EnvironmentSpec
+    entries: Sequence[Any]
+    known: Sequence[Sequence[ToolSchema]]  # of each entry
+    limits: ToolLimits
+    role: Role
+
+    def load(self) -> Callable[[Prompt], Environment]:
+        """Returns a function that makes the environment of one episode. Raises: as `open_source`."""
+        make, limits = self.inner.load(), self.limits
+        sources = [
+            open_source(entry, f"environment.tools[{number}]", limits.start_seconds, known)
+            for number, (entry, known) in enumerate(zip(self.entries, self.known, strict=True))
+        ]
+        return lambda prompt: ToolEnvironment(Running(make), sources, limits, self.role)
+
+
+class ToolEnvironment:
+    """The environment of an episode with tools."""
+
+    def __init__(self, inner: Running, sources: Sequence[Source], limits: ToolLimits, role: Role = "tool") -> None:
+        self._inner, self._sources, self._limits, self._role = inner, sources, limits, role
+        self._sessions: list[Session] = []
+        self._by_tool: dict[str, Session] = {}
+        self._counts = Counter[str]()
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation:
+        """Starts the sessions, then the environment inside."""
+        for source in self._sources:
+            try:
+                session = source.session(prompt)
+            except Exception as error:  # the constructor of a user's class
+                raise ToolError(f"the session of a tool cannot be made: {describe(error)}") from error
+            self._sessions.append(session)
+            self._by_tool |= dict.fromkeys((schema.name for schema in source.schemas), session)
+        try:
+            async with asyncio.timeout(self._limits.start_seconds):
+                await asyncio.gather(*(session.start() for session in self._sessions))
+        except TimeoutError as error:
+            raise ToolError(
+                f"the sessions of the tools took longer than {self._limits.start_seconds:g} s to start; expected less: "
+                "raise environment.tool_limits.start_seconds, or look at the server's own log"
+            ) from error
+        return self._counted(await self._ask("reset", prompt, seed))
+
+    async def step(self, answer: Answer) -> Observation:
+        """Answers the calls of a turn, side by side; a turn without any goes to the environment inside."""
+        if not answer.tool_calls:
+            return self._counted(await self._ask("step", answer))
+        results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
+        return self._counted(Observation(done=False, messages=self._messages(answer.tool_calls, results)))
+
+    async def close(self) -> None:
+        """Ends the sessions and the environment inside."""
+        ended = await asyncio.gather(*(each.close() for each in self._sessions), return_exceptions=True)
+        await self._inner.call("close")
+        if errors := [each for each in ended if isinstance(each, BaseException)]:
+            raise ToolError(f"a session was not closed cleanly: {describe(errors[0])}")
+
+    async def _ask(self, verb: str, *arguments: Any) -> Observation:
+        outcome = await self._inner.call(verb, *arguments)
+        if isinstance(outcome, Failure):
+            raise RuntimeError(outcome.message)
+        return outcome
+
+    def _counted(self, observation: Observation) -> Observation:
+        """The observation with the counts of the episode so far."""
+        fields = {f"tools/{name}": float(self._counts[name]) for name in COUNTS}
+        made = {**vars(observation), "fields": {**fields, **observation.fields}}
+        return Observation(**made)
+
+    async def _result(self, call: Mapping[str, Any]) -> str:
+        """The text that answers a call.  Raises: ToolError where the session is lost, which fails the episode."""
+        limits = self._limits
+        self._counts["calls"] += 1
+        try:
+            if call.get("error"):
+                self._counts["malformed"] += 1
+                raise BadCallError(call["error"])
+            if self._counts["calls"] > limits.calls:
+                raise BadCallError(f"no more calls: the limit is {limits.calls:g}; answer now")
+            if call["name"] not in self._by_tool:
+                raise BadCallError(f"there is no tool {call['name']!r}; the tools are {', '.join(self._by_tool)}")
+            session = self._by_tool[call["name"]]
+            text = await asyncio.wait_for(session.call(call["name"], call["arguments"]), limits.seconds)
+        except ToolError:
+            raise
+        except BadCallError as error:
+            return self._failed(str(error))
+        except TimeoutError:
+            self._counts["late"] += 1
+            return self._failed(f"the call took longer than {limits.seconds:g} s")
+        except Exception as error:  # the code of the tool may raise anything
+            return self._failed(f"{type(error).__name__}: {error}")
+        return self._fitting(text)
+
+    def _failed(self, message: str) -> str:
+        self._counts["errors"] += 1
+        return self._fitting(f"error: {message}")
+
+    def _fitting(self, text: str) -> str:
+        text, most = text.encode("utf-8", "replace").decode(), self._limits.characters
+        if len(text) <= most:
+            return text
+        self._counts["cut"] += 1
+        return (
+            f"{text[: int(most)]}\n[cut: the result has {len(text)} characters, of which the first {most:g} are shown]"
+        )
+
+    def _messages(self, calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> tuple[Message, ...]:
+        if self._role == "user":  # one message, since many templates want user and assistant in turns
+            shown = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
+            return (Message("user", "\n".join(shown)),)
+        return tuple(
+            Message("tool", result, {"tool_call_id": call["id"], "name": call["name"]})
+            for call, result in zip(calls, results, strict=True)
+        )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MCP servers: a process (stdio), an address (streamable HTTP) or an object in Python; each episode has a session."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whet.environments.tools.schema import ToolSchema
+from whet.environments.tools.sources import BadCallError, Session, Source
+from whet.errors import ConfigError, ToolError, describe, pip_install
+from whet.registry import load_target
+from whet.types import Prompt
+
+FORMS = "{command: [...], env: {...}}, {url: http://...} or {python: path/file.py:server}"
+T = TypeVar("T")
+
+
+class McpSource(Source):
+    """The tools of an MCP server. `known` are its schemas where it was asked before."""
+
+    def __init__(
+        self, server: Mapping[str, Any], where: str, seconds: float, known: Sequence[ToolSchema] | None = None
+    ) -> None:
+        self._where, self._seconds, self._shown = where, seconds, str(next(iter(server.values()), ""))
+        try:
+            importlib.import_module("mcp")
+        except ImportError as error:
+            raise ConfigError(f"{where} needs the package mcp; run {pip_install('mcp')}") from error
+        self._open = _opener(server, where)
+        self._schemas = list(known) if known is not None else _in_new_loop(self._ask)
+
+    @property
+    def schemas(self) -> Sequence[ToolSchema]:
+        """Implements `Source.schemas`."""
+        return self._schemas
+
+    def session(self, prompt: Prompt) -> Session:
+        """Implements `Source.session`."""
+        return McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
+
+    async def _ask(self) -> list[ToolSchema]:
+        session = McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
+        try:
+            async with asyncio.timeout(self._seconds):
+                await session.start()
+                return await session.schemas()
+        except TimeoutError as error:
+            raise ToolError(
+                f"{session.name} did not start within {self._seconds:g} s; expected its list of tools: run its command "
+                "in a terminal to see why, or raise environment.tool_limits.start_seconds"
+            ) from error
+        finally:
+            await session.close()
+
+
+class McpSession(Session):
+    """A connection to a server. One task opens and closes it, as the library demands; calls may come from any."""
+
+    def __init__(self, opener: Callable[[], Any], name: str) -> None:
+        self._opener, self.name = opener, name
+        self._client: Any = None
+        self._ready: asyncio.Future[None]
+        self._over: asyncio.Event
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Implements `Session.start`."""
+        self._ready, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
+        self._task = asyncio.create_task(self._hold())
+        await self._ready
+
+    async def schemas(self) -> list[ToolSchema]:
+        """The schemas of all tools of the server."""
+        found, cursor = list[ToolSchema](), None
+        while True:
+            page = await self._request(self._client.list_tools(cursor=cursor))
+            found += [ToolSchema(tool.name, tool.description or "", dict(tool.input_schema)) for tool in page.tools]
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Implements `Session.call`."""
+        result = await self._request(self._client.call_tool(name, dict(arguments)))
+        parts = [each.text if each.type == "text" else f"[{each.type}]" for each in result.content]
+        if result.is_error:
+            raise BadCallError("\n".join(parts))
+        return "\n".join(parts)
+
+    async def close(self) -> None:
+        """Implements `Session.close`."""
+        if self._task is not None:
+            self._over.set()
+            if not self._ready.done():
+                self._task.cancel()
+            await asyncio.wait([self._task], timeout=3.0)
+            self._task.cancel()
+
+    async def _hold(self) -> None:
+        try:
+            async with self._opener() as client:
+                self._client = client
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                await self._over.wait()
+        except BaseException as error:  # a group of errors, of the library or of the server
+            if self._ready.done():
+                return
+            lost = ToolError(
+                f"{self.name} does not start: {describe(_first(error))}; expected a server that answers: run its "
+                "command in a terminal, or correct command or url"
+            )
+            self._ready.set_exception(lost)
+
+    async def _request(self, request: Coroutine[Any, Any, T]) -> T:
+        """The answer of the server.  Raises: ToolError where the connection is lost; BadCallError."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        asked = asyncio.ensure_future(request)
+        assert self._task is not None
+        await asyncio.wait([asked, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            raise ToolError(f"{self.name} ended during a call")
+        try:
+            return asked.result()
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise ToolError(f"{self.name} ended during a call: {error.message}") from error
+            raise BadCallError(error.message) from error
+        except Exception as error:  # a transport that is closed raises errors of other libraries
+            raise ToolError(f"{self.name} is lost: {describe(_first(error))}") from error
+
+
+def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
+    """A function that makes the client of a server.  Raises: ConfigError for another form."""
+    import mcp
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    match dict(server):
+        case {"command": [command, *rest], **more} if not {*more} - {"env", "cwd"}:
+            environment = {**os.environ, **{name: str(value) for name, value in (more.get("env") or {}).items()}}
+            given = StdioServerParameters(
+                command=str(command), args=[str(each) for each in rest], env=environment, cwd=more.get("cwd")
+            )
+            return lambda: mcp.Client(stdio_client(given))
+        case {"url": str(url), **more} if not more:
+            return lambda: mcp.Client(url)
+        case {"python": str(path), **more} if not more:
+            try:
+                found = load_target(path)
+            except Exception as error:  # importing the file runs code of the user
+                raise ConfigError(
+                    f"{where}.mcp.python={path} cannot be loaded: {describe(error)}; correct it"
+                ) from error
+            return lambda: mcp.Client(found)
+    raise ConfigError(f"{where}.mcp={dict(server)}; expected {FORMS}: correct it (seen from {Path.cwd()})")
+
+
+def _in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of a coroutine, also where a loop runs already in this thread."""
+    import threading
+
+    results: list[T | BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(asyncio.run(ask()))
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

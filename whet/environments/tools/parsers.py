@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsers of tool calls: the text of a turn to calls and the text around them, one registered function a format.
+
+A parser yields the text in parts: a `Call` with its text, or other text. No text makes it raise. A part that was meant
+as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whet.registry import TOOL_PARSERS, register_tool_parser
+
+Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
+# Text of a chat template that tells the format of its calls, the first that it has.
+SIGNS = (
+    ("<function=", "qwen3_coder"),
+    ("<|channel|>", "gpt-oss"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("ipython", "llama3_json"),
+)
+INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
+CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, or what was meant as one and has an error."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None  # for the model to read
+    text: str = ""  # as the model wrote it
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A turn: its calls in order, and the text around them."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+    @property
+    def errors(self) -> tuple[Call, ...]:
+        """The calls that are malformed."""
+        return tuple(call for call in self.calls if call.error is not None)
+
+
+def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
+    """Parses a turn with a registered parser, or with one named by a path.  Raises: RegistryError."""
+    parts = list(TOOL_PARSERS[parser].load()(text, schemas))
+    content = "".join(part for part in parts if isinstance(part, str))
+    return Parsed(CONTROL.sub("", content).strip(), tuple(part for part in parts if isinstance(part, Call)))
+
+
+def parser_of(template: str) -> str | None:
+    """The name of the parser for the calls that a chat template writes; None if the template shows no known format."""
+    return next((name for sign, name in SIGNS if sign in template), None)
+
+
+@register_tool_parser("hermes")
+def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
+    for part, is_call in _tagged(text):
+        yield _json_call(part, _inside(part), "arguments") if is_call else part
+
+
+@register_tool_parser("llama3_json")
+def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
+    a line break separates calls."""
+    start = position = 0
+    while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=[\n;]))[^\S\n]*(?=\{))").search(text, position):
+        value, end = _decoded(text, found.end())
+        if not _is_object_of_call(value):
+            is_meant = found[0].startswith("<|") or re.match(r'\{\s*"(?:name|function)"', text[found.end() :])
+            if not is_meant:
+                position = found.end() + 1
+                continue
+            end = len(text)
+        if found.start() > start:
+            yield text[start : found.start()]
+        call = _json_call(text[found.start() : end], text[found.end() : end], "parameters")
+        yield call
+        start = position = found.start() + len(call.text)
+    if start < len(text):
+        yield text[start:]
+
+
+@register_tool_parser("mistral")
+def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, as Mistral writes it."""
+    before, tag, after = text.partition("[TOOL_CALLS]")
+    if before:
+        yield before
+    if not tag:
+        return
+    value, end = _decoded(after, 0)
+    if not isinstance(value, list) or not value or CONTROL.sub("", after[end:]).strip():
+        yield Call("", error=f"expected {tag} and a JSON list of calls, nothing after it", text=tag + after)
+        return
+    for number, each in enumerate(value):  # the text of all is that of the first
+        yield _call_of(each, tag + after if number == 0 else "", "arguments")
+
+
+@register_tool_parser("qwen3_coder")
+def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
+    the schema of the tool tells which values are text."""
+    for part, is_call in _tagged(text):
+        yield _xml_call(part, schemas) if is_call else part
+
+
+@register_tool_parser("gpt-oss")
+def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, as gpt-oss writes it."""
+    for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
+        head, tag, body = part.partition("<|message|>")
+        to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", head)
+        if to is None or ("<|" not in part):
+            if part:
+                yield part
+            continue
+        arguments = _decoded(CONTROL.sub("", body).strip(), 0, whole=True)[0]
+        if not tag or not isinstance(arguments, dict):
+            yield Call(to[1], error="expected <|message|> and the arguments as one JSON object", text=part)
+        else:
+            yield Call(to[1], arguments, text=part)
+
+
+@register_tool_parser("python_tag")
+def python_tag(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`<|python_tag|>` and a call in Python, `name(key=value)` or `name.call(key=value)`, or else code for the tool
+    python, ipython or code_interpreter."""
+    before, tag, code = text.partition("<|python_tag|>")
+    if before:
+        yield before
+    if tag:
+        yield from _python_calls(tag + code, CONTROL.sub("", code).strip(), schemas)
+
+
+def _tagged(text: str) -> Iterator[tuple[str, bool]]:
+    """Splits at `<tool_call>` ... `</tool_call>`: each part, and whether it is a call. A call without its end goes on
+    to the next one; an end without a beginning, and JSON of a call without tags, are calls too, which have errors."""
+    position = 0
+    for found in re.finditer(r"<tool_call>.*?(?:</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
+        yield from _untagged(text[position : found.start()])
+        yield found[0], True
+        position = found.end()
+    yield from _untagged(text[position:])
+
+
+def _untagged(text: str) -> Iterator[tuple[str, bool]]:
+    if text:
+        bare = re.search(r'\A\s*\{\s*"name"\s*:|<function=', text) is not None
+        yield text, bare or "</tool_call>" in text
+
+
+def _inside(part: str) -> str | None:
+    """The text between the tags of a call; None where a tag is missing."""
+    if part.startswith("<tool_call>") and part.endswith("</tool_call>"):
+        return part.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    return None
+
+
+def _json_call(text: str, body: str | None, key: str) -> Call:
+    """The call of JSON text; `key` is the usual name of its arguments."""
+    if body is None:
+        return Call("", error="a call stands between <tool_call> and </tool_call>; a tag is missing", text=text)
+    value, end = _decoded(body, 0)
+    if end == 0:
+        return Call("", error=f"the call is not valid JSON; {_expected(key)}", text=text)
+    if CONTROL.sub("", body[end:]).strip():
+        return Call("", error=f"there is text after the JSON of the call; {_expected(key)}", text=text)
+    return _call_of(value, text, key)
+
+
+def _call_of(value: Any, text: str, key: str) -> Call:
+    if not _is_object_of_call(value):
+        return Call("", error=f"the JSON has no name of a tool; {_expected(key)}", text=text)
+    arguments: Any = next((value[each] for each in (key, "arguments", "parameters") if each in value), {})
+    if isinstance(arguments, str):  # the OpenAI form has JSON inside of JSON
+        arguments = _decoded(arguments, 0, whole=True)[0]
+    if not isinstance(arguments, dict):
+        return Call(value["name"], error=f"{key} is no JSON object; {_expected(key)}", text=text)
+    return Call(value["name"], arguments, text=text)
+
+
+def _expected(key: str) -> str:
+    return f'expected one object {{"name": ..., "{key}": {{...}}}} for each call'
+
+
+def _is_object_of_call(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
+    """The JSON value at `start`, with literal line breaks in its strings or without, and its end; (None, start) without
+    one, or with `whole` where other text follows it."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    try:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, 0
+    return (None, 0) if whole and text[end:].strip() else (value, end)
+
+
+def _xml_call(part: str, schemas: Schemas) -> Call:
+    form = "expected <tool_call><function=name><parameter=key>value</parameter></function></tool_call>"
+    body = _inside(part)
+    found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body or "", re.DOTALL)
+    if found is None:
+        return Call("", error=f"a tag of the call is missing; {form}", text=part)
+    name, inner = found[1].strip(), found[2]
+    parameters = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", inner, re.DOTALL)
+    rest = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", inner, flags=re.DOTALL)
+    if rest.strip():
+        return Call(name, error=f"a parameter has no end, or there is other text; {form}", text=part)
+    types = schemas.get(name, {}).get("properties", {})
+    values = {key.strip(): _typed(value, types.get(key.strip(), {})) for key, value in parameters}
+    return Call(name, values, text=part)
+
+
+def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+    """A value of XML as its schema has it: text, or JSON where that is no text."""
+    value = value.removeprefix("\n").removesuffix("\n")
+    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))} - {None}
+    if not kinds or kinds == {"string"}:
+        return value
+    found, end = _decoded({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value), 0, whole=True)
+    return found if end and not ("string" in kinds and isinstance(found, int | float)) else value
+
+
+def _python_calls(text: str, code: str, schemas: Schemas) -> Iterator[Call]:
+    if _is_object_of_call(_decoded(code, 0)[0]):
+        yield _json_call(text, code, "parameters")
+        return
+    tree = _python(code)
+    calls = [_python_call(node.value, schemas) if isinstance(node, ast.Expr) else None for node in tree]
+    names = [call for call in calls if call is not None]
+    if calls and len(names) == len(calls):
+        for number, call in enumerate(names):
+            yield Call(call.name, call.arguments, call.error, text if number == 0 else "")
+        return
+    tool = next((name for name in INTERPRETERS if name in schemas), None)
+    if tool is None:
+        expected = "expected name(key=value) with literal values"
+        yield Call("", error=f"no tool runs Python code, and this is no call of a tool; {expected}", text=text)
+        return
+    parameters = list(schemas[tool].get("properties", {})) or ["code"]
+    yield Call(tool, {parameters[0]: code}, text=text)
+
+
+def _python(code: str) -> Sequence[ast.stmt]:
+    try:
+        tree = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    only = tree[0].value if len(tree) == 1 and isinstance(tree[0], ast.Expr) else None
+    if isinstance(only, ast.List) and only.elts:  # [f(x=1), g(y=2)]
+        return [ast.Expr(each) for each in only.elts]
+    return tree
+
+
+def _python_call(node: ast.expr, schemas: Schemas) -> Call | None:
+    """The call of a known tool, or of `name.call`; None for other code."""
+    if not isinstance(node, ast.Call):
+        return None
+    match node.func:
+        case ast.Name(id=name) if name in schemas and name not in INTERPRETERS:
+            pass
+        case ast.Attribute(value=ast.Name(id=name), attr="call"):
+            pass
+        case _:
+            return None
+    known = list(schemas.get(name, {}).get("properties", {}))
+    pairs = [*zip(known, node.args, strict=False), *((each.arg or "**", each.value) for each in node.keywords)]
+    try:
+        arguments: dict[str, Any] = {key: ast.literal_eval(value) for key, value in pairs}
+    except (ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
+        return Call(name, error="the arguments are not literal values; expected name(key=value)")
+    if len(node.args) > len(known) or len(arguments) != len(pairs) or "**" in arguments:
+        return Call(name, error="an argument is given twice or has no name; expected name(key=value)")
+    return Call(name, arguments)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries of `environment.tools`: functions, classes with a session an episode, and MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from pydantic import BaseModel
+
+from whet.config.tools import read_entry
+from whet.environments.tools.schema import ToolSchema, checked, schema_of
+from whet.errors import ConfigError, describe
+from whet.registry import TOOLS
+from whet.types import Prompt
+
+
+class BadCallError(Exception):
+    """A call that a tool answers with an error, for the model to read."""
+
+
+class Session(ABC):
+    """The tools of one entry in one episode."""
+
+    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+        """Opens what the session needs.  Raises: ToolError."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Runs a tool and returns its result.  Raises: BadCallError; ToolError where the session is lost; what the tool
+        raises."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Releases it."""
+
+
+class Source(ABC):
+    """An entry of `environment.tools`."""
+
+    @property
+    @abstractmethod
+    def schemas(self) -> Sequence[ToolSchema]:
+        """The schemas of its tools."""
+
+    @abstractmethod
+    def session(self, prompt: Prompt) -> Session:
+        """A session for the episode of a prompt."""
+
+
+def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSchema] | None = None) -> Source:
+    """The source of an entry. An MCP server is asked for its tools within `seconds`, unless they are `known`.
+
+    Raises: ConfigError, ToolError."""
+    kind, value, options = read_entry(entry, where)
+    if kind == "mcp":
+        from whet.environments.tools.mcp import McpSource
+
+        return McpSource(value, where, seconds, known)
+    try:
+        found = TOOLS[value]
+        target = found.load()
+    except Exception as error:  # importing the file runs code of the user
+        raise ConfigError(f"{where}: the tool {value} cannot be loaded: {describe(error)}; correct it") from error
+    resolved = found.resolve_options(options, f"{where}.options")
+    return ClassSource(target, resolved, where) if inspect.isclass(target) else FunctionSource(target, resolved, where)
+
+
+class FunctionSource(Source):
+    """A function: parameters before `*` are for the model, those after it options of the config."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
+        schema, model = schema_of(function, function.__name__, where)
+        self._schema, self._tool = schema, {schema.name: (_with(function, options), model)}
+
+    @property
+    def schemas(self) -> Sequence[ToolSchema]:
+        """Implements `Source.schemas`."""
+        return [self._schema]
+
+    def session(self, prompt: Prompt) -> Session:
+        """Implements `Source.session`."""
+        return PythonSession(self._tool)
+
+
+class ClassSource(Source):
+    """A class with an object for each episode: its public methods are tools, except `close`, which ends it.
+    The constructor may take `prompt`; its other parameters are options of the config. A class
+    method `prepare` gets the options, once before processes of episodes are forked."""
+
+    def __init__(self, kind: type, options: Mapping[str, Any], where: str) -> None:
+        self._kind, self._options = kind, options
+        prepare = getattr(kind, "prepare", None)
+        methods = inspect.getmembers(kind, inspect.isfunction)
+        names = [name for name, _ in methods if not name.startswith("_") and name != "close"]
+        if not names:
+            raise ConfigError(f"{where}: the class {kind.__name__} has no public method; each one is a tool: write one")
+        if inspect.ismethod(prepare):
+            try:
+                prepare(**options)
+            except Exception as error:  # code of the user
+                said = str(error) if isinstance(error, ConfigError) else describe(error)
+                raise ConfigError(f"{where}: {kind.__name__}.prepare: {said}") from error
+        found = {name: schema_of(inspect.getattr_static(kind, name), name, where) for name in names}
+        self._schemas = [schema for schema, _ in found.values()]
+        self._models = {name: model for name, (_, model) in found.items()}
+
+    @property
+    def schemas(self) -> Sequence[ToolSchema]:
+        """Implements `Source.schemas`."""
+        return self._schemas
+
+    def session(self, prompt: Prompt) -> Session:
+        """Implements `Source.session`."""
+        takes_prompt = "prompt" in inspect.signature(self._kind).parameters
+        made = self._kind(prompt, **self._options) if takes_prompt else self._kind(**self._options)
+        close = getattr(made, "close", None)
+        return PythonSession({name: (getattr(made, name), model) for name, model in self._models.items()}, close)
+
+
+class PythonSession(Session):
+    """Functions: those that are `async` are awaited, others run in threads of their own."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, tuple[Callable[..., Any], type[BaseModel]]],
+        close: Callable[[], Any] | None = None,
+    ) -> None:
+        self._tools, self._close = tools, close
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Implements `Session.call`."""
+        function, model = self._tools[name]
+        try:
+            given = checked(model, arguments)
+        except ValueError as error:
+            raise BadCallError(str(error)) from error
+        result = await _run(lambda: function(**given), is_async=inspect.iscoroutinefunction(inspect.unwrap(function)))
+        return result if isinstance(result, str) else _as_json(result)
+
+    async def close(self) -> None:
+        """Implements `Session.close`."""
+        if self._close is not None:
+            await _run(self._close, is_async=inspect.iscoroutinefunction(self._close))
+
+
+def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def bound(**given: Any) -> Any:
+            return await function(**given, **options)
+
+        return bound
+    return lambda **given: function(**given, **options)
+
+
+async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
+    """The result of a call, which other calls and the deadline do not wait for: a thread that hangs is left alone until
+    the process of the episode ends."""
+    if is_async:
+        return await call()
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result = call()
+        except (
+            BaseException
+        ) as error:  # code of the user may raise anything; SystemExit would end the thread in silence
+            done.set_exception(RuntimeError(describe(error)) if not isinstance(error, Exception) else error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=work, daemon=True).start()
+    result = await asyncio.wrap_future(done)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _as_json(result: Any) -> str:
+    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
