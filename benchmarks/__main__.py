@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes, same_bits, same_speed, three_domains, trl_environment, verl_environment
+from benchmarks import games, recipes, same_bits, same_speed, three_domains, trl_environment, verl_environment
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -60,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> None:
         recipes.draw(results, PAGE.parent / "recipes.png")
     if results.get("three_domains"):
         three_domains.draw(results, PAGE.parent / "three_domains.png")
+    if results.get("games"):
+        games.draw(results, PAGE.parent / "games.png")
 
 
 def measure(results: dict[str, Any], names: Sequence[str], scale: Scale, trl_python: Path | None) -> None:

@@ -20,9 +20,11 @@ from whet.types import RewardItem
 TITLE = "Mathematical answers"
 NOTE = """\
 Responses are the worked solutions of GSM8K with their last number in a box, and for the other problems a few lines that
-end with the answer in a box: the right one for two of three, else that of another problem. "Symbols" are those of which
-no answer is a number. The cache of parsed answers is emptied before each. math-verify parses both sides and compares
-them, one response after the other, with its own deadlines; the pool has two processes. A ratio is of one round.
+end with the answer in a box: the right one for two of three, else that of another problem. MATH-500 is a response to
+each problem; then follow the answers of MATH-500, AIME and DeepMath, each once (small numbers are the answers of most
+problems, and few of the different answers), and those that are no numbers. The cache of parsed answers is emptied
+before each. math-verify parses both sides and compares them, one response after the other, with its own deadlines; the
+pool has two processes. A ratio is of one round.
 """
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNCACHED = """
@@ -32,7 +34,8 @@ def compute_score(solution_str, ground_truth):
     math._parse.cache_clear()
     return math.compute_score(solution_str, ground_truth)
 """
-BOUNDS = {"GSM8K": 3.0, "MATH-500, AIME, DeepMath": 3.0, "of these, symbols": 1.7}
+DIFFERENT = "each different answer"
+BOUNDS = {"GSM8K": "3x", "MATH-500": "3x", DIFFERENT: "", "of these, symbols": "1.7x"}
 
 
 def responses(rows: int) -> dict[str, list[RewardItem]]:
@@ -43,15 +46,29 @@ def responses(rows: int) -> dict[str, list[RewardItem]]:
         work, _, answer = text.rpartition("#### ")
         truth = grade_school[number - 1 if number % 3 == 2 else number].rpartition("#### ")[2]
         items.append(RewardItem("gsm8k", rf"{work}So the answer is \boxed{{{answer}}}.", truth))
-    read = [DATA / "math" / name for name in ("benchmarks.jsonl", "deepmath_1000.jsonl")]
-    answers = sorted({str(json.loads(line)["answer"]) for path in read for line in path.open()})
-    harder = []
+    tested, others = (
+        [json.loads(line) for line in (DATA / "math" / name).open()]
+        for name in ("benchmarks.jsonl", "deepmath_1000.jsonl")
+    )
+    of_problems = [str(row["answer"]) for row in tested if row["source"] == "MATH-500"]
+    different = _boxed(sorted({str(row["answer"]) for row in tested + others}))
+    symbols = [each for each in different if not math._NUMBER.fullmatch(math.normalise(each.ground_truth))]
+    return {
+        "GSM8K": items,
+        "MATH-500": _boxed(of_problems)[:rows],
+        DIFFERENT: different[:rows],
+        "of these, symbols": symbols[:rows],
+    }
+
+
+def _boxed(answers: list[str]) -> list[RewardItem]:
+    """Responses with a box, the third, sixth, ... of which has the answer of the problem before."""
+    items = []
     for number, answer in enumerate(answers):
         shown = answers[number - 1] if number % 3 == 2 else answer
         text = f"First we write $a = 2b + 1$ and note that $b^2 > 0$.\nThen $a + b = 3b + 1$.\n\\boxed{{{shown}}}"
-        harder.append(RewardItem("math", text, answer))
-    symbols = [each for each in harder if not math._NUMBER.fullmatch(math.normalise(each.ground_truth))]
-    return {"GSM8K": items, "MATH-500, AIME, DeepMath": harder[:rows], "of these, symbols": symbols[:rows]}
+        items.append(RewardItem("math", text, answer))
+    return items
 
 
 def by_math_verify(items: list[RewardItem]) -> int:
@@ -106,6 +123,6 @@ def report(results: Mapping[str, Any]) -> list[str]:
         ratios = [ours / theirs for ours, theirs in zip(rates["pool"], rates["math-verify"], strict=True)]
         shown = " | ".join(f"{median(rates[way]):.0f}" for way in ("math-verify", "one after the other", "pool"))
         lines.append(
-            f"| {kind} | {shown} | {median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f}) | {BOUNDS[kind]}x |"
+            f"| {kind} | {shown} | {median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f}) | {BOUNDS[kind]} |"
         )
     return lines

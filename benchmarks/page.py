@@ -11,7 +11,9 @@ from benchmarks import (
     asynchronous,
     cold_start,
     engines,
+    episodes,
     exactness,
+    games,
     grpo_step,
     machine,
     math_answers,
@@ -57,10 +59,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scaling": scaling,
     "asynchronous": asynchronous,
     "engines": engines,
+    "episodes": episodes,
     "cold_start": cold_start,
     "sandbox": sandbox,
     "reward_load": reward_load,
     "three_domains": three_domains,
+    "games": games,
     "math_answers": math_answers,
 }
 

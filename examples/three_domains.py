@@ -4,7 +4,7 @@
     python examples/three_domains.py [--run-dir runs/three_domains] [--seed 0] [key=value ...]
 
 Writes the problems, makes a model, shows it examples (many of them wrong), and trains it with the recipe
-`rlvr_three_domains`, to which `key=value` are changes. Programs run in the sandbox; it takes ten minutes on two cores.
+`rlvr_three_domains`, to which `key=value` are changes. Programs run in the sandbox; it takes six minutes on two cores.
 """
 
 from __future__ import annotations

@@ -25,11 +25,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from whet.config import load_config
 from whet.config.checks import check_context, problems
-from whet.config.schema import DataConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
+from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
 from whet.data.load import Loaded, load_pairs, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
+from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
@@ -185,6 +186,61 @@ def test_what_is_wrong_with_a_pair(situation: str, row: dict[str, Any], tokenize
     with pytest.raises(WhetError) as raised:
         load_pairs(PreferenceDataConfig(), tokenizer, rows=[row])
     wrong(situation, str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("situation", "environment"),
+    [
+        ("unknown tool", {"tools": ["calculater"]}),
+        ("entry of another form", {"tools": [{"pyton": "f"}]}),
+        ("unknown format of calls", {"tools": ["calculator"], "tool_parser": "herms"}),
+        ("deadline of a tool above that of a step", {"tools": ["calculator"], "tool_limits": {"seconds": 90}}),
+    ],
+)
+def test_tools_that_the_config_checks_refuse(situation: str, environment: dict[str, Any]) -> None:
+    wrong(situation, refused(environment=environment))
+
+
+OWN_TOOLS = '''
+def add(a: int) -> int:
+    """Adds."""
+
+def untyped(a) -> int:
+    """Adds."""
+
+def many(*values: int) -> int:
+    """Adds."""
+
+def silent(a: int) -> int:
+    return a
+'''
+
+
+@pytest.mark.parametrize(
+    ("situation", "tools"),
+    [
+        ("tool parameter without a type", ["tools.py:untyped"]),
+        ("tool with *args", ["tools.py:many"]),
+        ("tool without a docstring", ["tools.py:silent"]),
+        ("two tools of one name", ["tools.py:add", "tools.py:add"]),
+        ("MCP command that does not start", [{"mcp": {"command": ["no-such-program"]}}]),
+    ],
+)
+def test_tools_that_cannot_be_used(situation: str, tools: list[Any]) -> None:
+    if situation.startswith("MCP"):
+        pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
+    Path("tools.py").write_text(OWN_TOOLS)
+    with pytest.raises(WhetError) as raised:
+        toolbox_of(EnvironmentConfig(tools=tools))
+    wrong(situation, str(raised.value))
+
+
+def test_a_template_that_shows_no_tools() -> None:
+    tools = toolbox_of(EnvironmentConfig(tools=["calculator"]))
+    assert tools is not None
+    with pytest.raises(WhetError) as raised:
+        with_parser(tools, "{{ messages[0].content }}")
+    wrong("chat template without tools", str(raised.value))
 
 
 def test_an_adapter_is_no_reward_model() -> None:

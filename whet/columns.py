@@ -73,6 +73,7 @@ TABLE = (
     Column("trajectory_uid_name", "B objects", "rollout", "name of the trajectory"),
     Column("data_source", "B objects", "rollout", "data source of the prompt"),
     Column("domain", "B objects", "rollout", "domain of the prompt, empty without reward.domains"),
+    Column("agent", "B objects", "rollout", "sub-agent that wrote the row, empty for the main one"),
     Column("error", "B objects", "score", "failure of the trajectory, None without one"),
     Column("response_mask", "B, R", "score", "1 on tokens that the policy sampled, 0 in rows that failed"),
     Column("token_level_scores", "B, R", "score", "score of a token"),
@@ -137,4 +138,6 @@ POLICY_OUTPUTS, VALUE_OUTPUTS, SCORE_OUTPUTS = (
     frozenset(column.output for column in TABLE if column.output and column.roles[0] in roles)
     for roles in (("actor", "ref"), ("critic",), ("reward_model",))
 )
+# The column of the scores of `reward_model`, by the key that says where they come from.
+SCORED_BY = {"model_path": "rm_scores", "rubric": "judge_scores"}
 ROW_COLUMNS = frozenset(column.name for column in TABLE if column.shape == "B, K")  # no padding, even where K is R

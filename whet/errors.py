@@ -4,6 +4,7 @@
 WhetError
 ├── ConfigError (ValueError)     a config key, a value, or inconsistent values
 ├── DataError (ValueError)       a file, a row, a field, a template; column sizes of a batch
+│   └── TextError                a text that is too long, or that the tokenizer rejects
 ├── RegistryError (LookupError)  an unknown name or path of a function; an unsupported signature
 ├── RewardError (RuntimeError)   a reward function of unknown form, or with an unusable result
 ├── ModelError (RuntimeError)    a model folder, tokenizer or weight that is unusable
@@ -14,7 +15,8 @@ WhetError
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names both sides of it
 ├── CheckpointError (RuntimeError) a checkpoint that is missing, damaged or of another run
 ├── StorageError (OSError)       a disk that is full or not writable; names the file
-└── SandboxError (RuntimeError)  a sandbox that cannot start
+├── SandboxError (RuntimeError)  a sandbox that cannot start
+└── ToolError (RuntimeError)     a tool whose session cannot start, or is lost
 
 A failed rollout is none of these: it is data, in `Trajectory.failure`.
 """
@@ -40,6 +42,10 @@ class ConfigError(WhetError, ValueError):
 
 class DataError(WhetError, ValueError):
     """An invalid data file, row, field, template or batch column."""
+
+
+class TextError(DataError):
+    """A text that is too long, or that the tokenizer rejects."""
 
 
 class RegistryError(WhetError, LookupError):
@@ -88,6 +94,10 @@ class StorageError(WhetError, OSError):
 
 class SandboxError(WhetError, RuntimeError):
     """A sandbox that cannot start or cannot be trusted."""
+
+
+class ToolError(WhetError, RuntimeError):
+    """A tool whose session cannot start or is lost, such as an MCP server that died."""
 
 
 @contextmanager

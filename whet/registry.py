@@ -6,6 +6,8 @@ their defaults, types and ranges (`whet.options`). A signature without `*` has v
 are options, the others are columns under verl's or whet's names, or values that the caller supplies by name (`config`,
 `batch`, ...).
 
+An installed package adds names by entry points: group `whet.environment`, name `sokoban`, value `package.module:Class`.
+
 Shipped functions are read from their source and imported only when called, so that listing them needs no torch.
 """
 
@@ -122,9 +124,18 @@ class Entry:
 class Registry:
     """The functions of one kind. `register` is the decorator; lookup finds shipped and registered names, and paths."""
 
-    def __init__(self, kind: str, folder: str, decorator: str, supplied: Sequence[str] | None = None) -> None:
-        """`supplied` are the allowed parameters before `*`; None means columns of a batch."""
+    def __init__(
+        self,
+        kind: str,
+        folder: str,
+        decorator: str,
+        supplied: Sequence[str] | None = None,
+        *,
+        has_foreign_form: bool = True,
+    ) -> None:
+        """`supplied` are the allowed parameters before `*`; None means columns of a batch, or any."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
+        self.has_foreign_form = has_foreign_form
         self._live: dict[str, Entry] = {}
 
     def register(
@@ -150,13 +161,13 @@ class Registry:
 
     def names(self) -> list[str]:
         """Returns the known names, aliases included, sorted."""
-        return sorted({**self._shipped, **self._live})
+        return sorted({**self._installed, **self._shipped, **self._live})
 
     def __iter__(self) -> Iterator[Entry]:
         return (self[name] for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._live or name in self._shipped
+        return name in self._live or name in self._shipped or name in self._installed
 
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
@@ -165,6 +176,8 @@ class Registry:
         found = self._live.get(reference) or self._shipped.get(reference)
         if found is not None:
             return found
+        if reference in self._installed:
+            return replace(self[self._installed[reference]], name=reference)
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
@@ -184,12 +197,17 @@ class Registry:
     def _shipped(self) -> Mapping[str, Entry]:
         return _read_shipped(self)
 
+    @cached_property
+    def _installed(self) -> Mapping[str, str]:
+        """Targets by name, from the entry points of installed packages: group `whet.environment`, `whet.reward`, ..."""
+        return _entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
+
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
         """Makes the entry of a function object from its signature.
 
         Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
-            return entry_of(function, self.kind, name, marks)
+            return entry_of(function, self.kind, name, marks, has_foreign_form=self.has_foreign_form)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
         if unknown := [each for each in entry.parameters if each not in self.supplied]:
             raise RegistryError(
@@ -341,6 +359,18 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
     ]
 
 
+@cache
+def _entry_points() -> dict[str, dict[str, str]]:
+    """Targets by group and name, of the entry points of installed packages whose group begins with `whet.`."""
+    from importlib import metadata  # searching the installed packages takes longer than the rest of `import whet`
+
+    found: dict[str, dict[str, str]] = {}
+    for each in (point for package in metadata.distributions() for point in package.entry_points):
+        if each.group.startswith("whet."):
+            found.setdefault(each.group, {})[each.name] = each.value
+    return found
+
+
 def _read_shipped(registry: Registry) -> dict[str, Entry]:
     """Reads the entries of the functions with the registry's decorator from the source files of its folder."""
     found: dict[str, Entry] = {}
@@ -359,8 +389,11 @@ def _decorated(folder: str) -> list[tuple[str, Definition, ast.Call, str]]:
     """Module, definition, decorator call and decorator name of all decorated definitions in a folder of whet."""
     found = []
     for path in sorted((PACKAGE / folder).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "@register_" not in source:  # to parse it would take far longer
+            continue
         module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(source).body:
             if isinstance(node, Definition):
                 uses = [use for use in node.decorator_list if isinstance(use, ast.Call)]
                 found += [(module, node, use, ast.unparse(use.func).rsplit(".", 1)[-1]) for use in uses]
@@ -397,6 +430,8 @@ WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 HINTS = Registry("hint source", "trainers", "register_hint")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
+TOOLS = Registry("tool", "environments", "register_tool", has_foreign_form=False)
+TOOL_PARSERS = Registry("tool parser", "environments", "register_tool_parser", ("text", "schemas"))
 SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
 ENGINES = Registry("training engine", "engines", "register_engine", ("role", "process_group", "device"))
 ROLLOUT_ENGINES = Registry(
@@ -418,6 +453,8 @@ register_wrapper = WRAPPERS.register
 register_hint = HINTS.register
 register_reward = REWARDS.register
 register_environment = ENVIRONMENTS.register
+register_tool = TOOLS.register
+register_tool_parser = TOOL_PARSERS.register
 register_sampler = SAMPLERS.register
 register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
@@ -434,6 +471,8 @@ KINDS: tuple[Registry, ...] = (
     FILTERS,
     REWARDS,
     ENVIRONMENTS,
+    TOOLS,
+    TOOL_PARSERS,
     SAMPLERS,
     ENGINES,
     ROLLOUT_ENGINES,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
+Limit = Literal["turns", "length", "tokens", "overflow", "time", "environment"]  # of an episode
 Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
 
 
@@ -78,6 +79,11 @@ class Turn:
     stop: str | None = None  # the stop string that ended it
     preemptions: int = field(default=0, compare=False)  # number of preemptions of its request
     media: tuple[Media, ...] = ()  # of the context
+    observation: tuple[Message, ...] = ()  # the messages read since the turn before
+    state_key: str | None = None  # the environment's name for the state before the turn
+    agent: str = ""  # the sub-agent that took it
+    player: str = ""  # of an environment with several
+    is_trained: bool = True
 
     @property
     def policy_version(self) -> int:
@@ -114,6 +120,7 @@ class Trajectory:
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns from the environment, by name
+    limit: Limit | None = None  # that ended the episode
 
     @property
     def score(self) -> float:

@@ -49,7 +49,7 @@ def table(certified: Sequence[Sequence[str]]) -> str:
 def _section(kind: Registry) -> list[str]:
     lines = [f"## {kind.kind[0].upper()}{kind.kind[1:]}s", "", f"Chosen by `{chosen_by()[kind.kind][0]}`.", ""]
     lines += [f"In formulas: {notation(kind.kind)}.", ""] if notation(kind.kind) else []
-    for entry in kind:
+    for entry in (each for each in kind if each.target.startswith("whet.")):
         lines += [f"### `{entry.name}`", ""]
         if entry.alias_of is not None:
             lines += [f"{summary(entry)}.", ""]

@@ -108,14 +108,16 @@ def test_python_m_whet_is_whet() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "train", "gsm8k"], ["algorithms"]])
 def test_what_answers_at_once_does(arguments: list[str]) -> None:
-    """In under a second, in a cold process; those that a busy machine held up are started again."""
+    """In under a second, or on a slow machine within four times what it takes to import the libraries below, in a cold
+    process; those that a busy machine held up are started again."""
 
-    def seconds() -> float:
+    def seconds(*command: str) -> float:
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "whet", *arguments], capture_output=True, timeout=60, check=True)
+        subprocess.run([sys.executable, *command], capture_output=True, timeout=60, check=True)
         return time.perf_counter() - start
 
-    assert any(seconds() < 1.0 for _ in range(10))
+    imports = "import hydra, pydantic, rich.console, typer"
+    assert any(seconds("-m", "whet", *arguments) < max(1.0, 4 * seconds("-c", imports)) for _ in range(10))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

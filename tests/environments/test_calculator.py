@@ -70,3 +70,21 @@ def test_the_last_question_is_answered() -> None:
     assert Calculator(PROMPT).step(answer) == Observation(done=False, messages=(Message("tool", "36"),))
     assert Calculator(PROMPT, role="user").step("<calc>2</calc>").messages == (Message("user", "2"),)
     assert Calculator(PROMPT).step("<calc>2").done
+
+
+@pytest.mark.parametrize(
+    ("turn", "value"),
+    [
+        ("<calc>1+1</calc> and <calc>2+2</calc>", "4"),
+        ("<calc>1+1</calc> and <calc>2+2", "2"),
+        ("<calc>1+1</calc> </calc>", "2"),
+        ("<calc><calc>3</calc>", "3"),
+        ("<calc>" * 100_000 + "5</calc>", "5"),
+    ],
+)
+def test_the_last_whole_call_counts(turn: str, value: str) -> None:
+    assert Calculator(PROMPT).step(turn) == Observation(done=False, messages=(Message("tool", value),))
+
+
+def test_a_hundred_thousand_openings_take_no_time() -> None:
+    assert Calculator(PROMPT).step("<calc>" * 100_000).done

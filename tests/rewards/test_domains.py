@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from whet.algorithms.shaping import RunningScores
 from whet.config import TrainConfig, load_config
 from whet.config.schema import RewardConfig
 from whet.errors import ConfigError, DataError
 from whet.rewards.pool import build_scorer
 from whet.trainers.build import train
+from whet.trainers.shape import Shaper
 from whet.types import Failure, RewardItem, RewardResult
 
 SLEEPS = "import time\ndef compute_score(solution_str):\n    time.sleep(float(solution_str))\n    return 1.0\n"
@@ -141,6 +144,18 @@ def test_statistics_of_each_domain(train_config: Any, tmp_path: Path) -> None:
     [state] = (tmp_path / "run").glob("checkpoints/*/trainer.json")
     running = json.loads(state.read_text())["shaper"]["running"]
     assert running["up"]["mean"] == 100.0 and "count" not in running
+
+
+def test_running_statistics_go_on_from_a_checkpoint() -> None:
+    made = [Shaper(TrainConfig.model_validate({"algorithm": {"shaping": {"norm_std": "running"}}})) for _ in range(3)]
+    first, second, older = made
+    for domain, numbers in {"up": [1.0, 2.0, 4.0], "down": [8.0, 8.5]}.items():
+        first.running[domain] = RunningScores()
+        first.running[domain].update(torch.tensor(numbers)[:, None], torch.ones(len(numbers), 1))
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert second.state() == first.state() and second.state()["running"]["up"]["mean"] == pytest.approx(7 / 3)
+    older.load_state({"kl_controller": {}, "running": first.state()["running"]["down"]})  # without domains, earlier
+    assert older.state()["running"] == {"": first.state()["running"]["down"]}
 
 
 def test_rows_of_no_domain_end_the_run_before_it_begins(train_config: Any, tmp_path: Path) -> None:

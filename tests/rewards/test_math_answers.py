@@ -461,6 +461,23 @@ def test_all_published_answers_are_right_in_every_phrasing_and_wrong_for_others(
     _check_published(answers, random.Random(1).sample(answers, len(answers)))
 
 
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        (r"\fbox{(7, 2, 5)}", "(7, 2, 5)"),
+        ("<answer>(7, 2, 5)</answer>", "(7, 2, 5)"),
+        ("**Answer:** (7, 2, 5)", "(7, 2, 5)"),
+        (r"\boxed{(7, 2, 5).}", "(7, 2, 5)"),
+        (r"\boxed{12.5\%}", r"\frac{1}{8}"),
+        (r"\boxed{1.5e-3}", "0.0015"),
+    ],
+)
+def test_what_math_verify_alone_rejects(text, truth):
+    """The causes that docs/rewards.md names."""
+    assert score(text, truth) == 1.0
+    assert not math_verify.verify(math_verify.parse(f"${truth}$"), math_verify.parse(text))
+
+
 def _written(answers):
     """Counts of texts and of those that are paid, as by math-verify itself; every one has to be paid."""
     count = by_peer = 0

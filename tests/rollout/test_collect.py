@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from whet.config import TrainConfig
 from whet.errors import DataError
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import Collector
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
@@ -156,7 +157,7 @@ def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrai
             return replace(said, token_ids=ids, log_probs=log_probs, versions=versions, stop="</calc>", preemptions=2)
 
     engine, prompt = Stopping(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
-    answer = one(Collector(engine, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
+    answer = one(Collector(engine, tokenizer, stage=Stage("calculator")).collect([prompt], 1, PARAMS, step=1))
     first, second = answer.turns
     assert (first.stop, first.preemptions, second.stop, second.preemptions) == ("</calc>", 2, None, 0)
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")  # the environment reads all of it
@@ -168,7 +169,7 @@ def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_i
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     engine, prompt = Scripted(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
-    answer = one(Collector(engine, tokenizer, environment="calculator").collect([prompt], 1, PARAMS, step=1))
+    answer = one(Collector(engine, tokenizer, stage=Stage("calculator")).collect([prompt], 1, PARAMS, step=1))
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")
     assert answer.messages == (asked, told, Message("assistant", "36"))
     first, second = answer.turns
@@ -187,7 +188,7 @@ def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_i
 
 def test_without_a_chat_template_the_tools_words_follow_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     engine, prompt = Scripted(tokenizer, "<calc>2+2</calc>", "4"), text_prompt(tokenizer)
-    collector = Collector(engine, tokenizer, environment="calculator", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage("calculator"), apply_chat_template=False)
     answer = one(collector.collect([prompt], 1, PARAMS, step=1))
     assert tokenizer.decode(list(answer.turns[1].context_ids)) == "2+2=<calc>2+2</calc><|im_end|>4"
 
@@ -195,7 +196,7 @@ def test_without_a_chat_template_the_tools_words_follow_as_they_are(tokenizer: P
 def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = Scripted(tokenizer, "4", "<calc>1+1</calc>", "2")
     prompts = [text_prompt(tokenizer, "2+2=", 0), text_prompt(tokenizer, "1+1=", 1)]
-    collector = Collector(engine, tokenizer, environment="calculator", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage("calculator"), apply_chat_template=False)
     [[done], [asking]] = collector.collect(prompts, 1, PARAMS, step=1)
     assert len(engine.requests) == 3 and len(done.turns) == 1 and len(asking.turns) == 2
     assert asking.messages[-1].content == "2"
@@ -203,7 +204,7 @@ def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) 
 
 def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "5", "9", "77", by_sample=True)
-    collector = Collector(engine, tokenizer, environment=f"{environments}:Broken", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Broken"), apply_chat_template=False)
     [[fine, failed, also_fine]] = collector.collect([text_prompt(tokenizer)], 3, PARAMS, step=1)
     assert fine.failure is None and also_fine.failure is None
     assert failed.failure is not None and failed.failure.source == "environment"
@@ -212,7 +213,7 @@ def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, 
     assert [row.mask for row in rows_of(failed)] == [[0, 0]]
     assert fine.turns[0].reward == 0.25 and dict(also_fine.fields) == {"seen": 2}
 
-    unmade = Collector(engine, tokenizer, environment=f"{environments}:Unmade", apply_chat_template=False)
+    unmade = Collector(engine, tokenizer, stage=Stage(f"{environments}:Unmade"), apply_chat_template=False)
     before = len(engine.requests)
     answer = one(unmade.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
     assert answer.failure is not None and answer.failure.message.startswith("KeyError: 0 (")
@@ -223,8 +224,7 @@ def test_options_reach_the_environment(tokenizer: PreTrainedTokenizerBase, envir
     collector = Collector(
         Scripted(tokenizer, "123"),
         tokenizer,
-        environment=f"{environments}:Broken",
-        environment_options={"note": "length"},
+        stage=Stage(f"{environments}:Broken", {"note": "length"}),
         apply_chat_template=False,
     )
     assert dict(one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)).fields) == {"length": 3}
@@ -234,7 +234,7 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     tokenizer: PreTrainedTokenizerBase, environments: str
 ) -> None:
     engine, prompt = Scripted(tokenizer, "2", "123", "14"), chat_prompt(tokenizer, "2+2=")
-    collector = Collector(engine, tokenizer, environment=f"{environments}:World")
+    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:World"))
     answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
     asked = (*prompt.messages, Message("user", "1+1="))
     first, second, third = answer.turns
@@ -252,14 +252,14 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     assert [row.prompt_ids for row in rows_of(answer)] == [first.context_ids, third.context_ids]
     assert dict(answer.fields) == {"cut": "stop"} and answer.failure is None
 
-    collector = Collector(engine, tokenizer, environment=f"{environments}:World", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:World"), apply_chat_template=False)
     answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
     assert tokenizer.decode(list(answer.turns[0].context_ids)) == "2+2=1+1="
     assert tokenizer.decode(list(answer.turns[2].context_ids)) == "7+7="
 
 
 def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
-    collector = Collector(Scripted(tokenizer, "2"), tokenizer, environment=f"{environments}:Over")
+    collector = Collector(Scripted(tokenizer, "2"), tokenizer, stage=Stage(f"{environments}:Over"))
     answer = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
     assert answer.failure == Failure("environment", "reset ended the episode before its first response")
 
@@ -267,7 +267,7 @@ def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTo
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "1")
     collector = Collector(
-        engine, tokenizer, environment=f"{environments}:Endless", max_turns=3, apply_chat_template=False
+        engine, tokenizer, stage=Stage(f"{environments}:Endless", limits=Limits(max_turns=3)), apply_chat_template=False
     )
     answer = one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
     assert len(answer.turns) == 3 and answer.score == 3.0 and answer.failure is None
@@ -276,7 +276,7 @@ def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, env
 def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     # two tokens an answer (1, end) and four that are read (m o r e): 2, 6 -> 8, 12 -> the next may have 1 of 13
     engine = Scripted(tokenizer, "1")
-    collector = Collector(engine, tokenizer, environment=f"{environments}:Endless", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Endless"), apply_chat_template=False)
     answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=13), step=1))
     assert [request.params.max_new_tokens for request in engine.requests] == [13, 7, 1]
     assert [turn.finish_reason for turn in answer.turns] == ["stop", "stop", "length"]
@@ -284,7 +284,7 @@ def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase
 
     # with 12 nothing is left after the second reading, which is then no part of the row
     engine = Scripted(tokenizer, "1")
-    collector = Collector(engine, tokenizer, environment=f"{environments}:Endless", apply_chat_template=False)
+    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Endless"), apply_chat_template=False)
     answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=12), step=1))
     assert len(engine.requests) == 2 and len(rows_of(answer)[0].response_ids) == 8
 
@@ -294,8 +294,7 @@ def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreT
     collector = Collector(
         Scripted(tokenizer, "<calc>1+1</calc>"),
         tokenizer,
-        environment="calculator",
-        chat_template_kwargs={"chat_template": forgetful},
+        stage=Stage("calculator", chat_template_kwargs={"chat_template": forgetful}),
     )
     with pytest.raises(DataError, match="not append-only"):
         collector.collect([chat_prompt(tokenizer, "1+1=")], 1, PARAMS, step=1)

@@ -118,7 +118,7 @@ def test_preemption_changes_nothing(
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert after.token_ids == before.token_ids and after.finish_reason == before.finish_reason
         assert after.log_probs == pytest.approx(before.log_probs, abs=1e-6)
-    cache = short._require_cache()
+    cache, _ = short._require_cache()
     assert cache.num_blocks == blocks and cache.num_free == blocks
 
 
@@ -226,7 +226,7 @@ def test_blocks_come_back(model: PreTrainedModel) -> None:
     native = NativeEngine(max_batch_size=4)
     native.attach(model, 0)
     generate(native, suite.requests(groups=6, n=5))
-    cache = native._require_cache()
+    cache, _ = native._require_cache()
     assert cache.num_free == cache.num_blocks
 
 

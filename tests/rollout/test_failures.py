@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from whet.errors import EngineError, RewardError, SandboxError
+from whet.errors import EngineError, RewardError, SandboxError, ToolError
 from whet.rollout.stream import FailureWatch
 from whet.types import Failure, FailureSource, Group, Prompt, Trajectory
 
@@ -21,7 +21,7 @@ def group(*sources: FailureSource | None) -> list[Group]:
 
 @pytest.mark.parametrize(
     ("source", "error"),
-    [("reward", RewardError), ("sandbox", SandboxError), ("environment", EngineError), ("tool", EngineError)],
+    [("reward", RewardError), ("sandbox", SandboxError), ("environment", EngineError), ("tool", ToolError)],
 )
 def test_where_nothing_ever_worked_the_first_batch_ends_the_run(source: FailureSource, error: type[Exception]) -> None:
     said = rf"all 2 trajectories failed.*: trajectory 0:0:0 in the {source}: why 0\. Fix the {source}, then start again"
@@ -43,3 +43,15 @@ def test_what_worked_before_may_be_away_for_two_batches(caplog: pytest.LogCaptur
     watch.record(group("reward"))
     with pytest.raises(RewardError, match="all 1 trajectories failed"):
         watch.record(group("reward"))
+
+
+def test_an_environment_that_fails_more_than_half_of_its_episodes_ends_the_run() -> None:
+    half = FailureWatch()
+    half.record(group("environment", "environment", None, None))
+    with pytest.raises(EngineError, match=r"2 of 3 trajectories, more than half, failed: trajectory 0:0:0 in the env"):
+        FailureWatch().record(group("environment", "environment", None))
+    FailureWatch().record(group("reward", "reward", None))
+    for _ in range(2):
+        half.record(group("environment", "environment", None))
+    with pytest.raises(EngineError, match=r"why 0\. Fix the environment, then start again"):
+        half.record(group("environment", "environment", None))

@@ -88,7 +88,7 @@ def test_sleep_gives_the_memory_of_the_cache_back(model: PreTrainedModel) -> Non
     made = suite.requests(groups=2)
     before = generate(engine, made)
     assert 0.99 * size < engine.cache_bytes <= size
-    cache = engine._require_cache()
+    cache, _ = engine._require_cache()
     cache.keys.fill_(1)  # as full as can be: memory that was never written to is nobody's
     cache.values.fill_(1)
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (cache.keys, cache.values)}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from whet.environments.protocol import Observation
-from whet.rollout.episode import Close, Command, Episode, Reset, Rules, Sample, Score, Step
+from whet.rollout.episode import Close, Command, Episode, Limits, Reset, Rules, Sample, Score, Step
 from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
@@ -30,6 +30,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(96 + token) for token in token_ids if token != END)
 
+    def calls(self, token_ids: Sequence[int], turn: int) -> tuple[()]:
+        return ()
+
     def opening(self, messages: Sequence[Message]) -> list[int]:
         return [ord(letter) - 96 for message in messages for letter in str(message.content)]
 
@@ -37,7 +40,7 @@ class Letters:
         return [ord(letter) - 96 for message in new for letter in str(message.content)]
 
 
-RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, max_turns=4)
+RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, limits=Limits(max_turns=4))
 
 
 def prompts(count: int) -> list[Prompt]:

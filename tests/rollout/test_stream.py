@@ -17,7 +17,7 @@ from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
-from whet.rollout.collect import Collector
+from whet.rollout.collect import Collector, Stage
 from whet.rollout.groups import Filter
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts, Taken
@@ -56,7 +56,7 @@ def rollouts(
     collector = Collector(
         Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
         tokenizer,
-        environment=environment,
+        stage=Stage(environment),
         apply_chat_template=False,
         seed=1,
     )

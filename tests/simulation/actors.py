@@ -70,6 +70,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + token % 26) for token in token_ids if token & 0xFFF != END)
 
+    def calls(self, token_ids: Sequence[int], turn: int) -> tuple[()]:
+        return ()
+
     def opening(self, messages: Sequence[Message]) -> list[int]:
         return [ord(letter) for message in messages for letter in str(message.content)]
 

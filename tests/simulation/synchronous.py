@@ -72,7 +72,7 @@ class Collector:
 
     def __init__(self, plan: Plan, engine: AtOnce) -> None:
         self.plan = plan
-        self.driver = Driver(engine, EnvironmentsAtOnce(), 1e9)  # type: ignore[arg-type]
+        self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9})  # type: ignore[arg-type]
 
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str

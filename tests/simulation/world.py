@@ -25,7 +25,7 @@ from whet.rollout import conductor as conducting
 from whet.rollout import router as routing
 from whet.rollout.collect import Driver
 from whet.rollout.conductor import Conductor
-from whet.rollout.episode import Episode, Rules
+from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.groups import Filter, HandOut, Stream
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.router import Drop, Load, Router, Synced, Tell
@@ -53,7 +53,7 @@ class Saved:
 
 def episodes_of(plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
     """The episodes of prompts."""
-    rules = Rules(Letters(), params_of(plan), SEED, step, max_turns=plan.max_turns)
+    rules = Rules(Letters(), params_of(plan), SEED, step, limits=Limits(max_turns=plan.max_turns))
     return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
 
 
@@ -144,7 +144,7 @@ class World:
         self.restored_cursor = self.source.cursor
         self.router = Router(plan.most, version=self.version, incarnation=self.incarnation)
         self.engine, self.environments = RoutedEngine(self), Environments(self)
-        self.driver = Driver(self.engine, self.environments, plan.episode_seconds, lambda: self.now)  # type: ignore[arg-type]
+        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, lambda: self.now)  # type: ignore[arg-type]
         stream = Stream(
             plan.n, plan.batch_size, plan.staleness, filter_of(plan), self.source.observe, last_step=plan.steps
         )

@@ -24,8 +24,11 @@ from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
+from whet.rollout.stream import count_failures
+from whet.trainers.measure import measure_groups
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
+from whet.types import Group, Prompt, Trajectory
 
 PACKAGE = Path(whet.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -115,6 +118,19 @@ def moody(solution_str: str) -> dict[str, float]:
 
 
 FIRST_STEP = itertools.count(1)
+
+
+def of_episodes() -> set[str]:
+    """The metrics of an episode with tools that ends at a limit."""
+    tools = {f"tools/{name}": 1.0 for name in ("calls", "errors", "malformed", "late", "cut")}
+    prompt = Prompt("0:0", 0, (), (1,), "games", None)
+    trajectory = Trajectory("0:0:0", prompt, (), 0, fields={"success": 1.0, **tools}, limit="turns")
+    metrics = Metrics()
+    count_failures([trajectory], metrics)
+    measure_groups(metrics, [Group(prompt, (trajectory,))], "games")
+    names = {*tools, "env/games/success", "env/games/limit/turns"}
+    assert all(metrics.value(name) == 1.0 for name in names)
+    return names
 
 
 def broken(solution_str: str) -> float:
@@ -207,6 +223,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": -1}
     whet.train(reward=moody, data=additions, **{**common, **small, **where, **against})
+    logged |= of_episodes()
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
 

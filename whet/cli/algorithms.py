@@ -15,7 +15,7 @@ import typer
 from whet.cli.arguments import Command
 from whet.errors import RegistryError
 from whet.options import bounds_of, words
-from whet.registry import KINDS, REQUIRED, WRAPPERS, Entry, Registry, load_target
+from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,7 @@ def chosen_by() -> dict[str, tuple[str, str | None]]:
         choice.registry: (key, choice.options and choice.options_key(key))
         for key, choice in reversed(list(choices(TrainConfig).items()))
     }
+    found[TOOLS] = "environment.tools", None  # a list, in which each entry has its options
     return {kind.kind: found.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS}
 
 
@@ -200,7 +201,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
     """Pairs of title and text about a function: key, columns, code, options, names elsewhere."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
-    reads = entry.columns if kind is not WRAPPERS and kind.supplied is None else ()
+    reads = entry.columns if kind not in (WRAPPERS, TOOLS) and kind.supplied is None else ()
     found = [("choose", f"{key}={entry.name}"), ("columns", ", ".join(reads)), ("code", entry.target)]
     found += [("alias of", entry.alias_of)] if entry.alias_of else []
     found += [(MARKS[mark], str(value)) for mark, value in entry.marks.items() if mark in MARKS]

@@ -17,6 +17,7 @@ from whet import __version__
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
+from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
@@ -61,6 +62,7 @@ for panel, name, function in (
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
 app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
+app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

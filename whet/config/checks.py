@@ -16,9 +16,9 @@ from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule
 from whet.config.compose import flatten
 from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.keys import choices
+from whet.config.managers import LIMIT_NAMES
 from whet.config.mix import shares_at
 from whet.config.schema import (
-    LIMIT_NAMES,
     ActorConfig,
     AlgorithmConfig,
     ClusterConfig,
@@ -43,6 +43,7 @@ from whet.config.schema import (
 )
 from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
+from whet.config.tools import ToolsConfig, tool_rule
 from whet.errors import ConfigError, pip_install
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 
@@ -199,8 +200,7 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
     has_model = isinstance(at.whole, TrainConfig) and at.whole.reward_model.source is not None
-    is_scored = functions or reward.domains or has_model
-    if not is_scored and at.whole["environment"].name == "single_turn":
+    if not reward.names_function and not has_model and at.whole["environment"].name == "single_turn":
         yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
     chosen = [("reward", function, reward.kwargs) for function in functions]
     chosen += [(f"reward.domains.{name}", each.function, each.kwargs) for name, each in reward.domains.items()]
@@ -233,7 +233,7 @@ def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
             )
         return
     algorithm, reward = config.algorithm, config.reward
-    is_unscored = not reward.function and not reward.domains and config.environment.name == "single_turn"
+    is_unscored = not reward.names_function and config.environment.name == "single_turn"
     if algorithm.filter.name is not None and is_unscored and "reward" not in at.given:
         yield (
             f"algorithm.filter.name={algorithm.filter.name} compares scores of reward.function, which is not set: it "
@@ -359,6 +359,7 @@ RULES: tuple[tuple[type[Section], Rule], ...] = (
     (RewardModelConfig, _reward_model),
     (RewardTrainingConfig, _no_adapter),
     (DataConfig, _mix),
+    (ToolsConfig, tool_rule),
     (AlgorithmConfig, algorithm_rule),
     (ActorConfig, updates_rule),
     (CriticConfig, critic_rule),

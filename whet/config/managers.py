@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers under the names that verl has for them: each is a choice of values of `reward`."""
+"""Reward managers under the names that verl has for them, each a choice of values of `reward`, and limits of calls."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ MANAGERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "rate_limited": {"num_workers": 1},
     }
 )
+MANAGER = (
+    "choice of these values by verl's name: naive (one call after the other), batch (one call for all), prime "
+    "(parallel, a deadline each), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
+)
+LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "tokens_per_request")
+TOKENS_PER_REQUEST = 2000
+LIMITS = f"{', '.join(LIMIT_NAMES)} (an estimate of the tokens of a call; unset: {TOKENS_PER_REQUEST})"

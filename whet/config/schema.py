@@ -13,10 +13,12 @@ from whet.config.algorithm import GroupFilterConfig as GroupFilterConfig
 from whet.config.algorithm import KLConfig as KLConfig
 from whet.config.algorithm import Norm as Norm
 from whet.config.cluster import ClusterConfig as ClusterConfig
-from whet.config.managers import MANAGERS, Manager
+from whet.config.environment import EnvironmentConfig as EnvironmentConfig
+from whet.config.environment import StageConfig as StageConfig
+from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
 from whet.config.section import Choice, key
 from whet.config.section import Section as Section
-from whet.registry import ENGINES, ENVIRONMENTS, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
+from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average
 Dtype = Literal["float32", "bfloat16"]
@@ -159,19 +161,6 @@ class RolloutConfig(SamplingConfig):
     deadline_seconds: PositiveFloat = key(3600.0, "longest time to sample one step, in seconds")
 
 
-class EnvironmentConfig(Section):
-    """The environment, which gives observations between the turns of the model."""
-
-    name: Annotated[str, Choice(ENVIRONMENTS, "options")] = key(
-        "single_turn", "registered environment, or path/file.py:function"
-    )
-    options: dict[str, Any] = key({}, "options of the environment")
-    max_turns: PositiveInt = key(8, "most turns of an episode")
-    reset_seconds: PositiveFloat = key(120.0, "deadline of the environment's reset, in seconds")
-    step_seconds: PositiveFloat = key(60.0, "deadline of one step of the environment, in seconds")
-    episode_seconds: PositiveFloat = key(3600.0, "deadline of an episode, in seconds")
-
-
 class DomainConfig(Section):
     """The rewards of rows of one domain."""
 
@@ -186,15 +175,6 @@ class DomainConfig(Section):
     norm_std: Norm | None = key(None, "its own algorithm.shaping.norm_std, over rows of the domain; unset: that one")
     timeout_seconds: PositiveFloat | None = key(None, "deadline for one response; unset: reward.timeout_seconds")
     num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
-
-
-MANAGER = (
-    "choice of these values by verl's name: naive (one call after the other), batch (one call for all), prime "
-    "(parallel, a deadline each), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
-)
-LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "tokens_per_request")
-TOKENS_PER_REQUEST = 2000
-LIMITS = f"{', '.join(LIMIT_NAMES)} (an estimate of the tokens of a call; unset: {TOKENS_PER_REQUEST})"
 
 
 class RewardConfig(Section):
@@ -223,6 +203,11 @@ class RewardConfig(Section):
         """Adds the values that the manager stands for."""
         manager = values.get("manager") if isinstance(values, dict) else None
         return {**MANAGERS[manager], **values} if isinstance(manager, str) and manager in MANAGERS else values
+
+    @property
+    def names_function(self) -> bool:
+        """Tells whether a function is named, for all rows or for those of a domain."""
+        return bool(self.function or self.domains)
 
     @property
     def seconds_between_calls(self) -> float:

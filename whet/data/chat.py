@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from whet.errors import DataError
+from whet.errors import DataError, TextError
 from whet.limits import bounded, cause
 from whet.types import Message, Turn
 
@@ -20,6 +20,9 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESPONSE, _THOUGHT = "whet-probe-response", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, for which a tokenizer needs seconds and a gigabyte
 SANITIZE = "sanitize_control_tokens"  # the option's name in transformers
+DESCRIBED = "described_tools"  # an option of whet: text that tells the tools, at the end of the system message
+_OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # sampled in the place of the end that the template writes
+_SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's way to the tools
 _MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; those of the template have none
 
 
@@ -37,10 +40,11 @@ def render_chat(
     Raises: DataError if there is no template, or the template rejects the messages.
     """
     options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
-    _template_text(tokenizer, options)
+    template = template_text(tokenizer, options)
     try:
         with bounded():
-            dicts = as_text(tokenizer, [message.to_dict() for message in messages], options)
+            told = _told(messages, options, template)
+            dicts = as_text(tokenizer, [message.to_dict() for message in told], options)
             return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
     except Exception as error:  # the template is other people's code
         raise DataError(
@@ -60,7 +64,7 @@ def encode_marked_chat(
     transformers does not support here. Raises: as `render_chat`.
     """
     options, dicts = chat_template_kwargs or {}, [message.to_dict() for message in messages]
-    has_marks = _GENERATION_MARK.search(_template_text(tokenizer, options)) is not None
+    has_marks = _GENERATION_MARK.search(template_text(tokenizer, options)) is not None
     if not has_marks or as_text(tokenizer, dicts, options) != dicts:
         return None
     # Render within limits first, without encoding: the tokenizer's process dies if it runs into the memory limit.
@@ -102,10 +106,20 @@ def encode_texts(
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise DataError(
+        raise TextError(
             f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}; "
             "use only characters that are in its vocabulary"
         ) from error
+
+
+def assistant_message(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
+    """The message of a turn. Its `tool_calls` are for templates that write no results without them."""
+    if not calls:
+        return Message("assistant", text)
+    functions = [{"name": call["name"] or "unknown", "arguments": call["arguments"]} for call in calls]
+    ids = [call["id"] for call in calls]
+    made = [{"id": uid, "type": "function", "function": each} for uid, each in zip(ids, functions, strict=True)]
+    return Message("assistant", text, {"tool_calls": made})
 
 
 def encode_continuation(
@@ -123,14 +137,43 @@ def encode_continuation(
     A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
 
     The template renders the conversation with a probe in place of the turn's text; the text after the probe is the
-    continuation. This needs a template that only appends. Raises: DataError for one that rewrites earlier turns.
+    continuation. This needs a template that only appends. Some templates write tool results only after a message with
+    `tool_calls`, others take only one call: such forms of the earlier messages and of the probe are tried in turn.
+    Raises: DataError for a template that rewrites earlier turns.
     """
 
+    plain = [_without_calls(message) for message in messages_before]
+    forms = [(messages_before, False)]
+    if any("tool_call_id" in message.fields for message in new_messages) or plain != [*messages_before]:
+        forms += [(plain, False), (messages_before, True)]
+    first: DataError | None = None
+    for before, calls in forms:
+        try:
+            return _continuation(tokenizer, before, new_messages, turn, chat_template_kwargs, calls=calls)
+        except DataError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages_before: Sequence[Message],
+    new_messages: Sequence[Message],
+    turn: Turn,
+    options: Mapping[str, Any] | None,
+    *,
+    calls: bool,
+) -> list[int]:
+    """The continuation by one form of the probe: text, or with `calls` tool calls that have it as an argument."""
+
     def render(messages: Sequence[Message]) -> str:
-        return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=chat_template_kwargs)
+        return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
 
     thinks = "</think>" in tokenizer.decode(list(turn.token_ids))  # templates treat such turns differently
     probe = Message("assistant", f"<think>\n{_THOUGHT}\n</think>\n\n{_RESPONSE}" if thinks else _RESPONSE)
+    if calls:
+        probe = assistant_message("", _probing_calls(new_messages))
     with_probe = [*messages_before, probe]
     with bounded():
         before, after = render(messages_before), render([*with_probe, *new_messages])
@@ -138,9 +181,12 @@ def encode_continuation(
     if not after.startswith(before):
         raise _not_append_only("the messages before the response")
     opening, _, continuation = after.removeprefix(before).partition(_RESPONSE)
-    if thinks and _THOUGHT not in opening:
+    if calls:  # the template writes more of the call, up to the end of the turn
+        end = _control_tokens(tokenizer).search(continuation)
+        continuation = continuation[end.start() :] if end else ""
+    elif thinks and _THOUGHT not in opening:
         raise _not_append_only("the response: it removes the thoughts")
-    if not continuation or (not thinks and opening.strip()):
+    if not continuation or (not thinks and not calls and opening.strip()):
         raise _not_append_only("the response itself")
     if after == without_new:
         raise DataError(
@@ -149,6 +195,30 @@ def encode_continuation(
         )
     [ids] = encode_rendered(tokenizer, [continuation])
     return ids[_num_sampled(tokenizer, turn, ids) :]
+
+
+def _without_calls(message: Message) -> Message:
+    fields = {name: value for name, value in message.fields.items() if name != "tool_calls"}
+    return Message(message.role, message.content, fields) if "tool_calls" in message.fields else message
+
+
+def _probing_calls(results: Sequence[Message]) -> list[dict[str, Any]]:
+    """Calls that the results answer, with the probe as an argument."""
+    fields = [message.fields for message in results if "tool_call_id" in message.fields]
+    return [{"id": each["tool_call_id"], "name": each["name"], "arguments": {"x": _RESPONSE}} for each in fields]
+
+
+def _told(messages: Sequence[Message], options: Mapping[str, Any], template: str) -> Sequence[Message]:
+    """The messages with a system message that tells the tools, for templates that have another way or none."""
+    fields: dict[str, Any] = {}
+    if options.get("tools") and _SYSTEM_TOOLS.search(template):
+        fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
+    elif DESCRIBED not in options:
+        return messages
+    has_system = bool(messages) and messages[0].role == "system" and isinstance(messages[0].content, str)
+    own, rest = (str(messages[0].content), messages[1:]) if has_system else ("", messages)
+    text = "\n\n".join(part for part in (own, str(options.get(DESCRIBED, ""))) if part)
+    return [Message("system", text, fields), *rest]
 
 
 def roles(messages: Sequence[Message]) -> str:
@@ -166,9 +236,10 @@ def _num_sampled(tokenizer: PreTrainedTokenizerBase, turn: Turn, ids: Sequence[i
     stop = turn.token_ids[-1]
     if ids[0] == stop:
         return 1
+    is_other_end = tokenizer.decode([stop]) in _OTHER_ENDS
     control_ids = tokenizer.added_tokens_decoder.keys()
     first = next((position for position, token_id in enumerate(ids) if token_id in control_ids), None)
-    return 0 if first is None or ids[first] != stop else first + 1
+    return 0 if first is None or not (ids[first] == stop or is_other_end) else first + 1
 
 
 def _not_append_only(what: str) -> DataError:
@@ -186,12 +257,12 @@ def check_message(message: Message) -> None:
 
 def _check_text(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise DataError(f"the text has {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}; shorten it")
+        raise TextError(f"the text has {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}; shorten it")
     try:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
+        raise TextError(
             f"character {error.start} of the text, after {text[max(0, error.start - 20) : error.start]!r}, is half of "
             "a surrogate pair, which no encoding can hold; fix the program that wrote it, or remove the character"
         ) from error
@@ -205,10 +276,11 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _of_template(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != SANITIZE}
+    return {name: value for name, value in options.items() if name not in (SANITIZE, DESCRIBED)}
 
 
-def _template_text(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+def template_text(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """The source of the chat template that `options` choose.  Raises: DataError without one."""
     try:
         return tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     except (ValueError, TypeError) as error:

@@ -46,10 +46,8 @@ def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
     if weights is None:
         return None
 
-    def order(number: int, epoch: int) -> Rows:
-        return shuffled(counts[number], seed, epoch, number) if shuffle else in_order(counts[number], epoch)
-
-    return mixture([partial(order, number) for number in range(len(counts))], counts, weights, seed)
+    orders = [partial(_own_order, count, seed, number, shuffle) for number, count in enumerate(counts)]
+    return mixture(orders, counts, weights, seed)
 
 
 def make_loader(
@@ -107,7 +105,7 @@ def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Se
     return MixedLoader(loaders, data.mix, data.train_batch_size)
 
 
-def _own_order(count: int, seed: int, kind: str, shuffle: bool, epoch: int) -> Rows:
+def _own_order(count: int, seed: int, kind: int | str, shuffle: bool, epoch: int) -> Rows:
     return shuffled(count, seed, epoch, kind) if shuffle else in_order(count, epoch)
 
 

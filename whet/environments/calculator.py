@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import re
 from collections.abc import Callable
 
 from whet.environments.protocol import Observation
@@ -31,10 +30,11 @@ class Calculator:
 
     def step(self, answer: str) -> Observation:
         """Computes the last expression of the turn."""
-        expressions = re.findall(r"<calc>(.*?)</calc>", answer, re.DOTALL)
-        if not expressions:
+        calls = (part.partition("</calc>") for part in reversed(answer.split("<calc>")[1:]))  # in linear time
+        expression = next((text for text, closing, _ in calls if closing), None)
+        if expression is None:
             return Observation(done=True)
-        return Observation(done=False, messages=(Message(self.role, calculate(expressions[-1])),))
+        return Observation(done=False, messages=(Message(self.role, calculate(expression)),))
 
 
 def calculate(expression: str) -> str:

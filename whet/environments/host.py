@@ -23,6 +23,8 @@ from typing import Any
 
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
+from whet.environments.tools.environment import ToolSpec
+from whet.environments.tools.toolbox import Toolbox
 from whet.errors import describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code
@@ -83,17 +85,20 @@ def open_host(
     environment: str,
     options: Mapping[str, Any] | None = None,
     *,
+    tools: Toolbox | None = None,
     deadlines: Deadlines | None = None,
     max_processes: int = 256,
 ) -> EnvironmentHost:
-    """Opens the host of one environment, a registered name or a path. Open it before a model is loaded.
+    """Opens the host of one environment, a registered name or a path, with tools around it. Open it before a model is
+    loaded.
 
     Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
     resolved = entry.resolve_options(options or {}, "environment.options")
     target = environment if ":" in environment else entry.function or environment
-    spec = EnvironmentSpec(target, resolved)
-    if entry.marks.get("pure"):
+    inner = EnvironmentSpec(target, resolved)
+    spec = inner if tools is None else tools.around(inner)
+    if tools is None and entry.marks.get("pure"):
         return InlineHost(spec, at_once)
     try:
         code = pickle_code(spec, target)
@@ -105,13 +110,16 @@ def open_host(
             describe(error),
         )
         return InlineHost(spec, asyncio.Runner().run)
-    return ProcessHost(code, deadlines or Deadlines(), max_processes, is_shared=bool(entry.marks.get("shared")))
+    is_shared = bool(entry.marks.get("shared")) and tools is None
+    return ProcessHost(code, deadlines or Deadlines(), max_processes, is_shared=is_shared)
 
 
 class InlineHost(EnvironmentHost):
     """A host in the caller's thread: each result is ready when the call returns."""
 
-    def __init__(self, spec: EnvironmentSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome]) -> None:
+    def __init__(
+        self, spec: EnvironmentSpec | ToolSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
+    ) -> None:
         super().__init__()
         self._make, self._run = spec.load(), run
         self._open: dict[str, Running] = {}

@@ -8,7 +8,7 @@
         async def close(self): ...
 
 On the right is the short form: the constructor gets the prompt, and `step` gets the text of the turn without special
-tokens. Methods of either form may be `async`. Options are keyword-only.
+tokens. Methods of either form may be `async`. Options are keyword-only. `whet.environments.forms` has other forms.
 """
 
 from __future__ import annotations
@@ -30,11 +30,33 @@ class Answer:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason = "stop"
+    results: tuple[Result, ...] = ()  # of the tasks in the last observation; then there is no text
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task for a sub-agent: a conversation that it begins with, in an environment of its own."""
+
+    agent: str  # of `environment.agents`
+    messages: tuple[Message, ...]
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a task."""
+
+    text: str  # of its last turn
+    reward: float  # the sum of its environment's rewards
+    num_turns: int
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of its environment
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The reply of an environment: messages for the model to read, or the end of the episode."""
+    """The reply of an environment: messages for the model to read, tasks for sub-agents, or the end of the episode."""
 
     done: bool
     messages: tuple[Message, ...] = ()
@@ -45,6 +67,10 @@ class Observation:
     context: Literal["append", "replace"] = "append"  # "replace": the messages replace the whole conversation so far
     state_key: str | None = None  # equal for equal states, for estimators that compare steps
     max_tokens: int | None = None  # of the next turn
+    player: str = ""  # reads the messages and takes the next turn; each has a conversation of its own
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by player, each for its last turn
+    is_trained: bool = True  # False: the next turn is sampled, and not trained on
+    tasks: tuple[Task, ...] = ()  # run now, side by side; the next `step` gets their results
 
 
 class Environment(Protocol):
@@ -96,7 +122,15 @@ def read_observation(raw: object) -> Observation:
         raise _wrong("state_key", raw.state_key, "text or None")
     if raw.max_tokens is not None and not (type(raw.max_tokens) is int and raw.max_tokens > 0):
         raise _wrong("max_tokens", raw.max_tokens, "a whole number above 0, or None", ValueError)
-    is_plain = type(raw.done) is type(raw.truncated) is bool and type(raw.messages) is type(raw.media) is tuple
+    if not isinstance(raw.player, str):
+        raise _wrong("player", raw.player, "text")
+    _check_names("rewards", raw.rewards)
+    if not isinstance(raw.tasks, tuple | list) or not all(isinstance(each, Task) for each in raw.tasks):
+        raise _wrong("tasks", raw.tasks, "a tuple of Task")
+    if raw.tasks and (raw.messages or raw.done or raw.truncated):
+        raise _wrong("tasks", raw.tasks, "no tasks beside messages or an end", ValueError)
+    is_plain = type(raw.done) is type(raw.truncated) is type(raw.is_trained) is bool and not raw.rewards
+    is_plain = is_plain and type(raw.messages) is type(raw.media) is type(raw.tasks) is tuple
     if is_plain and type(raw.reward) is float and math.isfinite(raw.reward):
         return raw
     return replace(
@@ -106,6 +140,9 @@ def read_observation(raw: object) -> Observation:
         reward=_number("reward", raw.reward, "a finite number"),
         messages=tuple(raw.messages),
         media=tuple(raw.media),
+        rewards={name: _number(f"rewards[{name!r}]", value, "a finite number") for name, value in raw.rewards.items()},
+        is_trained=_flag("is_trained", raw.is_trained),
+        tasks=tuple(raw.tasks),
     )
 
 

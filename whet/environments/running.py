@@ -13,10 +13,12 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from whet.environments.protocol import Answer, Closes, Environment, Observation, Resets, read_observation
-from whet.errors import describe
+from whet.environments.forms import GOES_ON, Context, Form, StepFunction, awaited, same
+from whet.environments.protocol import Answer, Environment, Observation, read_observation
+from whet.errors import ToolError, describe
 from whet.processes.frames import BrokenMessageError
 from whet.processes.template import Caller, Serve
 from whet.registry import ENVIRONMENTS
@@ -24,8 +26,7 @@ from whet.types import Failure, Prompt
 
 log = logging.getLogger(__name__)
 Outcome = Observation | Failure
-GOES_ON = Observation(done=False)
-_FORMS: dict[type, tuple[bool, bool]] = {}  # by class
+_FORMS: dict[type, Form] = {}  # by class
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class EnvironmentSpec:
     def load(self) -> Callable[[Prompt], Environment]:
         """Returns a function that makes the object of one episode.  Raises: RegistryError, any error of the import."""
         entry = ENVIRONMENTS[self.target]
-        make, options, is_for_prompt = entry.load(), dict(self.options), bool(entry.parameters)
-        return lambda prompt: make(prompt, **options) if is_for_prompt else make(**options)
+        make, options, parameters = entry.load(), dict(self.options), entry.parameters
+        if inspect.isfunction(make) and parameters and parameters[0] != "prompt":
+            return lambda prompt: StepFunction(make, options)
+        return lambda prompt: make(prompt, **options) if parameters else make(**options)
 
 
 class Running:
@@ -48,6 +51,8 @@ class Running:
     def __init__(self, make: Callable[[Prompt], Environment]) -> None:
         self._make = make
         self._environment: Any = None
+        self._context: Context | None = None
+        self._call: asyncio.Future[Any] | None = None  # of a method that may run tasks
 
     async def call(self, verb: str, *arguments: Any) -> Outcome:
         """Runs "reset" (prompt, seed), "step" (Answer) or "close" ().  Returns an Observation or a Failure."""
@@ -55,43 +60,64 @@ class Running:
         methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
             result = methods[verb](*arguments)
-            if result is GOES_ON:  # of this file, so there is nothing to check
+            if result is GOES_ON:  # of this package, so there is nothing to check
                 return GOES_ON
-            if not isinstance(result, Observation) and inspect.isawaitable(result):  # the second test is the slow one
-                result = await result
-            return read_observation(result)
+            return read_observation(await awaited(result))
         except KeyboardInterrupt:  # a signal that stops the run
             raise
+        except ToolError as error:
+            return Failure("tool", str(error))
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
             return Failure("environment", describe(error))
 
     @property
     def needs_close(self) -> bool:
         """Tells whether "close" does something: the environment was made, and has a method of that name."""
-        return _form(self._environment)[1]
+        return self._environment is not None and _form(self._environment).has_close
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
         self._environment = self._make(prompt)
-        return self._environment.reset(prompt, seed) if _form(self._environment)[0] else GOES_ON
+        form = _form(self._environment)
+        if form.resets is None:
+            return GOES_ON
+        return self._called(form, 0, partial(form.resets, self._environment, prompt, seed))
 
     def _step(self, answer: Answer) -> Any:
         assert self._environment is not None
-        return self._environment.step(answer if _form(self._environment)[0] else answer.text)
+        if answer.results and self._context is not None and self._call is not None:
+            self._context.give(answer.results)
+            return self._context.until_asked(self._call)
+        form = _form(self._environment)
+        return self._called(form, 1, partial(self._environment.step, form.reads(answer)))
+
+    def _called(self, form: Form, number: int, method: Callable[..., Any]) -> Any:
+        if form.contexts[number]:
+            self._context = self._context or Context()
+            self._call = asyncio.ensure_future(_converted(form, method(context=self._context)))
+            return self._context.until_asked(self._call)
+        result = method()
+        if form.converts is same or isinstance(result, Observation):
+            return result
+        return _converted(form, result)
 
     async def _close(self) -> Any:
         environment, self._environment = self._environment, None
-        if _form(environment)[1]:
-            closed = environment.close()
-            if inspect.isawaitable(closed):
-                await closed
+        if self._call is not None:
+            self._call.cancel()
+        if environment is not None and _form(environment).has_close:
+            await awaited(environment.close())
         return Observation(done=True)
 
 
-def _form(environment: Any) -> tuple[bool, bool]:
-    """(has `reset`, has `close`) of an environment, cached by class: isinstance of a protocol is slower than a step."""
+async def _converted(form: Form, result: Any) -> Any:
+    return form.converts(await awaited(result))
+
+
+def _form(environment: Any) -> Form:
+    """The form of an environment, cached by class: isinstance of a protocol is slower than a step."""
     kind = type(environment)
     if kind not in _FORMS:
-        _FORMS[kind] = isinstance(environment, Resets), isinstance(environment, Closes)
+        _FORMS[kind] = Form.of(environment)
     return _FORMS[kind]
 
 

@@ -8,7 +8,7 @@ from whet.registry import register_environment
 from whet.types import Prompt
 
 
-@register_environment("single_turn", pure=True)
+@register_environment("single_turn", pure=True, max_turns=1)
 class SingleTurn:
     """An environment whose episode ends after the first turn."""
 

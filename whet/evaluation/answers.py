@@ -74,13 +74,29 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "parts": dict(trajectory.parts),
         "tokens": len(sampled),
         "turns": len(trajectory.turns),
+        **({"limit": trajectory.limit} if trajectory.limit not in (None, "length") else {}),
         "finish_reason": last.finish_reason if last is not None else None,
         "stop": last.stop if last is not None else None,
         "mean_log_prob": math.fsum(log_probs) / len(log_probs) if log_probs else None,
         "policy_version": last.policy_version if last is not None else None,
         **({"policy_versions": [turn.versions for turn in trajectory.turns]} if _is_mixed(trajectory) else {}),
         "failure": None if trajectory.failure is None else asdict(trajectory.failure),
+        **({"steps": _steps(trajectory, tokenizer)} if len(trajectory.messages) > 1 or trajectory.fields else {}),
     }
+
+
+def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
+    """The turns of an episode: what was read, what was written, and what the environment said of it."""
+    steps = []
+    for turn in trajectory.turns:
+        step: Record = {
+            "observation": [message.to_dict() for message in turn.observation],
+            "action": tokenizer.decode(list(turn.token_ids), skip_special_tokens=True),
+            "reward": turn.reward,
+        }
+        named = {"state": turn.state_key, "agent": turn.agent, "player": turn.player}
+        steps.append({**step, **{name: value for name, value in named.items() if value}})
+    return steps
 
 
 def by_prompt(rows: Iterable[Record]) -> dict[int, list[Record]]:

@@ -20,6 +20,7 @@ from whet.config.checks import check_context
 from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_prompts
+from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
@@ -82,7 +83,9 @@ def evaluate(
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
         where, seed = config.data.filter, config.seed
-        prompts = load_prompts(config.data, tokenizer, VAL, rows=data, where=where, seed=seed).items
+        prompts = load_prompts(
+            with_tools(config.data, config.environment), tokenizer, VAL, rows=data, where=where, seed=seed
+        ).items
         prompts = prompts[: config.data.val_max_prompts]
         engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)

@@ -133,7 +133,8 @@ def adapt(
     runner: asyncio.Runner | None = None,
 ) -> RewardFunction:
     """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. The manager batch
-    requires a function of all responses, the others one of one response. `runner` has the event loop of async calls.
+    requires a function of all responses, the others one of one response. `runner` is that of an async
+    method for a batch of one row, as verl's newer managers have it.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
@@ -149,8 +150,8 @@ def adapt(
             f"cannot recognise the form of {show(function)} by its names and annotations; "
             f"expected one of these forms:\n{FORMS}"
         )
-    if getattr(function, "__name__", "") == "run_single":
-        form = replace(form, takes_batch=False)  # of verl's newer managers: a batch of one row
+    if runner is not None:
+        form = replace(form, takes_batch=False)
     if manager is not None and form.takes_batch != (manager == "batch"):
         found, wanted = ("all responses", "one response") if form.takes_batch else ("one response", "all responses")
         raise RewardError(

@@ -260,7 +260,7 @@ def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
 
 def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:
     """Tells whether a reward function scores the responses of a run."""
-    if function is not None or config.reward.function or config.reward.domains:
+    if function is not None or config.reward.names_function:
         return True
     has_model = isinstance(config, TrainConfig) and config.reward_model.source is not None
     return not has_model and config.environment.name == "single_turn"

@@ -12,6 +12,7 @@ import torch
 from whet.errors import DataError
 from whet.models.packing import position_ids
 from whet.protocol import DataProto
+from whet.rollout.groups import by_player
 from whet.types import Group, Trajectory, Turn
 
 NOT_SAMPLED = -1  # turn id of text that the policy did not write
@@ -28,6 +29,7 @@ class Row:
     turn_ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    agent: str = ""
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""
@@ -60,19 +62,28 @@ class Row:
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """A trajectory's rows: a turn whose context continues the row before it goes on in it, any other starts a row.
+    """A trajectory's rows, in the order of their last turns: a turn whose context continues the last row of the same
+    player and sub-agent goes on in it, any other starts a row. Turns that are not trained on are text that was read.
 
     The trajectory's reward is on the last sampled token of its last row; rewards by token are for that row's tokens.
     """
     rows: list[Row] = []
-    so_far: tuple[int, ...] = ()
+    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
     for turn_id, turn in enumerate(trajectory.turns):
-        if rows and turn.context_ids[: len(so_far)] == so_far:
-            rows[-1].read(turn.context_ids[len(so_far) :])
+        who, context = (turn.player, turn.agent), turn.context_ids
+        row, so_far = open_rows.get(who, (Row(()), ()))
+        if who in open_rows and context[: len(so_far)] == so_far:
+            row.read(context[len(so_far) :])
+            rows.remove(row)
         else:
-            rows.append(Row(turn.context_ids))
-        rows[-1].write(turn, turn_id)
-        so_far = turn.context_ids + turn.token_ids
+            row = Row(context, agent=turn.agent)
+        rows.append(row)
+        if turn.is_trained:
+            row.write(turn, turn_id)
+        else:
+            row.read(turn.token_ids)
+        open_rows[who] = row, context + turn.token_ids
+    rows = [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
     if trajectory.failure is not None:
         for row in rows:
             row.mask, row.scores = [0] * len(row.mask), [0.0] * len(row.mask)
@@ -114,6 +125,7 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         "trajectory_uid_name": [t.uid for t in owners],
         "data_source": [t.prompt.data_source for t in owners],
         "domain": [t.prompt.domain for t in owners],
+        "agent": [row.agent for row in rows],
     }
     return _with_scores(DataProto.from_dict(tensors, objects), rows, owners, columns)
 
@@ -131,7 +143,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     """Returns all rows, and the trajectory of each."""
     rows: list[Row] = []
     owners: list[Trajectory] = []
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+    for trajectory in (each for group in by_player(groups) for each in group.trajectories):
         own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids)]
         for row in own:
             if not row.response_ids:

@@ -8,16 +8,20 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, StageConfig, TrainConfig
+from whet.data.chat import template_text
 from whet.environments.host import Deadlines
+from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError
 from whet.models.folder import split_adapters
 from whet.models.load import load_policy
-from whet.registry import ROLLOUT_ENGINES
-from whet.rollout.collect import Collector
+from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
+from whet.rollout.collect import Collector, Stage
 from whet.rollout.constraints import bad_word_ids
+from whet.rollout.episode import Limits
 from whet.rollout.planned import ChecksAhead
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
+from whet.types import Limit
 
 
 def rollout_engine(
@@ -89,19 +93,43 @@ def build_collector(
     seed: int,
     kind: type[Collector] = Collector,
 ) -> Collector:
-    """Builds the collector of the config's environment on an engine."""
+    """Builds the collector of the config's environment and tools on an engine.  Raises: ConfigError, ToolError."""
     return kind(
         engine,
         tokenizer,
-        environment=config.environment.name,
-        environment_options=config.environment.options,
-        max_turns=config.environment.max_turns,
+        stage=_stage(config.environment, config, tokenizer),
+        agents={name: _stage(agent, config, tokenizer) for name, agent in config.environment.agents.items()},
         apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
         seed=seed,
         deadline_seconds=config.rollout.deadline_seconds,
-        episode_seconds=config.environment.episode_seconds,
-        environment_seconds=Deadlines(reset=config.environment.reset_seconds, step=config.environment.step_seconds),
+    )
+
+
+def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
+    whole, data, tools = config.environment, with_tools(config.data, stage), toolbox_of(stage)
+    if tools is not None:
+        template = template_text(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
+        tools = with_parser(tools, template)
+    turns = stage.max_turns
+    if tools is None:
+        turns = min(turns, ENVIRONMENTS[stage.name].marks.get("max_turns", turns))
+    choices: dict[Limit, str] = {"time": whole.on_timeout, "overflow": whole.on_overflow}
+    limits = Limits(
+        max_turns=turns,
+        max_turn_tokens=stage.max_turn_tokens,
+        max_episode_tokens=stage.max_episode_tokens,
+        max_context_tokens=config.data.max_prompt_length,
+        fails_at=frozenset(limit for limit, choice in choices.items() if choice == "fail"),
+    )
+    return Stage(
+        stage.name,
+        stage.options,
+        limits,
+        Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
+        stage.episode_seconds,
+        stage.max_processes,
+        tools,
+        data.chat_template_kwargs,
     )
 
 

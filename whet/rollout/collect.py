@@ -6,17 +6,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import chain
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, render_chat
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
+from whet.environments.tools.toolbox import Toolbox
 from whet.keyed import key
 from whet.metrics import counted
-from whet.rollout.episode import Close, Command, Episode, Rules, Sample, Score, Step
+from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Message, Prompt, Trajectory, Turn
 
@@ -30,13 +33,20 @@ class TemplateCodec:
         *,
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Toolbox | None = None,
     ) -> None:
+        """`tools` have their parser; `chat_template_kwargs` tell them to the model."""
+        self.tools = tools
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, special tokens left out."""
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def calls(self, token_ids: Sequence[int], turn: int) -> tuple[Mapping[str, Any], ...]:
+        """The tool calls in a turn; none without tools."""
+        return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
@@ -57,6 +67,33 @@ class TemplateCodec:
         return encode_rendered(self.tokenizer, [text])[0]
 
 
+SHORT_SECONDS = 0.005  # for the results of one of several environments
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An environment and the limits of its episodes."""
+
+    environment: str = "single_turn"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
+    episode_seconds: float = 3600.0
+    max_processes: int = 256
+    tools: Toolbox | None = None  # with their parser
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # with the tools (`with_tools`)
+
+    def open(self) -> EnvironmentHost:
+        """Opens the host of the environment.  Raises: as `open_host`."""
+        return open_host(
+            self.environment,
+            self.options,
+            tools=self.tools,
+            deadlines=self.seconds,
+            max_processes=self.max_processes,
+        )
+
+
 class Collector:
     """Runs episodes of one environment on one engine. A failure of an environment or a request ends its own episode."""
 
@@ -65,23 +102,28 @@ class Collector:
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        environment: str = "single_turn",
-        environment_options: Mapping[str, Any] | None = None,
-        max_turns: int = 8,
+        stage: Stage | None = None,
+        agents: Mapping[str, Stage] | None = None,
         apply_chat_template: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         deadline_seconds: float = 3600.0,
-        episode_seconds: float = 3600.0,
-        environment_seconds: Deadlines | None = None,
     ) -> None:
-        self.max_turns, self.seed = max_turns, seed
-        self.environments = open_host(environment, environment_options, deadlines=environment_seconds)
-        self.codec = TemplateCodec(
-            tokenizer, apply_chat_template=apply_chat_template, chat_template_kwargs=chat_template_kwargs
-        )
+        """`agents` are the stages of sub-agents."""
+        self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
+        stages = {MAIN: self.stage, **self.agents}
+        self.environments = {name: each.open() for name, each in stages.items()}
+        self.codecs = {
+            name: TemplateCodec(
+                tokenizer,
+                apply_chat_template=apply_chat_template,
+                chat_template_kwargs=each.chat_template_kwargs,
+                tools=each.tools,
+            )
+            for name, each in stages.items()
+        }
         self.deadline_seconds = deadline_seconds
-        self.driver = Driver(engine, self.environments, episode_seconds)
+        seconds = {name: each.episode_seconds for name, each in stages.items()}
+        self.driver = Driver(engine, self.environments, seconds)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -92,7 +134,11 @@ class Collector:
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:
         """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
-        rules = Rules(self.codec, params, self.seed, step, purpose, self.max_turns)
+        rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits)
+        agents = {
+            name: replace(rules, codec=self.codecs[name], limits=each.limits) for name, each in self.agents.items()
+        }
+        rules = replace(rules, agents=agents)
         seeds = [key(self.seed, "environment", purpose, step, prompt.uid) for prompt in prompts]
         return [
             Episode(prompt, sample, rules, seed)
@@ -120,7 +166,8 @@ class Collector:
 
     def close(self) -> None:
         """Ends the environments' processes."""
-        self.environments.shutdown()
+        for host in self.environments.values():
+            host.shutdown()
 
 
 def by_prompt(trajectories: Sequence[Trajectory], n: int) -> list[list[Trajectory]]:
@@ -132,7 +179,7 @@ def by_prompt(trajectories: Sequence[Trajectory], n: int) -> list[list[Trajector
 class _Open:
     episode: Episode
     on_done: Callable[[Trajectory], None]
-    late_at: float
+    children: list[str] = field(default_factory=list)  # ids of the episodes of its sub-agents
 
 
 class Driver:
@@ -141,16 +188,18 @@ class Driver:
     def __init__(
         self,
         engine: RolloutEngine,
-        environments: EnvironmentHost,
-        episode_seconds: float,
+        environments: Mapping[str, EnvironmentHost],
+        episode_seconds: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """The host of environments and the deadline of an episode are by sub-agent."""
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
-        self._open: dict[str, _Open] = {}  # by id of the episode, the oldest first
+        self._open: dict[str, _Open] = {}  # by id of the episode
+        self._late_at: list[tuple[float, str]] = []  # a heap
         self._unsent = deque[Sample]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
-        self._stepping: set[str] = set()  # ids of episodes whose environment has the turn
+        self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
 
     @property
     def is_idle(self) -> bool:
@@ -170,8 +219,7 @@ class Driver:
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Begins episodes; `on_done` gets the trajectory of each."""
         for episode in episodes:
-            self._open[episode.id] = _Open(episode, on_done, self._clock() + self.episode_seconds)
-            self._carry_out(episode.start())
+            self._begin(episode, on_done)
 
     def turn(self, timeout_seconds: float) -> None:
         """Sends requests, and waits for observations and completions up to `timeout_seconds`.
@@ -185,9 +233,9 @@ class Driver:
     def drop(self) -> None:
         """Ends all episodes without a word, after an error."""
         drop(self.engine, list(self._sampling))
-        for uid in self._open:
-            self.environments.close(uid)
-        self._open, self._sampling, self._stepping = {}, {}, set()
+        for uid, each in self._open.items():
+            self.environments[each.episode.agent].close(uid)
+        self._open, self._sampling, self._stepping, self._late_at = {}, {}, {}, []
         self._unsent.clear()
 
     def note_partials(self) -> None:
@@ -197,20 +245,45 @@ class Driver:
         self.engine.resume()
         self._handle(events)
 
+    def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
+        self._open[episode.id] = _Open(episode, on_done)
+        heappush(self._late_at, (self._clock() + self.episode_seconds[episode.agent], episode.id))
+        self._carry_out(episode.start())
+
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Sample):
                 self._unsent.append(command)
-            elif isinstance(command, Score):
-                self._open.pop(command.episode).on_done(command.trajectory)
+                continue
+            opened = self._open[command.episode]
+            host, agent = self.environments[opened.episode.agent], opened.episode.agent
+            if isinstance(command, Score):
+                del self._open[command.episode]
+                opened.on_done(command.trajectory)
             elif isinstance(command, Close):
-                self.environments.close(command.episode)
+                self._abandon([child for child in opened.children if child in self._open])
+                host.close(command.episode)
             elif isinstance(command, Step):
-                self._stepping.add(command.episode)
-                self.environments.step(command.episode, command.answer)
+                self._stepping[command.episode] = agent
+                host.step(command.episode, command.answer)
+            elif isinstance(command, Delegate):
+                opened.children.append(command.child.id)
+                self._begin(command.child, partial(self._on_delegated, opened.episode))
             else:
-                self._stepping.add(command.episode)
-                self.environments.start(command.episode, command.prompt, command.seed)
+                self._stepping[command.episode] = agent
+                host.start(command.episode, command.prompt, command.seed)
+
+    def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
+        self._carry_out(parent.on_delegated(trajectory))
+
+    def _abandon(self, ids: Sequence[str]) -> None:
+        """Ends episodes without a word."""
+        self._stop_calls(ids)
+        for uid in ids:
+            opened = self._open.pop(uid, None)
+            if opened is not None:
+                self._abandon(opened.children)
+                self.environments[opened.episode.agent].close(uid)
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
@@ -219,10 +292,12 @@ class Driver:
             self._sampling[sample.request.uid] = self._open[sample.episode].episode
 
     def _take_observations(self, timeout_seconds: float) -> None:
-        if not self._stepping:
-            return
-        for uid, result in self.environments.poll(timeout_seconds):
-            self._stepping.discard(uid)
+        agents = set(self._stepping.values())
+        wait = timeout_seconds if len(agents) == 1 else min(timeout_seconds, SHORT_SECONDS)
+        for uid, result in chain.from_iterable(self.environments[agent].poll(wait) for agent in sorted(agents)):
+            if uid not in self._stepping:
+                continue
+            del self._stepping[uid]
             episode = self._open[uid].episode
             if isinstance(result, Failure):
                 self._carry_out(episode.on_failure(result))
@@ -249,17 +324,24 @@ class Driver:
 
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over."""
-        now = self._clock()
-        late = [each.episode for each in takewhile(lambda each: now > each.late_at, self._open.values())]
-        if not late:
+        now, late = self._clock(), list[Episode]()
+        while self._late_at and now > self._late_at[0][0]:
+            _, uid = heappop(self._late_at)
+            if uid in self._open:
+                late.append(self._open[uid].episode)
+        self._stop_calls([episode.id for episode in late])
+        for episode in late:
+            why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
+            self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+
+    def _stop_calls(self, ids: Sequence[str]) -> None:
+        """Aborts the requests of episodes, and listens to no more results of their environments."""
+        if not ids:
             return
-        ids = {episode.id for episode in late}
-        requests = [uid for uid, episode in self._sampling.items() if episode.id in ids]
+        gone = {*ids}
+        requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
         self.engine.abort(requests)  # others go on: what comes of these is not listened to
         for uid in requests:
             del self._sampling[uid]
-        self._unsent = deque(sample for sample in self._unsent if sample.episode not in ids)
-        self._stepping -= ids
-        why = f"the episode took longer than {self.episode_seconds:g} s"
-        for episode in late:
-            self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+        self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
+        self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}

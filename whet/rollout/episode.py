@@ -7,16 +7,19 @@ the tests in any order of events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from whet.data.chat import check_message
-from whet.environments.protocol import Answer, Observation
-from whet.errors import DataError
+from whet.data.chat import assistant_message, check_message
+from whet.environments.protocol import Answer, Observation, Result, Task
+from whet.errors import TextError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
-from whet.types import Failure, Message, Prompt, Trajectory, Turn
+from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
+
+BEGINNING = Observation(done=False)
+MAIN = ""  # the agent of an episode that is no task of another
 
 
 class Codec(Protocol):
@@ -24,6 +27,10 @@ class Codec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, special tokens left out."""
+        ...
+
+    def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
+        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one."""
         ...
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -35,6 +42,17 @@ class Codec(Protocol):
 
         Raises: DataError where the chat template rewrites the conversation so far."""
         ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of an episode; of None there is none."""
+
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
+    max_episode_tokens: int | None = None  # sampled in all turns
+    max_context_tokens: int | None = None  # of a conversation that replaces the one before
+    fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with what it has
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class Rules:
     seed: int
     step: int
     purpose: str = "rollout"
-    max_turns: int = 8
+    limits: Limits = Limits()
+    agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,7 @@ class Reset:
     episode: str  # its id
     prompt: Prompt
     seed: int
+    agent: str = ""  # the sub-agent whose environment it is
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,14 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Delegate:
+    """Run the episode of a sub-agent, and tell `on_delegated` its trajectory."""
+
+    episode: str  # id of the episode that waits for it
+    child: Episode
+
+
+@dataclass(frozen=True)
 class Close:
     """Let the environment of an episode go; nothing follows from it."""
 
@@ -93,7 +121,17 @@ class Score:
     episode: str
 
 
-Command = Reset | Sample | Step | Close | Score
+Command = Reset | Sample | Step | Delegate | Close | Score
+
+
+@dataclass(frozen=True)
+class Context:
+    """The conversation that a player reads."""
+
+    token_ids: tuple[int, ...]
+    row_start: int  # the tokens before it are no response
+    messages: tuple[Message, ...]
+    media: tuple[Media, ...]
 
 
 @dataclass
@@ -104,49 +142,55 @@ class Episode:
     sample: int
     rules: Rules
     seed: int = 0  # of the environment, equal for the samples of a prompt
-    turns: list[Turn] = field(default_factory=list)
+    agent: str = MAIN
+    turns: list[Turn] = field(default_factory=list)  # with those of its sub-agents
     messages: list[Message] = field(default_factory=list)  # all that were exchanged after the prompt
     fields: dict[str, Any] = field(default_factory=dict)
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
-    _turn_limit: int | None = None  # tokens that the environment allows the next response
+    _read: Observation = BEGINNING  # before the turn that is being sampled
+    _contexts: dict[str, Context] = field(default_factory=dict)  # by player
+    _last: dict[str, int] = field(default_factory=dict)  # the player's last turn: its place in `turns`
+    _tasks: dict[str, Result | None] = field(default_factory=dict)  # by the trajectory that a task leads to
+    _num_turns: int = 0  # its own
+    _num_tasks: int = 0
 
     def __post_init__(self) -> None:
         self.uid = f"{self.prompt.uid}:{self.sample}"  # names the trajectory in the run
         self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
-        # The model reads a context: a conversation, its ids (the first `_row_start` of which are no response), media.
-        self.context_ids, self._row_start = self.prompt.token_ids, len(self.prompt.token_ids)
-        self._conversation, self._media = list(self.prompt.messages), self.prompt.media
 
     def start(self) -> list[Command]:
         """Begins."""
-        return [Reset(self.id, self.prompt, self.seed)]
+        return [Reset(self.id, self.prompt, self.seed, self.agent)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
         if self.over:
             return []
         try:
-            for message in observation.messages:
-                check_message(message)
-        except DataError as error:
+            return self._on_observation(observation)
+        except TextError as error:
             return self._end(Failure("environment", str(error)))
+
+    def _on_observation(self, observation: Observation) -> list[Command]:
+        for message in observation.messages:
+            check_message(message)
         self.fields.update(observation.fields)
-        is_done = observation.done or observation.truncated
-        if self.turns:
-            last = self.turns[-1]
-            if observation.reward:
-                last = self.turns[-1] = replace(last, reward=observation.reward)
-            if is_done or (last.finish_reason == "length" and self._turn_limit is None):
-                return self._end()
-        elif is_done:
-            return self._end(Failure("environment", "reset ended the episode before its first response"))
-        self._read(observation)
-        if len(self.turns) == self.rules.max_turns or self._left < 1:
-            return self._end()
-        return [Sample(self.id, self._request())]
+        self._pay(observation)
+        if observation.tasks:
+            return self._delegate(observation.tasks)
+        if observation.done or observation.truncated:
+            if not self.turns:
+                return self._end(Failure("environment", "reset ended the episode before its first response"))
+            return self._end(limit="environment" if observation.truncated else None)
+        if self._last and self._last_turn.finish_reason == "length" and self._turn_limit is None:
+            return self._end(limit="length")
+        self._to_context(observation)
+        if self._num_turns == self.rules.limits.max_turns:
+            return self._end(limit="turns")
+        return self._check_length() or [Sample(self.id, self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
         """Reads the response of the engine; of one that was aborted the next attempt samples the rest."""
@@ -157,12 +201,22 @@ class Episode:
             self._partial, self._attempt, self._noted = whole, self._attempt + 1, None
             return [Sample(self.id, self._request())]
         self._partial, self._attempt, self._noted = None, 0, None
-        text = self.rules.codec.decode(whole.token_ids)
-        self.turns.append(Turn(self.context_ids, **vars(whole)))  # a turn has all fields of a completion
-        message = Message("assistant", text)
-        self.messages.append(message)
-        self._conversation.append(message)
-        return [Step(self.id, Answer(text, token_ids=whole.token_ids, finish_reason=whole.finish_reason))]
+        text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
+        calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        turn = Turn(
+            context.token_ids,
+            **vars(whole),  # a turn has all fields of a completion
+            observation=read.messages,
+            state_key=read.state_key,
+            agent=self.agent,
+            player=read.player,
+            is_trained=read.is_trained,
+        )
+        self._last[read.player], self._num_turns = len(self.turns), self._num_turns + 1
+        self.turns.append(turn)
+        self.messages.append(assistant_message(text, calls))
+        self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
+        return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason))]
 
     def on_partial(self, partial: Partial) -> None:
         """Notes tokens of the running attempt."""
@@ -181,45 +235,138 @@ class Episode:
         return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
-        """Ends the episode with a failure of its environment or of the engine."""
-        return [] if self.over else self._end(failure)
+        """Ends the episode with a failure of its environment or of the engine; at a deadline that `fails_at` does not
+        have, with its turns so far."""
+        if self.over:
+            return []
+        return self._stop("time", failure) if failure.timed_out else self._end(failure)
 
-    def _read(self, observation: Observation) -> None:
-        """Puts an observation into the context, behind it or in its place."""
-        codec, new = self.rules.codec, observation.messages
+    def on_delegated(self, trajectory: Trajectory) -> list[Command]:
+        """Reads the trajectory of a sub-agent: its turns become turns of this episode. The environment gets the results
+        of all tasks together."""
+        if self.over or trajectory.uid not in self._tasks:
+            return []
+        written = [str(message.content) for message in trajectory.messages if message.role == "assistant"]
+        self._tasks[trajectory.uid] = Result(
+            text=written[-1] if written else "",
+            reward=trajectory.score,
+            num_turns=len(trajectory.turns),
+            fields=trajectory.fields,
+            failure=None if trajectory.failure is None else trajectory.failure.message,
+        )
+        if trajectory.failure is None:
+            self.turns += [replace(turn, player=self._read.player) for turn in trajectory.turns]
+        results = tuple(result for result in self._tasks.values() if result is not None)
+        if len(results) < len(self._tasks):
+            return []
+        self._tasks = {}
+        return [Step(self.id, Answer("", results=results))]
+
+    def _pay(self, observation: Observation) -> None:
+        """Adds the rewards of an observation to the last turns of the players."""
+        for player, reward in ((self._read.player, observation.reward), *observation.rewards.items()):
+            if reward and player in self._last:
+                turn = self.turns[self._last[player]]
+                self.turns[self._last[player]] = replace(turn, reward=turn.reward + reward)
+
+    def _delegate(self, tasks: Sequence[Task]) -> list[Command]:
+        """Begins an episode for each task."""
+        if unknown := [task.agent for task in tasks if task.agent not in self.rules.agents]:
+            known = ", ".join(self.rules.agents) or "none"
+            what = f"a task is for the agent {unknown[0]!r}; environment.agents has {known}: add it there"
+            return self._end(Failure("environment", what))
+        children = []
+        for task in tasks:
+            self._num_tasks += 1
+            name = f"{self.prompt.uid}/{task.agent}.{self._num_tasks}"
+            given = {"ground_truth": task.ground_truth, "extra_info": task.extra_info, "media": ()}
+            ids = tuple(self.rules.agents[task.agent].codec.opening(task.messages))
+            prompt = replace(self.prompt, uid=name, messages=task.messages, token_ids=ids, **given)
+            seed = key(self.seed, "task", self._num_tasks)
+            children.append(Episode(prompt, self.sample, self.rules.agents[task.agent], seed, task.agent))
+        self._tasks = {child.uid: None for child in children}
+        return [Delegate(self.id, child) for child in children]
+
+    def _to_context(self, observation: Observation) -> None:
+        """Puts an observation into the context of its player, behind it or in its place."""
+        codec, new, player = self.rules.codec, observation.messages, observation.player
         self.messages += new
-        self._turn_limit = observation.max_tokens
-        is_replaced = observation.context == "replace"
-        if self.turns and not is_replaced:
-            last, before = self.turns[-1], self._conversation[:-1]
-            self.context_ids = last.context_ids + last.token_ids + tuple(codec.continuation(before, new, last))
-        self._conversation = [*new] if is_replaced else [*self._conversation, *new]
-        self._media = observation.media if is_replaced else self._media + observation.media
-        if is_replaced or (new and not self.turns):
-            self.context_ids = tuple(codec.opening(self._conversation))
-            self._row_start = len(self.context_ids)
+        self._read = observation
+        context, ids = self._contexts.get(player), self.prompt.token_ids
+        is_opened = observation.context == "replace"
+        if is_opened:
+            context = Context((), 0, new, observation.media)
+        elif context is None:
+            prompt, is_opened = self.prompt, bool(new)
+            context = Context(ids, len(ids), (*prompt.messages, *new), prompt.media + observation.media)
+        else:
+            last = self.turns[self._last[player]]
+            ids = last.context_ids + last.token_ids + tuple(codec.continuation(context.messages[:-1], new, last))
+            media = context.media + observation.media
+            context = Context(ids, context.row_start, (*context.messages, *new), media)
+        if is_opened:
+            ids = tuple(codec.opening(context.messages))
+            context = replace(context, token_ids=ids, row_start=len(ids))
+        self._contexts[player] = context
 
     @property
-    def _left(self) -> int:
-        """Tokens that the response may still have."""
-        return self.rules.params.max_new_tokens - (len(self.context_ids) - self._row_start)
+    def _context(self) -> Context:
+        return self._contexts[self._read.player]
+
+    @property
+    def _last_turn(self) -> Turn:
+        return self.turns[self._last[self._read.player]]
+
+    @property
+    def _turn_limit(self) -> int | None:
+        """Tokens that the environment or the config allows the turn."""
+        return self._read.max_tokens or self.rules.limits.max_turn_tokens
+
+    @property
+    def _row_left(self) -> int:
+        """Tokens that the response in the row may still have."""
+        return self.rules.params.max_new_tokens - (len(self._context.token_ids) - self._context.row_start)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens that the next turn may have."""
+        most = self._row_left if self._turn_limit is None else min(self._row_left, self._turn_limit)
+        whole = self.rules.limits.max_episode_tokens
+        return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
+
+    def _check_length(self) -> list[Command]:
+        """Ends the episode where there is no room for a turn; else nothing."""
+        length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
+        if self._read.context == "replace" and most is not None and length > most:
+            what = f"the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
+        elif self._row_left < 1:
+            what = f"the environment's messages leave no room: turns and messages have {length} tokens"
+        else:
+            return [] if self._most_tokens > 0 else self._end(limit="tokens")
+        hint = "shorten them, raise the limit, or set environment.on_overflow=truncate"
+        return self._stop("overflow", Failure("environment", f"{what}; {hint}"))
 
     def _request(self) -> Request:
-        rules, turn = self.rules, len(self.turns)
-        most = self._left if self._turn_limit is None else min(self._left, self._turn_limit)
+        rules, turn, most = self.rules, self._num_turns, self._most_tokens
         whole = most == rules.params.max_new_tokens
         request = Request(
             uid=f"{self.id}:{turn}",
-            prompt_ids=self.context_ids,
+            prompt_ids=self._context.token_ids,
             params=rules.params if whole else replace(rules.params, max_new_tokens=most),
             key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
             attempt=self._attempt,
-            media=self._media,
+            media=self._context.media,
+            keeps_cache=turn + 1 < rules.limits.max_turns,
         )
         self._partial = self._partial and unfinished(self._partial, request)
         return request if self._partial is None else replace(request, sampled_ids=self._partial.token_ids)
 
-    def _end(self, failure: Failure | None = None) -> list[Command]:
+    def _stop(self, limit: Limit, failure: Failure) -> list[Command]:
+        """Ends the episode at a limit: with its turns so far, or with the failure."""
+        is_failed = limit in self.rules.limits.fails_at or not self.turns
+        return self._end(failure) if is_failed else self._end(limit=limit)
+
+    def _end(self, failure: Failure | None = None, limit: Limit | None = None) -> list[Command]:
         self.over = True
         trajectory = Trajectory(
             uid=self.uid,
@@ -229,6 +376,7 @@ class Episode:
             failure=failure,
             messages=tuple(self.messages),
             fields=self.fields,
+            limit=limit,
         )
         return [Close(self.id), Score(trajectory, self.id)]
 

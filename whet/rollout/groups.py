@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.errors import DataError
-from whet.types import Group, Prompt, Trajectory
+from whet.types import Group, Prompt, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Filter:
         own = self.of_domain.get(group.prompt.domain)
         if own is not None:
             return own.keep(group)
+        return any(self._keeps(each) for each in by_player([group]))
+
+    def _keeps(self, group: Group) -> bool:
         values = [_metric(trajectory, self.metric) for trajectory in group.trajectories if not trajectory.failure]
         return self.keeps(values, **self.options)
 
@@ -228,6 +231,29 @@ class Stream:
             return len(self.queue) >= self._most_admitted
         last_round = [*self.queue.values()][-self._rounds[-1] :]
         return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))
+
+
+def by_player(groups: Sequence[Group]) -> list[Group]:
+    """Splits episodes of several players: each player that is trained has a group of its own turns. Other groups stay
+    as they are."""
+    split = list[Group]()
+    for group in groups:
+        trained = {turn.player for each in group.trajectories for turn in each.turns if turn.is_trained}
+        if trained <= {""}:
+            split.append(group)
+            continue
+        for player in sorted(trained):
+            prompt = replace(group.prompt, uid=f"{group.prompt.uid}/{player}")
+            own = [
+                replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=_of_player(each.turns, player))
+                for each in group.trajectories
+            ]
+            split.append(Group(prompt, tuple(own)))
+    return split
+
+
+def _of_player(turns: Sequence[Turn], player: str) -> tuple[Turn, ...]:
+    return tuple(turn for turn in turns if turn.player == player)
 
 
 def _failed(admitted: Admitted) -> bool:

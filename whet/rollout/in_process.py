@@ -306,6 +306,9 @@ class InProcessEngine(ABC, Generic[L]):
     def _forget(self) -> None:
         """Puts running requests back into the queue, with nothing computed; their tokens were read."""
 
+    def _forget_finished(self) -> None:
+        """Frees what is kept of requests that are done."""
+
     def _end(self, live: Sequence[L]) -> None:
         if not live:
             return
@@ -325,6 +328,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     def _before_new_weights(self, *, forget: bool) -> None:
         """Stamps the tokens so far with the version that sampled them, and forgets the cache unless it is kept."""
+        self._forget_finished()
         if not self.unfinished:
             return
         self._read()

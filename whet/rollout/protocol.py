@@ -59,6 +59,7 @@ class Request:
     sampled_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()  # of the prompt
     deadline_seconds: float | None = None  # from submission; a request that takes longer fails
+    keeps_cache: bool = False  # a request that begins with this prompt and its response may follow
     streams: bool = False  # new tokens come as Partial events while it runs, where the engine can; none comes twice
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.errors import DataError, EngineError, RewardError, SandboxError, WhetError
+from whet.errors import DataError, EngineError, RewardError, SandboxError, ToolError, WhetError
 from whet.metrics import Metrics
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
@@ -24,7 +24,7 @@ from whet.types import Failure, FailureSource, Group, Outcome, Prompt, RewardIte
 
 log = logging.getLogger(__name__)
 PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
-ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError}
+ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 T = TypeVar("T")
 
 
@@ -300,6 +300,8 @@ def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
     for trajectory in trajectories:
+        for name in [name for name in trajectory.fields if name.startswith("tools/")]:
+            metrics.mean(name, trajectory.fields[name])
         if trajectory.failure is not None:
             metrics.sum(f"failures/{trajectory.failure.source}", 1)
             if trajectory.failure.timed_out:
@@ -309,8 +311,8 @@ def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None
 class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
-    As long as no trajectory of this process was ever scored, one batch in which all fail ends the run; afterwards
-    `PATIENCE` of them in a row do."""
+    A batch is bad where all of its trajectories failed, or more than half in the environment. As long as there was no
+    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -320,28 +322,32 @@ class FailureWatch:
         """Raises: RewardError, SandboxError or EngineError, by where the first failure arose."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
-        if len(failures) < len(trajectories):
+        of_environment = [(uid, failure) for uid, failure in failures if failure.source == "environment"]
+        if failures and len(failures) == len(trajectories):
+            found = f"all {len(trajectories)} trajectories failed, so there is nothing to learn from"
+            self._count(found, failures[0])
+        elif len(of_environment) > len(trajectories) / 2:
+            found = f"{len(of_environment)} of {len(trajectories)} trajectories, more than half, failed"
+            self._count(found, of_environment[0])
+        elif trajectories:
             self._left = PATIENCE
-        if failures:
-            self._report(failures, len(trajectories))
+            self._warn(failures, len(trajectories))
 
-    def _report(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
-        if len(failures) < total:
-            for uid, failure in failures:
-                if failure.source not in self._warned:
-                    self._warned.add(failure.source)
-                    log.warning(
-                        "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
-                        "warned once; failures/%s counts them, rollouts/ has each)",
-                        *(len(failures), total, failure.source, failure.message, uid, failure.source),
-                    )
-            return
-        uid, first = failures[0]
+    def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        for uid, failure in failures:
+            if failure.source not in self._warned:
+                self._warned.add(failure.source)
+                log.warning(
+                    "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
+                    "warned once; failures/%s counts them, rollouts/ has each)",
+                    *(len(failures), total, failure.source, failure.message, uid, failure.source),
+                )
+
+    def _count(self, found: str, first: tuple[str, Failure]) -> None:
+        """Counts a bad batch, and ends the run with the last that it may have."""
+        uid, failure = first
         self._left -= 1
-        found = (
-            f"all {total} trajectories failed, so there is nothing to learn from: trajectory {uid} in the "
-            f"{first.source}: {first.message}"
-        )
+        found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
         if self._left == 0:
-            raise ERRORS.get(first.source, EngineError)(f"{found}. Fix the {first.source}, then start again")
+            raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
         log.warning("%s. The run ends after %d more such batches", found, self._left)

@@ -25,6 +25,7 @@ from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
+from whet.environments.tools.toolbox import with_tools
 from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
@@ -191,7 +192,7 @@ def _prompts(
     reward: Callable[..., Any] | None,
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
     """The prompts to train on and those to validate on, each in its domain."""
-    files, seed = config.data, config.trainer.seed
+    files, seed = with_tools(config.data, config.environment), config.trainer.seed
     domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
     loaded, held_out = replace(loaded, items=domains.assign(loaded.items)), tuple[Prompt, ...]()

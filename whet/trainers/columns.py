@@ -17,7 +17,7 @@ import torch
 
 from whet.algorithms.adapters import mini_batch_functions
 from whet.algorithms.kl import kl_columns
-from whet.columns import COLUMNS, TABLE, Column, Reader, When
+from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
 from whet.config.compose import flatten
 from whet.config.schema import ActorConfig, TrainConfig
@@ -133,8 +133,8 @@ class ColumnPlan:
         given = {column.name: batch[column.name] for column in self.providers if column.name in batch}
         by_token = {name: values for name, values in given.items() if values.shape[:2] == mask.shape}
         zeroed = {name: zero_outside(values, mask) for name, values in by_token.items()}
-        if "rm_scores" in given:
-            zeroed["rm_scores"] = given["rm_scores"] * mask.any(1)
+        by_row = [column.name for column in self.providers if column.shape == "B" and column.roles]
+        zeroed |= {name: given[name] * mask.any(1) for name in by_row if name in given}
         return batch.with_columns(**zeroed)
 
 
@@ -176,10 +176,8 @@ def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
     if "old_log_probs" in of_loss and not is_given and (is_moved or config.rollout.max_staleness > 0):
         # With one update a step on samples of the current policy its own log-probs, detached, are the old ones.
         yield "the ratio of the policy to what it was", "correction", ["old_log_probs"]
-    if config.reward_model.model_path is not None:
-        yield f"reward_model.model_path={config.reward_model.model_path}", "estimator", ["rm_scores"]
-    if config.reward_model.rubric is not None:
-        yield f"reward_model.rubric={config.reward_model.rubric}", "estimator", ["judge_scores"]
+    if (source := config.reward_model.source) is not None:
+        yield f"reward_model.{source}={config.reward_model[source]}", "estimator", [SCORED_BY[source]]
     if kl.where == "reward":
         yield "algorithm.kl.where=reward", "estimator", ["old_log_probs", *kl_columns(kl.form, "old_")]
     if kl.where == "loss":
@@ -275,11 +273,17 @@ def process_rewards(batch: DataProto, sources: Sources) -> Values:
 @register_provider("rm_scores")
 def rm_scores(batch: DataProto, sources: Sources) -> Values:
     """Score of the reward model for the last row of each trajectory, 0 for its other rows.   [B]"""
-    uid, mask = batch["trajectory_uid"], batch["response_mask"]
+    mask = batch["response_mask"] * last_rows(batch)[:, None]
+    scores = sources.start("reward_model", batch.with_columns(response_mask=mask), "scores")
+    return lambda: scores().sum(1)
+
+
+def last_rows(batch: DataProto) -> torch.Tensor:
+    """True for the last row of each trajectory.   [B]"""
+    uid = batch["trajectory_uid"]
     is_last = torch.ones(len(uid), dtype=torch.bool)
     is_last[:-1] = uid[1:] != uid[:-1]
-    scores = sources.start("reward_model", batch.with_columns(response_mask=mask * is_last[:, None]), "scores")
-    return lambda: scores().sum(1)
+    return is_last
 
 
 @register_provider("reward_baselines")
@@ -303,7 +307,8 @@ def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 @register_provider("state_hash")
 def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
-    """Names the state in which each token's turn was sampled: the environment's last messages, the prompt at first.
+    """Names the state in which each token's turn was sampled: the environment's `state_key`; without one its last
+    messages, the prompt at first.
 
     Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
     """
@@ -318,10 +323,8 @@ def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
 def _states(trajectory: Trajectory) -> list[int]:
     """A number for what stood before each turn."""
     states, since = [], [trajectory.prompt.uid]
-    for message in trajectory.messages:
-        if message.role == "assistant":
-            states.append(key(0, "state", *since))
-            since = []
-        else:
-            since.append(str(message.content))
-    return states[: len(trajectory.turns)]
+    for turn in trajectory.turns:
+        since += [str(message.content) for message in turn.observation]
+        states.append(key(0, "state", *(since if turn.state_key is None else [turn.state_key])))
+        since = []
+    return states

@@ -18,6 +18,7 @@ import torch
 from annotated_types import Ge
 
 from whet.data.prompts import PromptFormat, Template
+from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.models.packing import position_ids
 from whet.options import Positive
@@ -107,7 +108,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
 def _format(sources: Sources) -> PromptFormat:
     """The chat template alone: the data's own template has been filled in before."""
     data, tokenizer = sources.config.data, sources.rollouts.tokenizer
-    kwargs = data.chat_template_kwargs
+    kwargs = with_tools(data, sources.config.environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
 

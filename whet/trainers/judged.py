@@ -12,7 +12,7 @@ import torch
 from whet.data.prompts import PromptFormat
 from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import Rubric, load_rubric
-from whet.trainers.columns import Sources, register_provider
+from whet.trainers.columns import Sources, last_rows, register_provider
 from whet.trainers.hints import text
 from whet.types import Message, Prompt, Trajectory
 
@@ -39,11 +39,8 @@ def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
             *(sources.step, rubric.name, (text(replies[0][0]) or "")[-80:]),
         )
     by_uid = {each.uid: value or 0.0 for each, value in zip(judged, read, strict=True)}
-    owners = batch["trajectory_uid"]
-    scores = torch.tensor([by_uid.get(each.uid, 0.0) for each in trajectories])[owners]
-    is_last = torch.ones(len(owners), dtype=torch.bool)
-    is_last[:-1] = owners[1:] != owners[:-1]
-    return scores * is_last
+    scores = torch.tensor([by_uid.get(each.uid, 0.0) for each in trajectories])
+    return scores[batch["trajectory_uid"]] * last_rows(batch)
 
 
 def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -> list[Prompt]:

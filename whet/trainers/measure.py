@@ -11,11 +11,15 @@ import torch
 
 from whet.metrics import Metrics
 from whet.protocol import DataProto
+from whet.rollout.groups import by_player
 from whet.types import Group
 
 
-def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
-    """Scores, accuracy and reward parts of the trajectories that did not fail, and how many groups cannot teach."""
+def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
+    """Scores, accuracy, reward parts and the environment's numbers of the trajectories that did not fail, and how many
+    groups cannot teach. `environment` names the environment in metrics."""
+    _measure_environment(metrics, groups, environment)
+    groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
     scores = [[each.score for each in group] for group in valid]
     trajectories = list(chain.from_iterable(valid))
@@ -31,6 +35,21 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group]) -> None:
     for domain in dict.fromkeys(group.prompt.domain for group in groups if group.prompt.domain):
         _average(metrics, f"data/share/{domain}", [float(group.prompt.domain == domain) for group in groups])
     _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
+
+
+def _measure_environment(metrics: Metrics, groups: Sequence[Group], name: str) -> None:
+    """The mean of each number that the environment reports, over the trajectories that have it, and the share of the
+    trajectories that ended at each limit."""
+    trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
+    reported: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for field, value in trajectory.fields.items():
+            if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
+                reported.setdefault(field, []).append(float(value))
+    for field, values in reported.items():
+        _average(metrics, f"env/{name}/{field}", values)
+    for limit in dict.fromkeys(each.limit for each in trajectories if each.limit not in (None, "length")):
+        _average(metrics, f"env/{name}/limit/{limit}", [float(each.limit == limit) for each in trajectories])
 
 
 def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:

@@ -50,7 +50,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
     metrics.merge(scored.metrics)
-    measure_groups(metrics, scored.groups)
+    measure_groups(metrics, scored.groups, run.config.environment.label)
     run.write_rollouts(step, scored.groups)
     run.rollouts.failures.record(scored.groups)
     batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)

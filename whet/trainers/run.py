@@ -20,6 +20,7 @@ from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
+from whet.rollout.groups import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
@@ -71,7 +72,7 @@ class Run(Frame):
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
         """The sources of column providers in one step."""
-        return Sources(self.config, self.roles, self.rollouts, groups, step)
+        return Sources(self.config, self.roles, self.rollouts, by_player(groups), step)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between

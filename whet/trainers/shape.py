@@ -14,6 +14,7 @@ from whet.algorithms.controllers import AdaptiveKL, Fixed
 from whet.algorithms.kl import apply_kl_to_reward
 from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import whiten
+from whet.columns import SCORED_BY
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -25,7 +26,7 @@ class Shaper:
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
         self.config = config
-        self._judged_by = {None: None, "model_path": "rm_scores", "rubric": "judge_scores"}[config.reward_model.source]
+        self._scored_by = SCORED_BY.get(config.reward_model.source or "")
         shaping, domains = config.algorithm.shaping, config.reward.domains.values()
         norms = {
             shaping.norm_mean,
@@ -44,7 +45,7 @@ class Shaper:
         if algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards, mask = batch["token_level_scores"], batch["response_mask"]
-        if self._judged_by is not None:
+        if self._scored_by is not None:
             rewards = self._with_model(rewards, batch, metrics)
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
@@ -110,7 +111,7 @@ class Shaper:
 
     def _with_model(self, scores: Tensor, batch: DataProto, metrics: Metrics) -> Tensor:
         """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
-        given, mask, role = batch[str(self._judged_by)], batch["response_mask"], self.config.reward_model
+        given, mask, role = batch[str(self._scored_by)], batch["response_mask"], self.config.reward_model
         counted = mask.any(1)
         metrics.mean("reward/reward_model", given[counted].mean(), int(counted.sum()))
         paid = pay_on_last_token(role.weight * given, mask)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from whet.errors import EngineError
 from whet.models.attention import head_size, token_bytes
 from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
+from whet.rollout.protocol import Identity
+
+Prefix = tuple[int, tuple[int, ...]]
 
 
 def blocks_for(tokens: int) -> int:
@@ -81,6 +85,55 @@ class BlockCache:
             both = moved(torch.tensor([list(sources), list(targets)]), self.keys.device)
             for tensor in (self.keys, self.values):
                 tensor.index_copy_(self._block_dim, both[1], tensor.index_select(self._block_dim, both[0]))
+
+
+class Prefixes:
+    """Full blocks of sequences that may be continued, by all tokens up to their end. It is one of their owners, and
+    lets those go first that were read longest ago."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache = cache
+        self._blocks = OrderedDict[Prefix, int]()  # the next to be let go first
+
+    def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
+        """Keeps the blocks of a sequence, of which every token of `identity` is computed."""
+        new = zip(_prefixes(identity), blocks, strict=False)
+        for prefix, block in reversed([*new]):  # the end of a sequence is let go before its beginning
+            if prefix not in self._blocks:
+                self.cache.share([block])
+                self._blocks[prefix] = block
+            self._blocks.move_to_end(prefix)
+
+    def share(self, identity: Identity) -> list[int]:
+        """The blocks of the longest part of a prompt that is kept, with an owner more; its last token is not in it: the
+        logits after that are needed."""
+        found = list[int]()
+        for prefix in _prefixes((identity[0][:-1], identity[1])) if self._blocks else ():
+            if prefix not in self._blocks:
+                break
+            found.append(self._blocks[prefix])
+        self.cache.share(found)
+        return found
+
+    def free(self, count: int) -> None:
+        """Lets blocks go until `count` are free in the cache, or none is left."""
+        while self._blocks and self.cache.num_free < count:
+            self.cache.release([self._blocks.popitem(last=False)[1]])
+
+    def clear(self) -> None:
+        """Lets all blocks go."""
+        self.cache.release([*self._blocks.values()])
+        self._blocks.clear()
+
+
+def _prefixes(identity: Identity) -> Iterator[Prefix]:
+    """Names of the full blocks of a sequence: a hash of what is before a block, and its tokens."""
+    token_ids, media = identity
+    before = hash(media)
+    for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        prefix = before, token_ids[start : start + BLOCK_SIZE]
+        yield prefix
+        before = hash(prefix)
 
 
 class PagedBatch:

@@ -21,7 +21,7 @@ from whet.models.log_probs import LogitForm
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
-from whet.rollout.native.cache import BlockCache, PagedBatch, blocks_for
+from whet.rollout.native.cache import BlockCache, PagedBatch, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import ScheduledRequest, Scheduler
@@ -65,6 +65,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None
         self._cache: BlockCache | None = None
+        self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: Running | None = None
 
@@ -108,14 +109,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _take(self, request: Request) -> ScheduledRequest:
         if self._scheduler is None:
-            self._scheduler = Scheduler(self._require_cache(), self.max_batch_size)
+            self._scheduler = Scheduler(*self._require_cache(), self.max_batch_size)
         return self._scheduler.add(request)
 
     def _step(self, module: PreTrainedModel) -> list[Done[ScheduledRequest]]:
         """Prefills what is admitted, or decodes one token of every running request; then takes out what is done."""
         scheduler = self._scheduler
         assert scheduler is not None
-        scheduler.cache = self._require_cache()
+        scheduler.cache, scheduler.prefixes = self._require_cache()
         if self._running is None:
             expected = list(self.unfinished.values())
             self._running = Running(self.vocab_size, module.device, self.max_batch_size, expected)
@@ -131,7 +132,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             self._decode_step(scheduler.cache, running)
         done = running.finish()
         for live, _, _ in done:
-            scheduler.remove(live)
+            is_mixed = self.keep_cache and bool(live.versions)
+            scheduler.remove(live, keeps_cache=live.request.keeps_cache and not is_mixed)
         if len(done) == len(self.unfinished):
             self._scheduler = self._running = None
         return done
@@ -151,6 +153,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for each in live:
             self._scheduler.remove(each)
 
+    def _forget_finished(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def _forget(self) -> None:
         if self._scheduler is not None:
             self._scheduler.forget()
@@ -159,7 +165,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
-        logits = self._compute([Stretch(prompt.uncomputed, 0, prompt.blocks) for prompt in prompts])
+        logits = self._compute([Stretch(prompt.uncomputed, prompt.num_computed, prompt.blocks) for prompt in prompts])
         for prompt, after in zip(prompts, logits, strict=True):
             prompt.logits, prompt.uncomputed = after, ()
         resumed, started = ([each for each in admitted if bool(each.tokens) == goes_on] for goes_on in (True, False))
@@ -190,7 +196,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for row, stretch in enumerate(stretches):
             tables[row, : len(stretch.blocks)] = torch.tensor(stretch.blocks, dtype=torch.int32)
         last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(stretches))))
-        inputs = self._padded(self._require_cache(), ids, rows, positions, tables.to(device))
+        inputs = self._padded(self._require_cache()[0], ids, rows, positions, tables.to(device))
         return self._forward(*inputs, last)[: len(stretches)]
 
     def _decode_step(self, cache: BlockCache, running: Running) -> None:
@@ -218,12 +224,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         hidden = out.last_hidden_state[0]
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
-    def _require_cache(self) -> BlockCache:
-        if self._cache is None:
+    def _require_cache(self) -> tuple[BlockCache, Prefixes]:
+        if self._cache is None or self._prefixes is None:
             module, budget = self.policy.require(), self.kv_cache_bytes
             config = module.config.get_text_config()
             self._cache = BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device)
-        return self._cache
+            self._prefixes = Prefixes(self._cache)
+        return self._cache, self._prefixes
 
 
 def _by_tokens(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:

@@ -15,7 +15,7 @@ import torch
 
 from whet.errors import EngineError
 from whet.rollout.in_process import LiveRequest
-from whet.rollout.native.cache import BlockCache, blocks_for
+from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.protocol import Identity, Request
 
@@ -35,7 +35,8 @@ class SharedPrompt:
     unfinished: int = 0
     running: int = 0
     blocks: list[int] = field(default_factory=list)
-    uncomputed: tuple[int, ...] = ()  # the tokens that the blocks are still to be filled with
+    num_computed: int = 0  # tokens in the first blocks, which were computed for another request
+    uncomputed: tuple[int, ...] = ()  # the tokens after them that the blocks are still to be filled with
     logits: torch.Tensor | None = None  # [V]
 
     def __post_init__(self) -> None:
@@ -71,8 +72,8 @@ class ScheduledRequest(LiveRequest):
 class Scheduler:
     """Hands out requests in order as rows and blocks allow, and takes blocks back where they are short."""
 
-    def __init__(self, cache: BlockCache, max_batch_size: int) -> None:
-        self.cache, self.max_batch_size = cache, max_batch_size
+    def __init__(self, cache: BlockCache, prefixes: Prefixes, max_batch_size: int) -> None:
+        self.cache, self.prefixes, self.max_batch_size = cache, prefixes, max_batch_size
         self.running: dict[str, ScheduledRequest] = {}  # by uid, the oldest first
         self._begun: deque[ScheduledRequest] = deque()  # with tokens, but not running; the oldest first
         self._prompts: dict[SharedPrompt, None] = {}  # the oldest first
@@ -109,16 +110,20 @@ class Scheduler:
             prompt = live.prompt
             # All of a prompt is computed while some request has not started, later only its full, shared blocks.
             computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
-            first = 0 if prompt.blocks else blocks_for(len(computed))
+            found = [] if prompt.blocks else self.prefixes.share((computed, prompt.identity[1]))
+            first = 0 if prompt.blocks else blocks_for(len(computed)) - len(found)
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
             headroom += min(HEADROOM_BLOCKS, live.most_blocks - blocks_for(length))
+            self.prefixes.free(first + own + headroom)
             if not self.running:
                 self._free_idle_prompts(first + own, but=prompt)
             elif first + own + headroom > self.cache.num_free:
+                self.cache.release(found)
                 break
             if not prompt.blocks:
-                prompt.blocks, prompt.uncomputed = self.cache.take(first), computed
+                prompt.blocks, prompt.num_computed = found + self.cache.take(first), len(found) * BLOCK_SIZE
+                prompt.uncomputed = computed[prompt.num_computed :]
             self.cache.share(prompt.full_blocks)
             live.blocks = prompt.full_blocks + self.cache.take(own)
             self.running[live.request.uid] = live
@@ -135,6 +140,7 @@ class Scheduler:
         Returns the new blocks, and the requests that were preempted."""
         growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
         for live in [each for each in self.running.values() if each in growing]:  # the oldest first
+            self.prefixes.free(1)
             while live.request.uid in self.running and not self.cache.num_free:
                 if not self._free_idle_prompts(1):
                     preempted.append(self._preempt())
@@ -144,11 +150,14 @@ class Scheduler:
                 blocks[live] = block
         return {live: block for live, block in blocks.items() if live not in preempted}, preempted
 
-    def remove(self, live: ScheduledRequest) -> None:
-        """Takes back everything that an unfinished request owns, running or not."""
+    def remove(self, live: ScheduledRequest, *, keeps_cache: bool = False) -> None:
+        """Takes back everything that an unfinished request owns, running or not. With `keeps_cache` the blocks of one
+        that runs, and whose tokens were read, stay for requests that continue it."""
         uid, prompt = live.request.uid, live.prompt
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
+            if keeps_cache:
+                self.prefixes.keep((live.cached_ids, prompt.identity[1]), live.blocks)
             self.cache.release(live.blocks)
         elif live.tokens:
             self._begun.remove(live)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of many turns: the KV cache that their turns share, steps of environments a second, and a slow one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.setting import Setting
+from whet.metrics import Metrics
+from whet.models.init import init_model
+from whet.models.load import load_policy, load_tokenizer
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.episode import Limits
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Completion, Event, Finished, Request, RolloutEngine, SamplingParams, generate
+from whet.rollout.stream import Rollouts
+from whet.types import Prompt
+
+TITLE = "Episodes of many turns"
+NOTE = """\
+Turns: 16 episodes of 8 turns, each of 64 sampled tokens and 16 of the environment, on the native engine with a model of
+30 M parameters or more; "read again" computes the whole context for every turn. Steps: an engine that costs nothing,
+episodes of 10 turns in an environment that costs nothing, in the trainer's process (pure) and in others, through
+episodes, stream and rewards; a process is forked for each episode, which is most of their time. Slow: 512 episodes of
+an async environment in one process, of which one waits two seconds in its step.
+"""
+TURNS, SAMPLED, READ = 8, 64, 16
+WORLDS = """
+import asyncio
+from whet.environments.protocol import Observation
+from whet.registry import register_environment
+from whet.types import Message
+
+MORE = Observation(False, (Message("user", "+"),))
+
+class Counts:
+    def __init__(self, prompt, *, turns=10): self.left = turns
+    def step(self, answer):
+        self.left -= 1
+        return Observation(True, reward=1.0) if self.left == 0 else MORE
+
+@register_environment("benchmark_pure", pure=True)
+class Pure(Counts): pass
+
+@register_environment("benchmark_slow", shared=True)
+class Slow:
+    def __init__(self, *, seconds=2.0): self.seconds = seconds
+    def reset(self, prompt, seed):
+        self.is_slow = prompt.index == 7
+        return Observation(False)
+    async def step(self, answer):
+        if self.is_slow: await asyncio.sleep(self.seconds)
+        return Observation(True, reward=1.0)
+"""
+
+
+class Instant:
+    """An engine that answers at once."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        count = len(token_ids)
+        self.completion = Completion(tuple(token_ids), (-1.0,) * count, "stop", ((0, count),))
+        self.events: list[Event] = []
+
+    def submit(self, request: Request) -> bool:
+        """Takes a request."""
+        self.events.append(Finished(request.uid, request.attempt, self.completion))
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Returns all completions."""
+        events, self.events = self.events, []
+        return events
+
+    def abort(self, uids: Sequence[str]) -> None:
+        """Does nothing: there is nothing left to abort."""
+
+
+def turns_per_second(model: Path, *, keeps_cache: bool, episodes: int, turns: int) -> float:
+    """Sampled tokens a second over all turns."""
+    engine = NativeEngine()
+    engine.attach(load_policy(model).eval(), 0)
+    contexts = [tuple(range(3 + number, 35 + number)) for number in range(episodes)]
+    start = time.perf_counter()
+    for turn in range(turns):
+        params = SamplingParams(max_new_tokens=SAMPLED)
+        requests = [
+            Request(f"{number}:{turn}", context, params, 1000 * turn + number, keeps_cache=keeps_cache)
+            for number, context in enumerate(contexts)
+        ]
+        completions = generate(cast(RolloutEngine, engine), requests)
+        contexts = [
+            context + completion.token_ids + tuple(range(READ))
+            for context, completion in zip(contexts, completions, strict=True)
+        ]
+    return episodes * turns * SAMPLED / (time.perf_counter() - start)
+
+
+def steps_per_second(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int, turns: int = 10) -> float:
+    """Steps of environments a second, from prompts to scored groups."""
+    collector = _collector(tokenizer, Stage(environment, {"turns": turns}, Limits(max_turns=turns)))
+    rollouts = Rollouts(None, collector, None, tokenizer, n=8, params=SamplingParams(max_new_tokens=10_000))
+    start = time.perf_counter()
+    groups = rollouts.sample(_prompts(tokenizer, episodes // 8), 8, rollouts.params, step=1, metrics=Metrics())
+    seconds = time.perf_counter() - start
+    rollouts.close()
+    steps = sum(len(each.turns) for group in groups for each in group.trajectories)
+    assert steps == episodes * turns, f"{steps} steps, expected {episodes * turns}"
+    return steps / seconds
+
+
+def seconds_with_a_slow_one(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int) -> float:
+    """Seconds until all episodes are over, of which one waits two seconds; its process is started before."""
+    collector = _collector(tokenizer, Stage(environment))
+    collector.collect(_prompts(tokenizer, 1), 1, SamplingParams(max_new_tokens=8), step=1)
+    start = time.perf_counter()
+    [*groups] = collector.collect(_prompts(tokenizer, episodes), 1, SamplingParams(max_new_tokens=8), step=2)
+    seconds = time.perf_counter() - start
+    collector.close()
+    assert all(each.failure is None for group in groups for each in group)
+    return seconds
+
+
+def _collector(tokenizer: PreTrainedTokenizerBase, stage: Stage) -> Collector:
+    engine = cast(RolloutEngine, Instant(tokenizer.encode("12")))
+    return Collector(engine, tokenizer, stage=stage, apply_chat_template=False)
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
+    ids = tuple(tokenizer.encode("1+1="))
+    return [Prompt(f"0:{index}", index, (), ids, "benchmark", None) for index in range(count)]
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """All rounds."""
+    is_full = setting.scale.is_thorough
+    size, layers, episodes, turns = ("small", 10, 16, TURNS) if is_full else ("nano", 1, 2, 2)
+    model = init_model(setting.scratch / "episodes", "qwen3", size, num_layers=layers)
+    worlds = setting.scratch / "worlds.py"
+    worlds.write_text(WORLDS)
+    tokenizer = load_tokenizer(model)
+    parameters = sum(weight.numel() for weight in load_policy(model).parameters())
+    found: dict[str, Any] = {
+        "parameters": parameters,
+        "shared": [],
+        "again": [],
+        "pure": [],
+        "processes": [],
+        "slow": [],
+    }
+    names = {"pure": f"{worlds}:Pure", "processes": f"{worlds}:Counts"}
+    for _ in range(3 if is_full else 1):
+        for name, keeps_cache in (("shared", True), ("again", False)):
+            found[name].append(turns_per_second(model, keeps_cache=keeps_cache, episodes=episodes, turns=turns))
+        for name, environment in names.items():
+            steps = steps_per_second(tokenizer, environment, episodes=512 if is_full else 16)
+            found[name].append(steps)
+        slow = seconds_with_a_slow_one(tokenizer, f"{worlds}:Slow", episodes=512 if is_full else 8)
+        found["slow"].append(slow)
+    return found
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """A table."""
+    found = results["episodes"]
+    ratio = median(shared / again for shared, again in zip(found["shared"], found["again"], strict=True))
+    millions = found["parameters"] / 1e6
+    return [
+        "| | |",
+        "|---|---|",
+        f"| turns, {millions:.0f} M parameters, cache shared | {median(found['shared']):.0f} tokens/s |",
+        f"| turns, {millions:.0f} M parameters, read again | {median(found['again']):.0f} tokens/s |",
+        f"| ratio (at least 2x) | {ratio:.1f}x |",
+        f"| steps, in the trainer's process (at least 2,000) | {median(found['pure']):.0f} a second |",
+        f"| steps, in processes | {median(found['processes']):.0f} a second |",
+        f"| 512 episodes, one of which waits 2 s | {median(found['slow']):.1f} s |",
+    ]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes with several players, sub-agents and limits, with an engine that is told what to say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import Scripted, text_prompt
+from transformers import PreTrainedTokenizerBase
+
+from whet.algorithms.adapters import estimate
+from whet.environments.host import Deadlines
+from whet.metrics import Metrics
+from whet.registry import ADV_ESTIMATORS
+from whet.rollout.batch import rows_of, to_batch
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.episode import Limits
+from whet.rollout.groups import Filter, by_player
+from whet.rollout.protocol import SamplingParams
+from whet.trainers.measure import measure_groups
+from whet.types import Group, Trajectory
+
+PARAMS = SamplingParams(max_new_tokens=64)
+WORLDS = '''
+import asyncio, time
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+def say(text, **more):
+    return Observation(False, (Message("user", text),), **more)
+
+class Duel:
+    """Two players say a number each, twice; the larger sum wins."""
+    def __init__(self, *, learners="white black"): self.learners = learners.split()
+    def reset(self, prompt, seed):
+        self.said = []
+        return self.turn("white", "1+")
+    def turn(self, player, text):
+        return say(text, player=player, is_trained=player in self.learners, state_key=str(len(self.said)))
+    def step(self, answer):
+        self.said.append(int(answer.text))
+        if len(self.said) < 4:
+            return self.turn(("white", "black")[len(self.said) % 2], f"{self.said[-1]}+")
+        won = 1.0 if self.said[0] + self.said[2] > self.said[1] + self.said[3] else -1.0
+        return Observation(True, rewards={"white": won, "black": -won}, fields={"success": float(won > 0)})
+
+class Manager:
+    def reset(self, prompt, seed): return Observation(False)
+    async def step(self, answer, context):
+        if answer.text == "9":
+            return Observation(True, reward=2.0)
+        found = await asyncio.gather(context.run("1+1=", "worker"), context.run("2+2=", "worker"))
+        if any(each.failure for each in found): return Observation(True, fields={"lost": 1})
+        return say("+".join(f"{each.text}{each.reward:g}{each.num_turns}" for each in found))
+
+class Worker:
+    def __init__(self, prompt): self.turns = 0
+    def step(self, answer):
+        self.turns += 1
+        if answer == "5": raise RuntimeError("five")
+        return Observation(self.turns == 2, (Message("user", "+"),), reward=0.5)
+
+class Lost:
+    def reset(self, prompt, seed): return Observation(False)
+    async def step(self, answer, context):
+        await context.run("1", "nobody")
+
+class Slow:
+    def reset(self, prompt, seed): return Observation(False)
+    def step(self, answer):
+        if answer.text == "2": time.sleep(100)
+        return say("+")
+
+class Spells:
+    def __init__(self, *, text): self.text = text
+    def reset(self, prompt, seed): return Observation(False)
+    def step(self, answer): return Observation(True) if answer.text == "1" else say(self.text)
+
+class Talks:
+    def __init__(self, *, replaces=False): self.replaces = replaces
+    def reset(self, prompt, seed): return Observation(False)
+    def step(self, answer): return say("1" * 30, context="replace" if self.replaces else "append")
+'''
+
+
+@pytest.fixture
+def play(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Collects the trajectories of one prompt in an environment of the file, with an engine that says `answers`."""
+    (tmp_path / "worlds.py").write_text(WORLDS)
+
+    def stage(name: str, **settings: Any) -> Stage:
+        return Stage(f"{tmp_path / 'worlds.py'}:{name}", **settings)
+
+    def played(name: str, *answers: str, n: int = 1, agents: tuple[str, ...] = (), **settings: Any) -> list[Trajectory]:
+        collector = Collector(
+            Scripted(tokenizer, *answers, by_sample=n > 1),
+            tokenizer,
+            stage=stage(name, **settings),
+            agents={each.lower(): stage(each) for each in agents},
+            apply_chat_template=False,
+        )
+        try:
+            [trajectories] = collector.collect([text_prompt(tokenizer)], n, PARAMS, step=1)
+        finally:
+            collector.close()
+        return trajectories
+
+    return played
+
+
+def test_each_player_reads_a_conversation_of_its_own(play: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    [trajectory] = play("Duel", "5", "3", "4", "2")
+    read = [str(tokenizer.decode(list(turn.context_ids))).replace("<|im_end|>", "|") for turn in trajectory.turns]
+    assert read == ["2+2=1+", "2+2=5+", "2+2=1+5|3+", "2+2=5+3|4+"]
+    assert [(turn.player, turn.reward) for turn in trajectory.turns] == [
+        ("white", 0.0),
+        ("black", 0.0),
+        ("white", 1.0),  # 5 + 4 > 3 + 2
+        ("black", -1.0),
+    ]
+    assert trajectory.score == 0.0 and trajectory.fields == {"success": 1.0}
+    white, black = rows_of(trajectory)
+    assert (white.scores[-1], black.scores[-1]) == (1.0, -1.0)
+    assert white.mask == black.mask == [1, 1, 0, 0, 1, 1]
+
+
+def test_players_are_groups_of_their_own(play: Any) -> None:
+    """Two episodes: white wins the first, black the second; the mean of each player's returns is 0."""
+    trajectories = [play("Duel", *said)[0] for said in (("5", "3", "4", "2"), ("1", "3", "4", "8"))]
+    trajectories[1] = type(trajectories[1])(**{**vars(trajectories[1]), "uid": "0:0:1", "sample": 1})
+    group = Group(trajectories[0].prompt, tuple(trajectories))
+    batch = to_batch([group], pad_token_id=0)
+    assert batch["trajectory_uid_name"].tolist() == ["0:0:0/black", "0:0:1/black", "0:0:0/white", "0:0:1/white"]
+    assert batch["uid"].tolist() == [0, 0, 1, 1] and batch["trajectory_uid"].tolist() == [0, 1, 2, 3]
+    assert batch["token_level_scores"].sum(1).tolist() == [-1.0, 1.0, 1.0, -1.0]
+    columns = {name: batch[name] for name in ("response_mask", "uid", "trajectory_uid")}
+    columns["token_level_rewards"] = batch["token_level_scores"]
+    found = estimate(ADV_ESTIMATORS["grpo"], columns, {"std_norm": False}).advantages
+    assert found.sum(1).tolist() == [-4.0, 4.0, 4.0, -4.0]  # +-1 on each of four sampled tokens
+    different = Filter(lambda values: len(set(values)) > 1, {}, metric="reward")
+    assert different.keep(group) and [each.score for each in group.trajectories] == [0.0, 0.0]
+    metrics = Metrics()
+    measure_groups(metrics, [group])
+    assert metrics.value("reward/groups_all_equal") == 0.0
+
+
+def test_a_player_that_does_not_learn(play: Any) -> None:
+    [trajectory] = play("Duel", "5", "3", "4", "2", options={"learners": "black"})
+    assert [turn.is_trained for turn in trajectory.turns] == [False, True, False, True]
+    [row] = rows_of(trajectory)
+    assert row.scores[-1] == -1.0
+    [group] = by_player([Group(trajectory.prompt, (trajectory,))])
+    assert group.prompt.uid == "0:0/black" and len(group.trajectories[0].turns) == 2
+
+
+def test_rows_of_sub_agents_belong_to_the_trajectory(play: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    [trajectory] = play("Manager", "1", "2", "3", "4", "6", "9", agents=("Worker",))
+    assert trajectory.failure is None and len(trajectory.turns) == 6
+    assert [turn.agent for turn in trajectory.turns] == ["", "worker", "worker", "worker", "worker", ""]
+    assert any(re.fullmatch(r"[346]12\+[346]12", str(message.content)) for message in trajectory.messages)
+    assert trajectory.score == 4 * 0.5 + 2.0
+    batch = to_batch([Group(trajectory.prompt, (trajectory,))], pad_token_id=0)
+    assert batch["agent"].tolist() == ["worker", "worker", ""] and batch["trajectory_uid"].tolist() == [0, 0, 0]
+    assert batch["token_level_scores"].sum(1).tolist() == [1.0, 1.0, 2.0]
+    orders = (["1+1=", "2+2="], ["2+2=", "1+1="])
+    assert [str(tokenizer.decode(ids[ids != 0]))[-4:] for ids in batch["prompts"][:2]] in orders
+
+
+def test_a_sub_agent_that_fails_is_a_result(play: Any) -> None:
+    [trajectory] = play("Manager", "1", "5", agents=("Worker",))
+    assert trajectory.failure is None and trajectory.fields == {"lost": 1}
+    assert [turn.agent for turn in trajectory.turns] == [""]
+
+
+def test_a_task_for_an_agent_that_is_not_configured(play: Any) -> None:
+    [trajectory] = play("Lost", "1", agents=("Worker",))
+    assert trajectory.failure is not None
+    assert trajectory.failure.message == (
+        "a task is for the agent 'nobody'; environment.agents has worker: add it there"
+    )
+
+
+@pytest.mark.parametrize("limit", ["step", "episode"])
+def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
+    seconds = Deadlines(step=1.0 if limit == "step" else 100.0, close=0.5)
+    settings = {"seconds": seconds, "episode_seconds": 100.0 if limit == "step" else 3.0}
+    [failed] = play("Slow", "1", "2", **settings)
+    assert failed.failure is not None and failed.failure.timed_out and failed.limit is None
+    [cut] = play("Slow", "1", "2", limits=Limits(fails_at=frozenset()), **settings)
+    assert cut.failure is None and cut.limit == "time" and len(cut.turns) == 2
+
+
+def test_tokens_of_turns_and_episodes(play: Any) -> None:
+    """An answer of one digit has two tokens with its end: at most 1 a turn, then at most 5 in all."""
+    [cut] = play("Slow", "1", limits=Limits(max_turns=3, max_turn_tokens=1))
+    assert [len(turn.token_ids) for turn in cut.turns] == [1, 1, 1] and cut.limit == "turns"
+    [short] = play("Slow", "1", limits=Limits(max_episode_tokens=5))
+    assert [len(turn.token_ids) for turn in short.turns] == [2, 2, 1] and short.limit == "length"
+
+
+def test_observations_without_room(play: Any) -> None:
+    """64 tokens of a response hold two answers and two observations, and not the third."""
+    [cut] = play("Talks", "1")
+    assert cut.limit == "overflow" and len(cut.turns) == 2
+    fails = frozenset({"overflow"})
+    [failed] = play("Talks", "1", limits=Limits(fails_at=fails))
+    assert failed.failure is not None
+    assert "leave no room: turns and messages have" in failed.failure.message
+    [replaced] = play("Talks", "1", options={"replaces": True}, limits=Limits(fails_at=fails, max_context_tokens=20))
+    assert replaced.failure is not None
+    assert "have 30 tokens, more than data.max_prompt_length=20" in replaced.failure.message
+
+
+def test_limits_and_fields_are_metrics(play: Any) -> None:
+    trajectories = [play("Talks", "1")[0], play("Duel", "5", "3", "4", "2")[0]]
+    metrics = Metrics()
+    measure_groups(metrics, [Group(each.prompt, (each,)) for each in trajectories], "games")
+    assert metrics.value("env/games/limit/overflow") == 0.5
+    assert metrics.value("env/games/success") == 1.0
+
+
+def test_text_that_the_tokenizer_rejects_fails_its_own_episode(play: Any) -> None:
+    played = play("Spells", "1", "2", n=2, options={"text": "\N{SNOWMAN}"})
+    assert [each.failure is None for each in played] == [True, False]
+    assert "the tokenizer rejects one of 1 texts" in str(played[1].failure)
+    [failed] = play("Spells", "2", options={"text": "\ud800"})
+    assert "is half of a surrogate pair" in str(failed.failure)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of one episode share their keys and values in the native engine, and nothing else of a response changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from whet.models.load import load_policy
+from whet.rollout.native.cache import BlockCache, Prefixes
+from whet.rollout.native.engine import NativeEngine, Stretch
+from whet.rollout.protocol import Completion, Request, SamplingParams, generate
+
+READ = (5, 6, 7)  # the ids that an environment adds after each turn
+
+
+class Counting(NativeEngine):
+    """Counts the tokens that it computes other than one by one."""
+
+    read = 0
+
+    def _compute_batch(self, stretches: list[Stretch]) -> torch.Tensor:  # type: ignore[override]
+        self.read += sum(len(stretch.token_ids) for stretch in stretches)
+        return super()._compute_batch(stretches)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> PreTrainedModel:
+    return load_policy(model_folder).eval()
+
+
+def play(
+    engine: NativeEngine, *, keeps: bool, episodes: int = 1, turns: int = 3, length: int = 24
+) -> list[list[Completion]]:
+    """The turns of episodes that begin with different ids and go on together."""
+    contexts = [(3 + number,) * 20 for number in range(episodes)]
+    played: list[list[Completion]] = []
+    for turn in range(turns):
+        params = SamplingParams(max_new_tokens=length)
+        made = [
+            Request(f"{number}:{turn}", context, params, 100 * number + turn, keeps_cache=keeps)
+            for number, context in enumerate(contexts)
+        ]
+        played.append(generate(engine, made))
+        contexts = [
+            context + completion.token_ids + READ for context, completion in zip(contexts, played[-1], strict=True)
+        ]
+    return played
+
+
+def opened(model: PreTrainedModel, **options: int) -> Counting:
+    engine = Counting(**options)  # type: ignore[arg-type]
+    engine.attach(model, 0)
+    return engine
+
+
+def test_a_turn_reads_only_what_is_new(model: PreTrainedModel) -> None:
+    """20 ids, then 24 sampled and 3 read a turn, unless a stop came: contexts of 20, 47 and 74 ids. Of those before,
+    43 and 70 are computed, which are 2 and 4 whole blocks of 16: 15 and 10 ids are left to read."""
+    kept, again = opened(model), opened(model)
+    found, expected = play(kept, keeps=True), play(again, keeps=False)
+    assert found == expected
+    assert [len(turn[0].token_ids) for turn in found] == [24, 24, 24]
+    assert (kept.read, again.read) == (20 + 15 + 10, 20 + 47 + 74)
+
+
+@pytest.mark.parametrize("blocks", [8, 14, 30])
+def test_a_short_cache_lets_what_is_kept_go(model: PreTrainedModel, blocks: int) -> None:
+    cache = BlockCache(model.config, dtype=torch.float32, budget_bytes=2**24, device=torch.device("cpu"))
+    per_block = 2**24 // cache.num_blocks
+    short, roomy = opened(model, kv_cache_bytes=blocks * per_block), opened(model)
+    found = play(short, keeps=True, episodes=5)
+    for turn, expected in zip(found, play(roomy, keeps=False, episodes=5), strict=True):
+        for one, other in zip(turn, expected, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-6)
+    own, prefixes = short._require_cache()
+    prefixes.clear()
+    assert own.num_free == own.num_blocks == blocks
+
+
+def test_new_weights_forget(model: PreTrainedModel) -> None:
+    engine = opened(model)
+    play(engine, keeps=True, turns=1)
+    engine.attach(model, 1)
+    engine.read = 0
+    play(engine, keeps=True, turns=1)
+    assert engine.read == 20
+    engine.read = 0
+    play(engine, keeps=True, turns=1)
+    assert engine.read == 4  # of the same prompt all but a whole block
+    engine.sleep()
+    engine.wake()
+    engine.read = 0
+    play(engine, keeps=True, turns=1)
+    assert engine.read == 20
+
+
+def test_tokens_of_two_versions_are_not_kept(model: PreTrainedModel) -> None:
+    engine = opened(model)
+    engine.keep_cache = True
+    engine.submit(Request("a", (3,) * 20, SamplingParams(max_new_tokens=24), 0, keeps_cache=True))
+    engine.poll(0.0)
+    engine.attach(model, 1)
+    while not engine.poll(0.0):
+        pass
+    _, prefixes = engine._require_cache()
+    assert prefixes.share(((3,) * 20, ())) == []
+
+
+def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
+    cache = BlockCache(model.config, dtype=torch.float32, budget_bytes=2**20, device=torch.device("cpu"))
+    prefixes, total = Prefixes(cache), cache.num_free
+    blocks = cache.take(3)
+    prefixes.keep((tuple(range(40)), ("digest",)), blocks)  # two whole blocks
+    cache.release(blocks)
+    assert cache.num_free == total - 2
+    assert prefixes.share((tuple(range(40)), ())) == []
+    assert prefixes.share((tuple(range(32)), ("digest",))) == blocks[:1]  # its last token has to be computed
+    assert prefixes.share((tuple(range(33)), ("digest",))) == blocks[:2]
+    prefixes.free(total)
+    assert cache.num_free == total - 2  # shared by the two calls
+    cache.release([blocks[0], *blocks[:2]])
+    assert cache.num_free == total

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of gymnasium, with actions and observations as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whet.environments.protocol import Answer, Observation
+from whet.errors import ConfigError
+from whet.options import Finite
+from whet.registry import register_environment
+from whet.types import Message, Prompt
+
+
+@register_environment("gymnasium")
+class Gymnasium:
+    """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
+    (without them its last number); a turn without an action is no step, is answered with `invalid_text` and pays
+    `invalid_reward`. An observation is `render` (ansi) of the environment, else its value as text. `success` is 1 where
+    the last reward was above 0."""
+
+    def __init__(
+        self,
+        *,
+        env_id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        render: bool = False,
+        invalid_reward: Finite = 0.0,
+        invalid_text: str = "There is no such action.",
+        role: str = "user",
+    ) -> None:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigError("environment.name=gymnasium needs gymnasium: pip install gymnasium") from error
+
+        options: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "ansi"} if render else {})}
+        self.env = gymnasium.make(env_id, **options)
+        count = getattr(self.env.action_space, "n", None)
+        if count is None:
+            raise ConfigError(
+                f"environment.options.env_id={env_id} has the actions {self.env.action_space}; expected discrete ones: "
+                "write an environment of your own that reads them from the text"
+            )
+        self.first = int(getattr(self.env.action_space, "start", 0))
+        self.words = list(actions) or [str(self.first + number) for number in range(int(count))]
+        if len(self.words) != int(count):
+            raise ConfigError(
+                f"environment.options.actions has {len(self.words)} words; expected one for each of the {count} "
+                f"actions of {env_id}, in their order"
+            )
+        self.invalid_reward, self.invalid_text, self.role, self.renders = invalid_reward, invalid_text, role, render
+        longest_first = sorted(map(re.escape, self.words), key=len, reverse=True)
+        self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        """Begins; the seed is that of the map and of all draws."""
+        seen, _ = self.env.reset(seed=seed % 2**31)
+        return Observation(done=False, messages=self._messages(seen), state_key=self._text(seen))
+
+    def step(self, answer: Answer) -> Observation:
+        """Takes the action of a turn."""
+        found = self.pattern.findall(answer.text)
+        if not found:
+            messages = (Message(self.role, self.invalid_text),)
+            return Observation(done=False, messages=messages, reward=self.invalid_reward, fields={"invalid": 1.0})
+        words = [word.lower() for word in self.words]
+        seen, reward, terminated, truncated, _ = self.env.step(self.first + words.index(found[-1].lower()))
+        return Observation(
+            done=bool(terminated),
+            truncated=bool(truncated and not terminated),
+            messages=self._messages(seen),
+            reward=float(reward),
+            fields={"success": float(float(reward) > 0)},
+            state_key=self._text(seen),
+        )
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self.env.close()
+
+    def _messages(self, seen: Any) -> tuple[Message, ...]:
+        return (Message(self.role, self._text(seen)),)
+
+    def _text(self, seen: Any) -> str:
+        return str(self.env.render()) if self.renders else str(seen)
