@@ -127,6 +127,16 @@ class Trajectory:
         """The sum of the rewards of reward function and environment; 0 for a failed trajectory."""
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a reward function reads: `messages` after the prompt, as chat templates take them, the environment's
+        reward of each turn, its fields, and the limit that ended the episode."""
+        return {
+            "messages": [message.to_dict() for message in self.messages],
+            "turn_rewards": [turn.reward for turn in self.turns],
+            "fields": dict(self.fields),
+            "limit": self.limit,
+        }
+
 
 @dataclass(frozen=True)
 class Group:
@@ -139,7 +149,7 @@ class Group:
 @dataclass(frozen=True)
 class RewardItem:
     """A response to score, with the arguments of the reward function. The ids are those that the model read and
-    sampled."""
+    sampled. `trajectory` is that of an environment, as a reward function reads it; of one turn it may be empty."""
 
     data_source: str
     solution_str: str
@@ -148,6 +158,7 @@ class RewardItem:
     prompt_str: str = ""
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] = ()
+    trajectory: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

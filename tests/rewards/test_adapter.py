@@ -102,6 +102,12 @@ def expected_dict(item: RewardItem) -> dict[str, Any]:
         "prompt": item.prompt_str,
         "data_source": item.data_source,
         "extra_info": item.extra_info,
+        "trajectory": {
+            "messages": [{"role": "assistant", "content": item.solution_str}],
+            "turn_rewards": [0.0],
+            "fields": {},
+            "limit": None,
+        },
     }
 
 
@@ -348,3 +354,27 @@ def test_a_function_that_cannot_be_called_is_an_error_before_the_first_call(func
     with pytest.raises(RewardError) as caught:
         adapt(function, kwargs=kwargs, correct_threshold=1.0)
     assert said in str(caught.value)
+
+
+# A whole trajectory.
+
+
+def whole(trajectory):
+    return sum(trajectory["turn_rewards"]) + len(trajectory["messages"]) + trajectory["fields"].get("bonus", 0.0)
+
+
+def wholes(trajectories, ground_truths):
+    return [whole(trajectory) + float(truth) for trajectory, truth in zip(trajectories, ground_truths, strict=True)]
+
+
+def whole_in_a_dict(reward_input: dict[str, Any]) -> float:
+    return whole(reward_input["trajectory"])
+
+
+def test_a_function_may_read_the_whole_trajectory():
+    messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    of_two = {"messages": messages, "turn_rewards": [0.25, 0.5], "fields": {"bonus": 8.0}, "limit": "turns"}
+    items = [RewardItem("games", "a b", "16", trajectory=of_two), ITEMS[0]]  # the second has one turn, of one message
+    assert rewards(whole, items) == [0.75 + 2 + 8, 1.0]
+    assert rewards(wholes, items) == [0.75 + 2 + 8 + 16, 1.0 + 5]
+    assert rewards(whole_in_a_dict, items) == [0.75 + 2 + 8, 1.0]

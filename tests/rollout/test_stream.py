@@ -157,6 +157,26 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
 
 
+def test_a_function_reads_the_whole_trajectory_of_an_environment(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "paying.py"
+    path.write_text(PAYING.replace("reward=len(answer)", "reward=len(answer), fields={'won': 2.0}"))
+    seen: list[Any] = []
+    of = rollouts(
+        tokenizer,
+        "12",
+        "345",
+        function=lambda trajectory: (seen.append(trajectory), sum(trajectory["turn_rewards"]))[1],
+        environment=f"{path}:Paying",
+    )
+    [group] = of.take(1, step=1).groups
+    assert [each.score for each in group.trajectories] == [2.0 * 2, 2.0 * 3]  # the environment's, and the function's
+    said = {"role": "assistant", "content": "12"}
+    assert seen[0] == {"messages": [said], "turn_rewards": [2.0], "fields": {"won": 2.0}, "limit": None}
+    assert seen[1]["turn_rewards"] == [3.0]
+
+
 def test_a_filter_by_reward_and_by_a_part(tokenizer: PreTrainedTokenizerBase) -> None:
     by_reward = rollouts(tokenizer, *"11 35".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "reward"))
     assert rewards(by_reward.take(1, step=1).groups) == [[3.0, 5.0]]

@@ -25,7 +25,7 @@ from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.stream import count_failures
-from whet.trainers.measure import measure_groups
+from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
 from whet.types import Group, Prompt, Trajectory
@@ -128,7 +128,8 @@ def of_episodes() -> set[str]:
     metrics = Metrics()
     count_failures([trajectory], metrics)
     measure_groups(metrics, [Group(prompt, (trajectory,))], "games")
-    names = {*tools, "env/games/success", "env/games/limit/turns"}
+    measure_environment(metrics, [Group(prompt, (trajectory,))], "val/env/games")
+    names = {*tools, "env/games/success", "env/games/limit/turns", "val/env/games/success"}
     assert all(metrics.value(name) == 1.0 for name in names)
     return names
 

@@ -34,8 +34,9 @@ FORMS = """\
                   compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
   manager:        class Manager(tokenizer, num_examine, compute_score, ...) with __call__(data, return_dict), or with
                   run_single(data); class Manager(config, tokenizer) with compute_reward(data)
-Where several names are shown, all are optional except the response (solution_str, predict).
-Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info. Any form may be async.
+Where several names are shown, all are optional except the response (solution_str, predict, or trajectory: the turns of
+an environment). Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info,
+trajectory. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
 
 
@@ -180,6 +181,11 @@ class _Form:
         return {name: value(items) for name, value in self.values.items()}
 
 
+def _trajectory(item: RewardItem) -> dict[str, Any]:
+    turn = {"messages": [{"role": "assistant", "content": item.solution_str}], "turn_rewards": [0.0], "fields": {}}
+    return dict(item.trajectory) or {**turn, "limit": None}
+
+
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "data_source": attrgetter("data_source"),
     "solution_str": attrgetter("solution_str"),
@@ -188,8 +194,14 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "prompt_str": attrgetter("prompt_str"),
     "predict": attrgetter("solution_str"),
     "predict_str": attrgetter("solution_str"),
+    "trajectory": _trajectory,
 }
-_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str"}  # a score function takes at least one of them
+_RESPONSE_FIELDS = {
+    "solution_str",
+    "predict",
+    "predict_str",
+    "trajectory",
+}  # a score function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
 # The forms whose first parameter holds everything, by its usual name. Annotations are read as text: they may name
@@ -207,13 +219,15 @@ def _recognise(parameters: Sequence[inspect.Parameter], *, takes_batch: bool) ->
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
-    columns = {f"{name}s": get for name, get in _FIELDS.items()}
+    columns = {_plural(name): get for name, get in _FIELDS.items()}
     if named and named[0].name not in _FIELDS and named[0].name not in columns:
         whole = _recognise_whole(named[0].name, _annotation_text(named[0]), names)
         if whole is not None:
             return whole
-    if names & {f"{name}s" for name in _RESPONSE_FIELDS} or (takes_batch and common and not names & _RESPONSE_FIELDS):
-        passed = names & columns.keys() | {f"{name}s" for name in common}
+    if names & {_plural(name) for name in _RESPONSE_FIELDS} or (
+        takes_batch and common and not names & _RESPONSE_FIELDS
+    ):
+        passed = names & columns.keys() | {_plural(name) for name in common}
         return _Form({name: partial(_column, columns[name]) for name in passed}, takes_batch=True)
     if names & _RESPONSE_FIELDS or common:
         passed = names & _FIELDS.keys() | common
@@ -232,6 +246,11 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
     if form == "reward_inputs":
         return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
     return _Form({name: partial(_first, _as_dict)}, takes_batch=False) if form == "reward_input" else None
+
+
+def _plural(name: str) -> str:
+    """The parameter of the values of all responses, from that of one."""
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
 def _yes(items: Sequence[RewardItem]) -> bool:
@@ -254,6 +273,7 @@ def _as_dict(item: RewardItem) -> dict[str, Any]:
         "prompt": item.prompt_str,
         "data_source": item.data_source,
         "extra_info": item.extra_info,
+        "trajectory": _trajectory(item),
     }
 
 

@@ -272,6 +272,7 @@ class Rollouts:
         else:
             response_ids = tuple(rows_of(trajectory)[-1].response_ids)
             text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
+        has_more = trajectory.messages[1:] or trajectory.fields or trajectory.turns[0].reward
         last = prompt.messages[-1].content if prompt.messages else ""
         return RewardItem(
             data_source=prompt.data_source,
@@ -281,6 +282,7 @@ class Rollouts:
             prompt_str=last if isinstance(last, str) else str(last),
             prompt_ids=prompt.token_ids,
             response_ids=response_ids,
+            trajectory=trajectory.to_dict() if has_more else {},
         )
 
 

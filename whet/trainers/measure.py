@@ -18,7 +18,7 @@ from whet.types import Group
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
     """Scores, accuracy, reward parts and the environment's numbers of the trajectories that did not fail, and how many
     groups cannot teach. `environment` names the environment in metrics."""
-    _measure_environment(metrics, groups, environment)
+    measure_environment(metrics, groups, f"env/{environment}")
     groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
     scores = [[each.score for each in group] for group in valid]
@@ -37,9 +37,9 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
     _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
 
 
-def _measure_environment(metrics: Metrics, groups: Sequence[Group], name: str) -> None:
+def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) -> None:
     """The mean of each number that the environment reports, over the trajectories that have it, and the share of the
-    trajectories that ended at each limit."""
+    trajectories that ended at each limit. `area` begins the names."""
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
     for trajectory in trajectories:
@@ -47,9 +47,9 @@ def _measure_environment(metrics: Metrics, groups: Sequence[Group], name: str) -
             if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
                 reported.setdefault(field, []).append(float(value))
     for field, values in reported.items():
-        _average(metrics, f"env/{name}/{field}", values)
+        _average(metrics, f"{area}/{field}", values)
     for limit in dict.fromkeys(each.limit for each in trajectories if each.limit not in (None, "length")):
-        _average(metrics, f"env/{name}/limit/{limit}", [float(each.limit == limit) for each in trajectories])
+        _average(metrics, f"{area}/limit/{limit}", [float(each.limit == limit) for each in trajectories])
 
 
 def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:

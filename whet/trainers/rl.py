@@ -19,7 +19,7 @@ from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch, with_scores
-from whet.trainers.measure import measure_batch, measure_groups
+from whet.trainers.measure import measure_batch, measure_environment, measure_groups
 from whet.trainers.run import Run
 from whet.trainers.schedule import Schedule
 
@@ -125,6 +125,7 @@ def validate(run: Run, step: int) -> Metrics:
                 metrics.mean(f"{name}/reward", trajectory.score)
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in trajectory.turns))
             metrics.sum("val/failures", float(trajectory.failure is not None))
+    measure_environment(metrics, groups, f"val/env/{run.config.environment.label}")
     run.write_rollouts(step, groups, purpose="validation")
     run.rollouts.failures.record(groups)
     return metrics
