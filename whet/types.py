@@ -128,8 +128,8 @@ class Trajectory:
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a reward function reads: `messages` after the prompt, as chat templates take them, the environment's
-        reward of each turn, its fields, and the limit that ended the episode."""
+        """The trajectory as a reward function reads it: `messages` after the prompt, the environment's reward of each
+        turn, its fields, and the limit that ended the episode."""
         return {
             "messages": [message.to_dict() for message in self.messages],
             "turn_rewards": [turn.reward for turn in self.turns],

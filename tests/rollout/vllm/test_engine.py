@@ -263,7 +263,10 @@ def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> N
 def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0, restarts=0)
     generate(engine, [request(fake.QUICK)])
-    os.kill(engine.server.process.pid, signal.SIGSTOP)
+    process = engine.server.process.pid
+    os.kill(process, signal.SIGSTOP)
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # it may run on for a moment
+        time.sleep(0.01)
     engine.submit(request(fake.QUICK))
     with pytest.raises(EngineError, match=r"did not answer /whet/requests.count within 1 s"):
         engine.poll(10.0)
