@@ -49,22 +49,35 @@ class Plan:
     alphabet: str
     noise: float
     warm_up_steps: int
-    metric: str = "val/accuracy"  # of a held-out game: the share that is won
+    metric: str = "val/accuracy"
+    label: str = "share of games won"  # of held-out games
+    has_few_states: bool = False  # so that trained and held-out games begin in the same ones
 
 
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
-    "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward"),
+    "nim_self_play": Plan(
+        "0123456789abcdefghijk>", 1.0, 150, "val/env/Nim/right", "share of winning moves", has_few_states=True
+    ),
+    "nim_one_side": Plan(
+        "0123456789abcdefghijk>", 1.0, 150, "val/env/Nim/right", "share of winning moves", has_few_states=True
+    ),
+    "number_game": Plan(
+        "123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"
+    ),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
 }
 
 
-def game_rows(make: Callable[[Prompt], Any], noise: float, draws: random.Random) -> tuple[Rows, Rows, Rows]:
-    """Rows to train on, held-out rows whose games begin in other states, and turns of the scripted play."""
+def game_rows(
+    make: Callable[[Prompt], Any], noise: float, draws: random.Random, has_few_states: bool = False
+) -> tuple[Rows, Rows, Rows]:
+    """Rows to train on, held-out rows whose games begin in other states where there are enough of them, and turns of
+    the scripted play."""
     held_out = [{"prompt": ">", "seed": seed} for seed in range(NUM_HELD_OUT)]
-    begins = {begin(make, row) for row in held_out}
+    begins = set() if has_few_states else {begin(make, row) for row in held_out}
     trained: Rows = []
     seed = NUM_HELD_OUT
     while len(trained) < NUM_TRAINED:
@@ -139,7 +152,7 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         known = [*changes, f"model.path={run_dir}/model", "trainer.val_freq=0"]
         recipe = load_config(TrainConfig, name, known, given={"data"}).config
         make = EnvironmentSpec(recipe.environment.name, recipe.environment.options).load()
-        trained, held_out, shown = game_rows(make, plan.noise, draws)
+        trained, held_out, shown = game_rows(make, plan.noise, draws, plan.has_few_states)
     for file, rows in (("train", trained), ("held_out", held_out)):
         (run_dir / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     warm_up = {
@@ -173,9 +186,8 @@ def main() -> int:
     run_dir = options.run_dir or Path("runs/games") / options.name
     with closing(clear(run_dir)):
         history = learn(options.name, run_dir, options.seed, changes)
-    metric = PLANS[options.name].metric
+    metric, label = PLANS[options.name].metric, PLANS[options.name].label
     checked = [(int(record["step"]), record[metric]) for record in history if metric in record]
-    label = "share of right cards" if metric == "val/reward" else "share of games won"
     summary = {"name": options.name, "seed": options.seed, "curve": checked, "cpu_seconds": round(time.process_time())}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     curve = Series(f"held-out games: {label}", *map(list, zip(*checked, strict=True)), markers=True)

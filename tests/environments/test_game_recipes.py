@@ -99,7 +99,9 @@ def recipe(name: str, tmp_path: Path) -> TrainConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [CALCULATOR, "number_game", "frozen_lake", "sokoban_grpo", "sokoban_ppo"])
+@pytest.mark.parametrize(
+    "name", [CALCULATOR, "number_game", "nim_self_play", "frozen_lake", "sokoban_grpo", "sokoban_ppo"]
+)
 def test_two_steps_of_each(
     games: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

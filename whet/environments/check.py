@@ -311,9 +311,12 @@ class _Played:
         texts = [str(message.content) for message in outcome.messages]
         numbers = {name: value for name, value in outcome.fields.items() if isinstance(value, str | int | float)}
         ends = (outcome.done, outcome.truncated)
-        self.transcript.append(f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}")
+        paid = sorted(outcome.rewards.items())
+        self.transcript.append(
+            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers} {paid}"
+        )
         self.characters = max(self.characters, sum(map(len, texts)))
-        self.rewards.append(outcome.reward)
+        self.rewards += [outcome.reward, *outcome.rewards.values()]
         self.is_over = any(ends)
 
 
@@ -355,8 +358,10 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
         return {"is_ok": None, "what": f"not checked: {why}"}
     for _ in range(2):
         outcome = await played.running.call("step", Answer(ORDINARY[0]))
-        if isinstance(outcome, Observation) and (outcome.reward or not (outcome.done or outcome.truncated)):
-            what = "pays a reward" if outcome.reward else "goes on"
+        if isinstance(outcome, Observation) and (
+            outcome.reward or outcome.rewards or not (outcome.done or outcome.truncated)
+        ):
+            what = "pays a reward" if outcome.reward or outcome.rewards else "goes on"
             return {"is_ok": False, "what": f"a step after the end {what}; raise an error, or return done=True"}
     return {"is_ok": True, "what": "raises" if isinstance(outcome, Failure) else "stays at the end"}
 
