@@ -19,7 +19,8 @@ TITLE = "Games"
 NOTE = """\
 `python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
 weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
-cards, in Nim the share of right moves in positions that can be won; CPU seconds are those of the whole command, in one thread.
+cards, in Nim the share of right moves in positions that can be won; CPU seconds are those of the whole command, in one
+thread.
 """
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
 NAMES = (
