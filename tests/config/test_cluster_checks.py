@@ -59,7 +59,7 @@ def refusals(sections: str) -> list[str]:
         ),
         (
             "cluster: {placement: {train: {}, sample: {roles: [rolout]}}}",
-            "cluster.placement.sample.roles has 'rolout'; expected one of actor, critic, ref",
+            "cluster.placement.sample.roles has 'rolout'; expected one of actor, critic, environment, ref",
         ),
         (
             "cluster: {placement: {train: {roles: [actor]}, sample: {roles: [actor]}}}",

@@ -103,6 +103,71 @@ if __name__ == "__main__":
     roles["actor"].close()
     say(closed=True)
 """
+ENVIRONMENTS = """
+import json, sys, time
+from controller_workers import Actor
+from whet.config.cluster import ClusterConfig
+from whet.config.environment import EnvironmentConfig
+from whet.controller.launch import launch_roles
+from whet.controller.worker import WorkerSpec
+from whet.environments.protocol import Answer
+from whet.errors import WhetError
+from whet.trainers.environment_worker import EnvironmentWorker, PlacedEnvironments
+from whet.types import Message, Prompt
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+def results(host, count):
+    found = {{}}
+    while len(found) < count:
+        found.update(host.poll(1.0))
+    return found
+
+if __name__ == "__main__":
+    config = EnvironmentConfig(name="worlds.py:World", step_seconds=3.0)
+    specs = [WorkerSpec("actor", Actor), WorkerSpec("environment", EnvironmentWorker, (config,))]
+    pools = [("train", {{"roles": ["actor"]}}), ("games", {{"roles": ["environment"]}})]
+    for _ in range(10):  # Ray chooses the nodes, and the head is not to be ended
+        cluster = ClusterConfig(
+            backend="ray", address="{head}:{port}", nnodes=2, placement=dict(pools), deadline_seconds={deadline}
+        )
+        roles = launch_roles(specs, cluster)
+        if roles["actor"].where() == ["{head}"]:
+            break
+        roles["actor"].close()
+        pools.reverse()
+    host = PlacedEnvironments(roles["environment"], config).hosts[""]
+    prompt = Prompt("0:0", 0, (Message("user", "?"),), (1,), "s", None)
+    names = [str(number) for number in range(20)]
+    for name in names:
+        host.start(name, prompt, 0)
+    results(host, 20)
+    for name in names:
+        host.step(name, Answer("hang" if name == "7" else name))
+    found = results(host, 20)
+    said = [found[name] for name in names]
+    say(stepped=[each.fields["network"] if "done" in vars(each) else each.message for each in said])
+    host.step("0", Answer(sys.argv[1]))
+    say(ready=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    try:
+        results(host, 1)
+    except WhetError as error:
+        say(kind=type(error).__name__, said=str(error), seconds=time.monotonic() - began)
+    roles["actor"].close()
+    say(closed=True)
+"""
+WORLDS = """
+import os, time
+from whet.environments.protocol import Observation
+class World:
+    def reset(self, prompt, seed): return Observation(False)
+    def step(self, answer):
+        if answer.text == "hang": time.sleep(1000)
+        return Observation(False, fields={"network": int(os.readlink("/proc/self/ns/net")[5:-1])})
+"""
 GRADERS = """
 import os, time
 def compute_score(solution_str, ground_truth):
@@ -118,6 +183,7 @@ def run(nodes: TwoNodes, mode: str, deadline: float = 60, driver: str = DRIVER) 
     path = nodes.folder / "driver.py"
     path.write_text(driver.format(head=HEAD, port=PORT, deadline=deadline))
     (nodes.folder / "graders.py").write_text(GRADERS)
+    (nodes.folder / "worlds.py").write_text(WORLDS)
     return subprocess.Popen(
         nodes.on_head(sys.executable, str(path), mode),
         stdin=subprocess.PIPE,
@@ -265,5 +331,21 @@ def test_rewards_on_another_node(nodes: TwoNodes) -> None:
         go_on(driver)
         found = heard(driver)
         assert found["kind"] == "LostWorkerError" and f"on {SECOND}" in found["said"] and "reward" in found["said"]
+        assert found["seconds"] < NAMED_SECONDS
+        finished(driver)
+
+
+def test_environments_on_another_node(nodes: TwoNodes) -> None:
+    """Episodes step there, and one that hangs fails alone; the end of the node ends the run."""
+    with run(nodes, "hang", driver=ENVIRONMENTS) as driver:
+        stepped = heard(driver)["stepped"]
+        network = str(Path(f"/proc/{nodes.processes(SECOND)[0]}/ns/net").readlink())
+        assert stepped.pop(7) == "step took longer than 3 s; its process was killed"
+        assert {f"net:[{where:.0f}]" for where in stepped} == {network} and len(stepped) == 19
+        assert heard(driver) == {"ready": True}
+        nodes.end(SECOND)
+        go_on(driver)
+        found = heard(driver)
+        assert found["kind"] == "LostWorkerError" and f"on {SECOND}" in found["said"] and "environment" in found["said"]
         assert found["seconds"] < NAMED_SECONDS
         finished(driver)

@@ -14,7 +14,6 @@ from whet.config.checks import problems
 from whet.config.cluster import ClusterConfig
 from whet.errors import RewardError
 from whet.trainers.build import train
-from whet.trainers.reward_worker import is_placed
 
 MakeConfig = Callable[..., TrainConfig]
 GRADER = (
@@ -63,7 +62,8 @@ def test_the_pool_of_rewards_has_one_process(train_config: MakeConfig) -> None:
         placement = {"train": {"roles": ["actor"]}, "judge": judge}
         return train_config().model_copy(update={"cluster": ClusterConfig.model_validate({"placement": placement})})
 
-    assert is_placed(config({"roles": ["reward"]}).cluster) and not is_placed(config({"roles": ["rollout"]}).cluster)
+    assert config({"roles": ["reward"]}).cluster.lists("reward")
+    assert not config({"roles": ["rollout"]}).cluster.lists("reward")
     assert problems(config({"roles": ["reward"]}), {"reward", "data"}) == []
     [said] = problems(config({"roles": ["reward"], "processes": 2}), {"reward", "data"})
     assert said.startswith("cluster.placement.judge.processes=2 with the role reward; expected 1, which starts ")

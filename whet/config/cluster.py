@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from whet.config.section import Section, key
 
 # In `roles` of a pool; teacher means all teachers.
-ROLES = ("actor", "critic", "ref", "reward", "reward_model", "rollout", "teacher")
+ROLES = ("actor", "critic", "environment", "ref", "reward", "reward_model", "rollout", "teacher")
 ADDRESS = (
     "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
     "new one that ends with the run"
@@ -21,7 +21,8 @@ PROCESSES = (
 )
 PLACEMENT = (
     f"pools of processes by name, each {{processes: , devices: , roles: [{', '.join(ROLES)}]}}; roles in no pool go to "
-    "the first one, reward to the trainer's process; empty: one pool of cluster.processes processes for all roles"
+    "the first one, environment and reward to the process of the loop; empty: one pool of cluster.processes processes "
+    "for all roles"
 )
 
 
@@ -78,6 +79,10 @@ class ClusterConfig(Section):
         """The name of the pool that hosts a role."""
         name = role.partition(":")[0]  # teacher:gsm8k is a teacher
         return next((pool for pool, each in self.pools.items() if name in each.roles), next(iter(self.pools)))
+
+    def lists(self, role: str) -> bool:
+        """Tells whether a pool lists the role."""
+        return any(role in pool.roles for pool in self.placement.values())
 
     def processes_of(self, role: str) -> int:
         """The number of ranks of a role."""

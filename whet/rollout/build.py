@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, StageConfig, TrainConfig
 from whet.data.chat import template_text
-from whet.environments.host import Deadlines
+from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError
 from whet.models.folder import split_adapters
@@ -92,21 +93,38 @@ def build_collector(
     engine: RolloutEngine,
     seed: int,
     kind: type[Collector] = Collector,
+    hosts: Mapping[str, EnvironmentHost] | None = None,
 ) -> Collector:
-    """Builds the collector of the config's environment and tools on an engine.  Raises: ConfigError, ToolError."""
+    """Builds the collector of the config's environment and tools on an engine. `hosts` are those of its environments,
+    by sub-agent; otherwise this process has them.  Raises: ConfigError, ToolError."""
+    environment = config.environment
     return kind(
         engine,
         tokenizer,
-        stage=_stage(config.environment, config, tokenizer),
-        agents={name: _stage(agent, config, tokenizer) for name, agent in config.environment.agents.items()},
+        stage=_stage(environment, config, tokenizer),
+        agents={name: _stage(agent, config, tokenizer) for name, agent in environment.agents.items()},
         apply_chat_template=config.data.apply_chat_template,
         seed=seed,
         deadline_seconds=config.rollout.deadline_seconds,
+        hosts=hosts,
+    )
+
+
+def stage_of(stage: StageConfig) -> Stage:
+    """The stage of an environment without limits of its episodes.  Raises: ConfigError, ToolError."""
+    return Stage(
+        stage.name,
+        stage.options,
+        seconds=Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
+        episode_seconds=stage.episode_seconds,
+        max_processes=stage.max_processes,
+        tools=toolbox_of(stage),
     )
 
 
 def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
-    whole, data, tools = config.environment, with_tools(config.data, stage), toolbox_of(stage)
+    whole, data, known = config.environment, with_tools(config.data, stage), stage_of(stage)
+    tools = known.tools
     if tools is not None:
         template = template_text(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
         tools = with_parser(tools, template)
@@ -121,16 +139,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
         max_context_tokens=config.data.max_prompt_length,
         fails_at=frozenset(limit for limit, choice in choices.items() if choice == "fail"),
     )
-    return Stage(
-        stage.name,
-        stage.options,
-        limits,
-        Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
-        stage.episode_seconds,
-        stage.max_processes,
-        tools,
-        data.chat_template_kwargs,
-    )
+    return replace(known, limits=limits, tools=tools, chat_template_kwargs=data.chat_template_kwargs)
 
 
 def sampling_params(

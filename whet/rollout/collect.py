@@ -107,11 +107,12 @@ class Collector:
         apply_chat_template: bool = True,
         seed: int = 0,
         deadline_seconds: float = 3600.0,
+        hosts: Mapping[str, EnvironmentHost] | None = None,
     ) -> None:
-        """`agents` are the stages of sub-agents."""
+        """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
-        self.environments = {name: each.open() for name, each in stages.items()}
+        self.environments = dict(hosts or {name: each.open() for name, each in stages.items()})
         self.codecs = {
             name: TemplateCodec(
                 tokenizer,

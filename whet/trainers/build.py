@@ -42,12 +42,14 @@ from whet.rollout.stream import PromptSource, Rollouts, Scorer
 from whet.trainers import judged as judged  # its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
+from whet.trainers.environment_worker import ROLE as ENVIRONMENT
+from whet.trainers.environment_worker import EnvironmentWorker, PlacedEnvironments
 from whet.trainers.frame import opened_for, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.reward_worker import ROLE as REWARD
-from whet.trainers.reward_worker import PlacedRewards, RewardWorker, is_placed
+from whet.trainers.reward_worker import PlacedRewards, RewardWorker
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
@@ -94,7 +96,7 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
     if config.cluster.backend == "local":  # another machine may have what this one lacks
         check_engine(config)
     # Its processes start before a model is in memory.
-    scorer = None if is_placed(config.cluster) else scorer_of(config, reward)
+    scorer = None if config.cluster.lists(REWARD) else scorer_of(config, reward)
     try:
         run = build(config, scorer, data, val_data, dry_run=dry_run, reward=reward)
     except BaseException:
@@ -146,9 +148,8 @@ def build(
         log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     lengths = [len(prompt.token_ids) for prompt in loaded.items]
-    specs = worker_specs(config, columns, total_steps)
-    if scorer is None and is_placed(config.cluster) and is_scored(config, reward):
-        specs.append(WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model)))
+    has_reward = scorer is None and is_scored(config, reward)
+    specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
     inputs = digests(config, loaded.items, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
@@ -166,7 +167,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles["rollout"], scorer, stop_ids, total_steps),
+            rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -245,15 +246,26 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 
+def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:
+    """The workers that hold no model, of pools that list them."""
+    if has_reward and config.cluster.lists(REWARD):
+        yield WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model))
+    if config.cluster.lists(ENVIRONMENT):
+        yield WorkerSpec(ENVIRONMENT, EnvironmentWorker, (config.environment,))
+
+
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     loader: PromptSource,
-    workers: WorkerGroup,
+    roles: Mapping[str, WorkerGroup],
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
     total_steps: int,
 ) -> Rollouts:
+    workers, hosts = roles["rollout"], None
+    if ENVIRONMENT in roles:
+        hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
     engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
     is_continuous = config.rollout.max_staleness > 0
     kind = BackgroundCollector if is_continuous else Collector
@@ -263,7 +275,7 @@ def _rollouts(
         make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
     return make(
         loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed, kind),
+        build_collector(config, tokenizer, engine, config.trainer.seed, kind, hosts),
         scorer,
         tokenizer,
         n=config.rollout.n,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whet.config.cluster import ClusterConfig
 from whet.config.schema import ModelConfig, RewardConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
@@ -48,8 +47,3 @@ class PlacedRewards:
 
     def close(self) -> None:
         """Does nothing: the worker ends with the roles of its launch."""
-
-
-def is_placed(cluster: ClusterConfig) -> bool:
-    """Tells whether a pool lists the role `reward`; otherwise the trainer's process owns the reward processes."""
-    return any(ROLE in pool.roles for pool in cluster.placement.values())

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in a pool of their own change nothing of what a run computes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.config.environment import EnvironmentConfig
+from whet.controller.launch import launch
+from whet.controller.worker import ResourcePool, WorkerSpec
+from whet.environments.protocol import Answer, Observation
+from whet.trainers.build import train
+from whet.trainers.environment_worker import ROLE, EnvironmentWorker, PlacedEnvironments
+from whet.types import Failure, Message, Prompt
+
+MakeConfig = Callable[..., TrainConfig]
+WORLDS = """
+import os, random, time
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+class World:
+    def reset(self, prompt, seed):
+        self.draws, self.turns = random.Random(seed), 0
+        return self.say(0.0)
+    def step(self, answer):
+        self.turns += 1
+        if answer.text == "hang": time.sleep(100)
+        if answer.text == "die": os._exit(3)
+        if answer.text == "raise": raise ValueError("no")
+        if self.turns == 3: return Observation(done=True, reward=float("7" in answer.text), fields={"pid": os.getpid()})
+        return self.say(0.125)
+    def say(self, reward):
+        return Observation(False, (Message("user", f"{self.draws.randint(0, 9)}+"),), reward=reward, max_tokens=2)
+
+class Manager:
+    def reset(self, prompt, seed): return Observation(False)
+    async def step(self, answer, context):
+        found = await context.run("1+", "world")
+        return Observation(done=True, reward=found.reward)
+"""
+PROMPT = Prompt("0:0", 0, (Message("user", "1+"),), (1,), "s", None)
+
+
+def stage(tmp_path: Path, name: str = "World", **more: Any) -> dict[str, Any]:
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    return {"name": f"{tmp_path}/worlds.py:{name}", **more}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[..., PlacedEnvironments]]:
+    """Environments on ranks, 0 of them for a rank in this process."""
+    groups: list[Any] = []
+
+    def placed(processes: int = 0, **more: Any) -> PlacedEnvironments:
+        config = EnvironmentConfig.model_validate(stage(tmp_path, **more))
+        pools = [ResourcePool(max(1, processes), (ROLE,), "games")]
+        if processes == 1:
+            pools = [ResourcePool(1, (ROLE,), "games"), ResourcePool(1, ("other",), "others")]
+        specs = [WorkerSpec(role, EnvironmentWorker, (config,)) for pool in pools for role in pool.roles]
+        groups.append(launch(specs, pools, 60.0)[ROLE])
+        return PlacedEnvironments(groups[-1], config)
+
+    yield placed
+    for group in groups:
+        group.close()
+
+
+def results(host: Any, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    until = time.monotonic() + 60.0
+    while len(found) < count and time.monotonic() < until:
+        found.update(host.poll(0.5))
+    return found
+
+
+def test_results_and_failures_of_episodes(place: Callable[..., PlacedEnvironments]) -> None:
+    host = place(step_seconds=1.0).hosts[""]
+    names = ["a", "b", "hang", "die", "raise"]
+    for name in names:
+        host.start(name, PROMPT, 5)
+    begun = results(host, 5)
+    assert {str(each.messages[0].content) for each in begun.values()} == {"9+"}  # of seed 5
+    for name in names:
+        host.step(name, Answer(name))
+    found = results(host, 5)
+    assert all(isinstance(found[name], Observation) and found[name].reward == 0.125 for name in "ab")
+    failures = {name: found[name] for name in names[2:]}
+    assert all(isinstance(each, Failure) and each.source == "environment" for each in failures.values())
+    assert failures["hang"].timed_out and "step took longer than 1 s" in failures["hang"].message
+    assert "ValueError: no" in failures["raise"].message
+    host.step("a", Answer("1"))
+    host.close("a")  # while its step runs: no result follows
+    host.start("a", PROMPT, 7)  # the same id again
+    [again] = results(host, 1).values()
+    assert again.messages[0].content != "9+" and again.reward == 0.0
+    for name in names:
+        host.close(name)
+    assert host.poll(0.1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_episodes_spread_over_ranks_and_stay_there(
+    place: Callable[..., PlacedEnvironments], processes: int, tmp_path: Path
+) -> None:
+    placed = place(processes)
+    host = placed.hosts[""]
+    names = [str(number) for number in range(6)]
+    for name in names:
+        host.start(name, PROMPT, 5)
+    assert sorted(rank for _, rank in placed._placed.values()) == sorted(n % processes for n in range(6))
+    results(host, 6)
+    for said in ("1", "2", "7"):
+        for name in names:
+            host.step(name, Answer(said))
+        found = results(host, 6)
+    assert all(each.done and each.reward == 1.0 for each in found.values())
+    assert len({each.fields["pid"] for each in found.values()}) == 6  # a process each
+    for name in names:
+        host.close(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["World", "Manager"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_with_environments_in_a_pool_computes_the_same(
+    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, name: str, staleness: int
+) -> None:
+    values: dict[str, Any] = {
+        "environment": {**stage(tmp_path, name), "agents": {"world": stage(tmp_path)}},
+        "data.max_response_length": 24,
+        "trainer.total_steps": 2,
+    }
+
+    def trained(folder: str, **more: Any) -> list[dict[str, Any]]:
+        config = train_config({**values, "trainer.run_dir": str(tmp_path / folder), **more})
+        train(config, data=additions)
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [{key: value for key, value in json.loads(line).items() if "pid" not in key} for line in lines]
+
+    here = {"train": {"roles": ["actor", "rollout"]}}
+    apart = {**here, "games": {"processes": 2, "roles": ["environment"]}}
+    if staleness == 0:
+        same_process = {"all": {"roles": ["actor", "rollout", "environment"]}}
+        assert trained("here") == trained("apart", **{"cluster.placement": apart})
+        assert trained("here") == trained("all", **{"cluster.placement": same_process})
+    else:
+        split = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}
+        corrected = {"algorithm.correction.weight": "importance"}
+        games = {**split, "games": {"roles": ["environment"]}}
+        found = trained("apart", **{"cluster.placement": games, "rollout.max_staleness": 1, **corrected})
+        assert [each["step"] for each in found if "actor/pg_loss" in each] == [1, 2]
+        assert all(each.get("failures/environment", 0) == 0 for each in found)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in a pool of `cluster.placement`, on other machines as a rule, behind the interface of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from itertools import count
+from typing import Any
+
+from whet.config.environment import EnvironmentConfig
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.worker import Placement, Worker
+from whet.controller.worker_group import PendingCall, WorkerGroup
+from whet.environments.host import EnvironmentHost, Result
+from whet.environments.protocol import Answer
+from whet.rollout.build import stage_of
+from whet.rollout.episode import MAIN
+from whet.types import Prompt
+
+ROLE = "environment"
+GATHER_SECONDS = 0.02  # a rank waits this long for a first result
+SHORT_SECONDS = 0.005  # for each of several hosts
+
+Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode, arguments
+
+
+class EnvironmentWorker(Worker):
+    """A rank that owns the processes of environments, `environment.max_processes` of them at most."""
+
+    def __init__(self, placement: Placement, config: EnvironmentConfig) -> None:
+        super().__init__(placement)
+        stages = {MAIN: config, **config.agents}
+        self._hosts = {agent: stage_of(stage).open() for agent, stage in stages.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def serve(self, calls: Sequence[Call], timeout_seconds: float) -> list[tuple[str, Result]]:
+        """Carries out calls, and waits for first results.  Returns each with its agent."""
+        for agent, method, uid, arguments in calls:
+            getattr(self._hosts[agent], method)(uid, *arguments)
+        seconds = timeout_seconds if len(self._hosts) == 1 else min(timeout_seconds, SHORT_SECONDS)
+        return [(agent, result) for agent, host in self._hosts.items() for result in host.poll(seconds)]
+
+    def close(self) -> None:
+        """Ends the environments' processes."""
+        for host in self._hosts.values():
+            host.shutdown()
+
+
+class PlacedEnvironments:
+    """The ranks whose processes run the environments of a run. An episode stays on its rank, the one with the fewest
+    episodes. The loss of a rank ends the run."""
+
+    def __init__(self, group: WorkerGroup, config: EnvironmentConfig) -> None:
+        self._group = group
+        self.hosts = {agent: PlacedHost(self, agent) for agent in (MAIN, *config.agents)}
+        self._numbers = count()
+        self._placed: dict[str, tuple[str, int]] = {}  # by id of the open episodes: id on its rank, and the rank
+        self._waiting: dict[str, str] = {}  # their ids by those on the rank, of calls that are under way
+        self._calls: list[list[Call]] = [[] for _ in range(group.world_size)]  # not sent yet, by rank
+        self._open: dict[int, PendingCall] = {}  # by rank
+
+    def call(self, agent: str, method: str, uid: str, *arguments: Any) -> None:
+        """Sends a call with the next `turn`."""
+        if method == "start":
+            ranks = [rank for _, rank in self._placed.values()]
+            rank = min(range(len(self._calls)), key=ranks.count)
+            self._placed[uid] = f"{uid}:{next(self._numbers)}", rank  # an id may be used again
+        own, rank = self._placed[uid]
+        self._calls[rank].append((agent, method, own, arguments))
+        if method == "close":
+            del self._placed[uid]
+            self._waiting.pop(own, None)
+        else:
+            self._waiting[own] = uid
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Sends calls, and waits for first results, which go to their hosts.  Raises: what a lost worker raises."""
+        busy = {self._placed[uid][1] for uid in self._waiting.values()}
+        for rank, calls in enumerate(self._calls):
+            if rank not in self._open and (calls or rank in busy):
+                self._calls[rank] = []
+                self._open[rank] = self._group.start_on(rank, "serve", calls, GATHER_SECONDS)
+        wait(
+            [reply for call in self._open.values() for reply in call.replies.values()],
+            timeout=timeout_seconds + GATHER_SECONDS,
+            return_when=FIRST_COMPLETED,
+        )
+        for rank in [rank for rank, call in self._open.items() if call.done()]:
+            for agent, (own, outcome) in self._open.pop(rank).result():
+                if (uid := self._waiting.pop(own, None)) is not None:
+                    self.hosts[agent].add((uid, outcome))
+
+
+class PlacedHost(EnvironmentHost):
+    """The environments of an agent on the ranks of a group."""
+
+    def __init__(self, ranks: PlacedEnvironments, agent: str) -> None:
+        super().__init__()
+        self._ranks, self._agent = ranks, agent
+        self._is_open = set[str]()
+
+    def start(self, uid: str, prompt: Prompt, seed: int) -> None:
+        """Implements `EnvironmentHost.start`."""
+        self._is_open.add(uid)
+        self._ranks.call(self._agent, "start", uid, prompt, seed)
+
+    def step(self, uid: str, answer: Answer) -> None:
+        """Implements `EnvironmentHost.step`."""
+        self._ranks.call(self._agent, "step", uid, answer)
+
+    def close(self, uid: str) -> None:
+        """Implements `EnvironmentHost.close`."""
+        if uid in self._is_open:
+            self._is_open.remove(uid)
+            self._forget(uid)
+            self._ranks.call(self._agent, "close", uid)
+
+    def poll(self, timeout_seconds: float) -> list[Result]:
+        """Implements `EnvironmentHost.poll`."""
+        if not self._results:
+            self._ranks.turn(timeout_seconds)
+        return super().poll(0.0)
+
+    def add(self, result: Result) -> None:
+        """Adds the result of an open episode."""
+        self._results.append(result)
+
+    def shutdown(self) -> None:
+        """Does nothing: the processes end with the roles of the launch."""
