@@ -27,9 +27,14 @@ ENGINE = {
 }
 APART = {"cluster.placement": {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}}
 SPLIT = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"], "devices": 2}}
+GAME = {
+    "name": "whet_environments.number_game:NumberGame",
+    "options": {"rounds": 3, "encoding": "compact", "context": "append", "max_tokens": 3},
+}
 CASES: dict[str, dict[str, Any]] = {
     "beside the actor": {},
     "in a pool of its own": APART,
+    "episodes of three turns": {"environment": GAME, "data.max_response_length": 32, **APART},
     "bfloat16": {"rollout.dtype": "bfloat16"},
     "an adapter added in": {"model.lora.rank": 4},
     "an adapter beside the weights": {"model.lora.rank": 4, "model.lora.alpha": 12.0},
