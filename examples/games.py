@@ -24,6 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent / "environments"))
 
 from whet_environments.game import Game
+from whet_environments.webshop.compact import sample_texts
 
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
@@ -38,26 +39,31 @@ from whet.types import Message, Prompt
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_SHOWN = 3000, 256, 6000  # rows to train on, to test with, of the warm-up
 MAX_STATE = 512  # tokens that a model can read
+MAX_WORDS = 848  # tokens of a vocabulary of words
 
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps."""
+    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps. Without an alphabet
+    the tokenizer has the words of `texts`."""
 
-    alphabet: str
+    alphabet: str | None
     noise: float
     warm_up_steps: int
     metric: str = "val/accuracy"  # of a held-out game: the share that is won
+    label: str = "share of games won"
+    texts: Callable[[], Sequence[str]] | None = None
 
 
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
-    "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward"),
+    "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
+    "webshop_grpo": Plan(None, noise=0.8, warm_up_steps=300, metric="val/reward", label="reward", texts=sample_texts),
 }
 
 
@@ -129,6 +135,8 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         "qwen3",
         "nano",
         alphabet=plan.alphabet,
+        texts=plan.texts() if plan.texts is not None else None,
+        vocab_size=None if plan.texts is None else MAX_WORDS,
         num_layers=2,
         max_position_embeddings=MAX_STATE,
         seed=seed,
@@ -175,7 +183,7 @@ def main() -> int:
         history = learn(options.name, run_dir, options.seed, changes)
     metric = PLANS[options.name].metric
     checked = [(int(record["step"]), record[metric]) for record in history if metric in record]
-    label = "share of right cards" if metric == "val/reward" else "share of games won"
+    label = PLANS[options.name].label
     summary = {"name": options.name, "seed": options.seed, "curve": checked, "cpu_seconds": round(time.process_time())}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     curve = Series(f"held-out games: {label}", *map(list, zip(*checked, strict=True)), markers=True)
