@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,26 @@ class Plan:
     metric: str = "val/accuracy"  # of a held-out game: the share that is won
     label: str = "share of games won"
     texts: Callable[[], Sequence[str]] | None = None
+    warm_up: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe of the warm-up
 
 
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
-    "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"),
+    "number_game": Plan(
+        "123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"
+    ),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
-    "webshop_grpo": Plan(None, noise=0.8, warm_up_steps=300, metric="val/reward", label="reward", texts=sample_texts),
+    "webshop_grpo": Plan(
+        None,
+        noise=0.4,
+        warm_up_steps=400,
+        metric="val/reward",
+        label="reward",
+        texts=sample_texts,
+        warm_up={"data.train_batch_size": 64, "optim.name": "muon", "optim.lr": 5e-3},
+    ),
 }
 
 
@@ -157,6 +168,7 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         "trainer.run_dir": str(run_dir / "sft"),
         "trainer.seed": seed,
         "trainer.total_steps": plan.warm_up_steps,
+        **plan.warm_up,
     }
     train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=shown)
     export(run_dir / "sft", run_dir / "sft_model")

@@ -116,7 +116,9 @@ def test_each_type_of_reward_occurs_among_10000_products() -> None:
 
 def test_the_values_of_options_are_names_of_one_button_only() -> None:
     for product in catalogue(10_000, 0).products[:2000]:
-        names = [part.name for part in parts(catalogue(10_000, 0), State("item", "lamp", 0, product.id)) if part.next_state]
+        names = [
+            part.name for part in parts(catalogue(10_000, 0), State("item", "lamp", 0, product.id)) if part.next_state
+        ]
         assert len({*names}) == len(names)
 
 

@@ -48,7 +48,10 @@ def strings(page: str) -> list[str]:
 
 
 def links(page: str) -> dict[str, str]:
-    return {html.unescape(text).lower(): html.unescape(to) for to, text in re.findall(r'<a href="([^"]*)"[^>]*>([^<]*)', page)}
+    return {
+        html.unescape(text).lower(): html.unescape(to)
+        for to, text in re.findall(r'<a href="([^"]*)"[^>]*>([^<]*)', page)
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 7])

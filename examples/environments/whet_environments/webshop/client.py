@@ -66,7 +66,9 @@ class WebShopServer:
         request_seconds: Positive = 10.0,
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"url={url!r}; expected the address that the server prints, such as http://127.0.0.1:8000")
+            raise ConfigError(
+                f"url={url!r}; expected the address that the server prints, such as http://127.0.0.1:8000"
+            )
         self._api = f"{url.rstrip('/')}/api/sessions"
         self._context: Context = context
         self._penalty, self._max_tokens, self._seconds = format_penalty, max_tokens, request_seconds

@@ -26,7 +26,9 @@ def write(session: Session) -> str:
     if state.page == "item":
         product = session.shop.by_id[state.item]
         lines.append(f" {product.short_title()} {product.price:.0f}")
-        lines.append(" " + ", ".join(f"{each.text}*" if each.chosen else each.text for each in shown if each.kind == "option"))
+        lines.append(
+            " " + ", ".join(f"{each.text}*" if each.chosen else each.text for each in shown if each.kind == "option")
+        )
     for number, each in enumerate(part for part in shown if part.kind == "product"):
         product = session.shop.by_id[each.text]
         lines.append(f"{number} {product.short_title()} {product.price:.0f}")
@@ -61,7 +63,9 @@ def sample_texts() -> list[str]:
     tables = [name for top in v.TREE.values() for middle in top.values() for name in middle]
     tables += [each for values in (*v.ATTRIBUTES.values(), v.COLOURS, v.SHADES) for each in values]
     tables += [value for options in v.OPTIONS.values() for values in options.values() for value in values]
-    return [f" {word}" for text in tables for word in text.split()] + [f" {word}" for word in (*WORDS.values(), "search")]
+    return [f" {word}" for text in tables for word in text.split()] + [
+        f" {word}" for word in (*WORDS.values(), "search")
+    ]
 
 
 def _word(part: Part) -> str:

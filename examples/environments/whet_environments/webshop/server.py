@@ -48,7 +48,9 @@ HOST = "127.0.0.1"
 MAX_SESSIONS = 10_000  # the oldest one is forgotten first
 MAX_BODY = 200_000  # bytes
 START_SECONDS = 20.0
-STYLE = "body{font:16px sans-serif;max-width:50em;margin:1em auto}a{margin-right:.7em}[aria-checked=true]{font-weight:bold}"
+STYLE = (
+    "body{font:16px sans-serif;max-width:50em;margin:1em auto}a{margin-right:.7em}[aria-checked=true]{font-weight:bold}"
+)
 
 
 class ShopServer:

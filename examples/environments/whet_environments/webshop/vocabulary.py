@@ -59,7 +59,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "clothing": {"color": COLOURS, "size": ("small", "medium", "large", "petite", "plus", "tall")},
     "home": {"color": COLOURS, "style": ("modern", "rustic", "classic", "industrial", "nordic")},
     "electronics": {"color": COLOURS, "length": ("3 feet", "6 feet", "10 feet", "1 yard")},
-    "grocery": {"flavor": ("vanilla", "lemon", "ginger", "cocoa", "cinnamon", "mint"), "pack": ("single", "twin", "case")},
+    "grocery": {
+        "flavor": ("vanilla", "lemon", "ginger", "cocoa", "cinnamon", "mint"),
+        "pack": ("single", "twin", "case"),
+    },
     "beauty": {"scent": ("lavender", "rose", "coconut", "citrus", "jasmine"), "volume": ("mini", "regular", "jumbo")},
 }
 AUDIENCES = ("men", "women", "kids", "adults", "girls", "boys", "family", "seniors")
@@ -68,8 +71,36 @@ USES = (
     *("bedroom", "gym", "beach", "hiking", "studio", "holidays", "birthday", "workshop", "balcony", "picnic"),
 )
 EXTRAS = ("gift", "set", "bundle", "kit", "collection", "edition")
-ADJECTIVES = ("premium", "portable", "original", "stylish", "compact", "vintage", "cozy", "essential", "deluxe", "fresh")
-SYLLABLES = ("al", "bor", "cen", "dul", "ek", "fam", "gor", "hin", "jul", "kos", "lum", "mer", "nor", "pel", "rud", "tav")
+ADJECTIVES = (
+    "premium",
+    "portable",
+    "original",
+    "stylish",
+    "compact",
+    "vintage",
+    "cozy",
+    "essential",
+    "deluxe",
+    "fresh",
+)
+SYLLABLES = (
+    "al",
+    "bor",
+    "cen",
+    "dul",
+    "ek",
+    "fam",
+    "gor",
+    "hin",
+    "jul",
+    "kos",
+    "lum",
+    "mer",
+    "nor",
+    "pel",
+    "rud",
+    "tav",
+)
 # The nouns of a title are these and its brand: a part-of-speech tagger would find the same in titles of this grammar.
 NOUNS = frozenset(
     {kind for middle in TREE.values() for kinds in middle.values() for kind in kinds}
