@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -46,8 +47,8 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps. Without an alphabet
-    the tokenizer has the words of `texts`."""
+    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps. Without an
+    alphabet the tokenizer has the words of `texts`."""
 
     alphabet: str | None
     noise: float
@@ -183,6 +184,11 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
     return train(load_config(TrainConfig, name, overrides).config).history
 
 
+def interval(mean: float) -> float:
+    """Half of the 95 % interval of a mean over the held-out games; for values from 0 to 1 it is at most this."""
+    return 1.96 * math.sqrt(max(0.0, mean * (1.0 - mean)) / NUM_HELD_OUT)
+
+
 def main() -> int:
     """Runs all stages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -200,7 +206,8 @@ def main() -> int:
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     curve = Series(f"held-out games: {label}", *map(list, zip(*checked, strict=True)), markers=True)
     plot_learning_curve(run_dir / "learning_curve.png", [curve], title=options.name, y_label=label)
-    sys.stdout.write(f"{options.name}: held-out {label} {checked[0][1]:.3f} -> {checked[-1][1]:.3f}\n")
+    before, after = (f"{value:.3f} ± {interval(value):.3f}" for value in (checked[0][1], checked[-1][1]))
+    sys.stdout.write(f"{options.name}: held-out {label} {before} -> {after}\n")
     sys.stdout.write(f"{summary['cpu_seconds']} CPU seconds; learning curve: {run_dir}/learning_curve.png\n")
     return 0
 

@@ -77,7 +77,7 @@ def test_without_chromium_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPa
     ):
         Browser(chromium="/nowhere/chromium")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match="none of chromium, .* is on the PATH; .*apt-get install"):
+    with pytest.raises(ConfigError, match=r"none of chromium, .* is on the PATH; .*apt-get install"):
         Browser()
     monkeypatch.setitem(sys.modules, "playwright.async_api", None)
     with pytest.raises(ConfigError, match=r"pip install './examples/environments\[browser\]'"):

@@ -11,6 +11,7 @@ stop[answer]               ends the episode
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,15 +33,13 @@ class Action:
 
 
 def read_action(text: str) -> Action | None:
-    """The last action in a text; None where it has none, or the last one has no element, name or words that it needs."""
-    last = None
-    for last in _ACTION.finditer(text):
-        pass
-    if last is None:
+    """The last action in a text; None where there is none, or the last one lacks its element or its words."""
+    last = deque(_ACTION.finditer(text), maxlen=1)
+    if not last:
         return None
-    if last["back"]:
+    if last[0]["back"]:
         return Action("back")
-    verb, argument = last["verb"].lower(), last["argument"].strip()
+    verb, argument = last[0]["verb"].lower(), last[0]["argument"].strip()
     if verb == "click" and argument:
         return Action("click", argument, int(argument) if _NUMBER.fullmatch(argument) else None)
     if verb == "type":

@@ -71,9 +71,9 @@ class Browser:
 
     Without either it is a shop of this process, with `num_products`. `scorer` names a function
     `(url of the last page, answer, prompt, seconds) -> number`, by default the reward of that shop, or `exact_answer`.
-    It runs at `stop[answer]`, and at the limit of steps with an empty answer. Only `allowed_hosts` are reached. A browser
-    that crashes, a page that is gone, and one that takes longer than `step_seconds` (the first one and the start of the
-    browser: `start_seconds`) fail the episode.
+    It runs at `stop[answer]`, and at the limit of steps with an empty answer. Only `allowed_hosts` are reached. The
+    episode fails where the browser crashes, where a page is gone, and where a step takes longer than `step_seconds`
+    (the start of the browser with the first page: `start_seconds`).
     """
 
     def __init__(

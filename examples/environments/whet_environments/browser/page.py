@@ -37,8 +37,8 @@ READ = """() => {
     const kind = kindOf(each), isInput = ['INPUT', 'SELECT', 'TEXTAREA'].includes(each.tagName);
     const isValue = kind === 'field' || kind === 'choice';
     const own = isInput ? '' : tidy(each.innerText);
-    const name = isValue ? labelled(each) : own || tidy(isInput && kind === 'button' ? each.value : '') || labelled(each)
-      || tidy(each.querySelector('img') && each.querySelector('img').alt);
+    const image = each.querySelector('img'), face = isInput && kind === 'button' ? each.value : '';
+    const name = isValue ? labelled(each) : own || tidy(face) || labelled(each) || tidy(image && image.alt);
     const chosen = each.checked === true || each.getAttribute('aria-checked') === 'true' ? '*' : '';
     let value = name + chosen, head = kind;
     if (isValue) {

@@ -127,7 +127,7 @@ def _product(number: int, draws: random.Random) -> Product:
         price=draws.randint(500, 15000) / 100,
         description=f"{draws.choice(v.ADJECTIVES).capitalize()} {kind} by {brand}, made for {', '.join(uses)}.",
         features=tuple(f"{each.capitalize()} {kind}" for each in attributes),
-        review=f"{draws.randint(10, 50) / 10} of 5 stars: {draws.choice(('good', 'as described', 'came late', 'loved it'))}",
+        review=f"{draws.randint(10, 50) / 10} of 5 stars: {draws.choice(v.OPINIONS)}",
     )
 
 

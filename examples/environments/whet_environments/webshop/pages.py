@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of the shop as a state machine: a state and an action give the next state, a state gives its page.
 
-Search -> results (50 at most, `shop.a_page` a page) -> item (options; Description, Features, Reviews) -> Buy Now, the end. The
-text environment and the web server both use it. A state is the query of a web address too (`to_query`, `from_query`).
+Search -> results (50 at most, `shop.a_page` a page) -> item (options; Description, Features, Reviews) -> Buy Now, the
+end. The text environment and the web server both use it. A state is also the query of a web address (`to_query`,
+`from_query`).
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Session:
     reward: float | None = None
 
     def act(self, text: str) -> bool:
-        """Carries out the last action of a text.  Returns False, and changes nothing, where the page does not have it."""
+        """Carries out the last action of a text.  Returns False, with no change, where the page does not have it."""
         following = follow(self.shop, self.state, text)
         if following is None:
             return False

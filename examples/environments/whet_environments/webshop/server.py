@@ -3,8 +3,9 @@
 
     python -m whet_environments.webshop.server [--port 0] [--products 10000] [--seed 0]
 
-prints its address. `GET /?seed=5` begins a session whose goal has that seed and leads to its pages, which are plain HTML:
-links, a form for the search, a form for Buy Now. Their addresses name the whole state, so Back works. For programs:
+prints its address. `GET /?seed=5` begins a session whose goal has that seed and leads to its pages, which are plain
+HTML: links, a form for the search, a form for Buy Now. Their addresses name the whole state, so Back works.
+For programs:
 
     POST /api/sessions {"seed": 5}                       a view, with the session's id
     POST /api/sessions/ID/actions {"action": "click[x]"} a view
@@ -79,7 +80,7 @@ class ShopServer:
         return RedirectResponse(f"/{self._open(int(seed))}/", 303)
 
     async def show(self, request: Request) -> Response:
-        """The page of the state in the address; the search page without one. After the purchase there is only the end."""
+        """The page of the state in the address, by default the search page; after the purchase only the end."""
         session = self._session(request)
         if session.reward is None:
             session.go(self._state(request))
@@ -146,7 +147,8 @@ def page_html(session: Session) -> str:
     """The page of a session: the strings of `Session.text`, with links and forms."""
     body = "\n".join(_html(part, session.state) for part in parts(session.shop, session.state))
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>WebShop</title><style>{STYLE}</style></head>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>WebShop</title>'
+        f"<style>{STYLE}</style></head>"
         f"<body><h1>WebShop</h1><p>Instruction:</p><p>{escape(session.goal.instruction())}</p>\n{body}</body></html>"
     )
 

@@ -83,6 +83,7 @@ ADJECTIVES = (
     "deluxe",
     "fresh",
 )
+OPINIONS = ("good", "as described", "came late", "loved it")
 SYLLABLES = (
     "al",
     "bor",
