@@ -69,7 +69,7 @@ PLANS = {
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "webshop_grpo": Plan(
         None,
-        noise=0.4,
+        noise=0.3,
         warm_up_steps=400,
         metric="val/reward",
         label="reward",
