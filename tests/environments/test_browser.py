@@ -105,7 +105,10 @@ PAGES = {
         <select aria-label="Colour"><option>red</option><option selected>blue</option></select>
         <input type="radio" name="r" aria-label="yes" checked><input type="checkbox" aria-label="agree">
         <div role="button" onclick="document.getElementById('said').textContent='clicked'">Press</div><p id="said"></p>
-        <a href="/outside">Outside</a> <a href="http://outside.invalid/">Away</a> <a href="/hang">Hang</a>""",
+        <button disabled>Off</button> <div style="position:relative"><button>Under</button>
+        <span style="position:absolute;left:0;top:0;width:99%;height:99%">over</span></div>
+        <a href="/outside">Outside</a> <a href="http://outside.invalid/">Away</a>
+        <a href="/hang">Hang</a>""",
     "/two": "<p>Second</p><img src='http://outside.invalid/a.png'><a href='/'>One</a>",
     "/long": "<p>" + "word " * 1000 + "</p>",
 }
@@ -180,9 +183,19 @@ def test_a_page_is_read_and_used(pages: str) -> None:
         assert "[3 choice: Colour] red* | blue\n" in await do(browser, "type[3, red]")
         assert "[5 checkbox] agree*" in await do(browser, "click[5]")
         assert "\nclicked\n" in await do(browser, "click[press]")
-        for impossible in ("click[99]", "click[nothing]", "type[0, x]", "type[3, pink]", "back[]", "hello"):
+        for impossible in (
+            "click[99]",
+            "click[nothing]",
+            "type[0, x]",
+            "type[3, pink]",
+            "click[off]",
+            "click[under]",
+            "back[]",
+            "hello",
+        ):
             seen = await browser.step(Answer(impossible))
-            assert seen.reward == -0.5 and text_of(seen).startswith("That is not possible")
+            assert (impossible, seen.reward) == (impossible, -0.5)
+            assert text_of(seen).startswith("That is not possible")
         assert await do(browser, "click[two]") == "Second\n[0 link] One"
         assert "Hello" in await do(browser, "back[]")
         end = await browser.step(Answer("stop[LAMP]"))
@@ -197,7 +210,7 @@ def test_a_page_is_read_and_used(pages: str) -> None:
 
 @needs_chromium
 @pytest.mark.slow
-def test_other_hosts_are_not_reached(pages: str) -> None:
+def test_other_hosts_are_not_reached_and_slow_pages_are(pages: str) -> None:
     async def play() -> None:
         browser = Browser(url=f"{pages}/", max_steps=3)
         await browser.reset(PROMPT, 0)
@@ -211,6 +224,11 @@ def test_other_hosts_are_not_reached(pages: str) -> None:
         last = await long.step(Answer("click[0]"))
         assert (last.done, last.truncated, last.reward) == (False, True, 0.0)
         await long.close()
+        slow = Browser(url=f"{pages}/", max_steps=1)
+        await slow.reset(PROMPT, 0)
+        assert (await slow.step(Answer("click[hang]"))).fields["blocked"] == 0.0
+        assert slow._page.url.endswith("/hang")  # three seconds later
+        await slow.close()
 
     asyncio.run(play())
 
@@ -280,7 +298,8 @@ def test_a_browser_that_is_killed_fails_its_episodes_only(pages: str, temporary:
     failed = [uid for uid, each in seen.items() if isinstance(each, Failure)]
     assert len(failed) == 1
     failure = seen[failed[0]]
-    assert isinstance(failure, Failure) and "click[two] failed" in failure.message and failure.source == "environment"
+    assert isinstance(failure, Failure) and failure.source == "environment"
+    assert "click[two] failed" in failure.message or "the browser is gone" in failure.message
     host.start("c", PROMPT, 2)  # a new browser
     assert isinstance(wait(host, {"c"})["c"], Observation)
     for uid in "abc":

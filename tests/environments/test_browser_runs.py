@@ -123,9 +123,8 @@ def test_a_run_goes_on_where_a_server_does_not_answer_at_times(tmp_path: Path) -
                             threading.Thread(target=copy, args=(one, other), daemon=True).start()
 
         options = ["environment.name=whet_environments.webshop.client:WebShopServer"]
-        options += [
-            f"environment.options={{url: 'http://127.0.0.1:{front.getsockname()[1]}', request_seconds: 1.0, max_steps: 3}}"
-        ]
+        url = f"http://127.0.0.1:{front.getsockname()[1]}"
+        options += [f"environment.options={{url: '{url}', request_seconds: 1.0, max_steps: 3}}"]
         with meanwhile(pass_on):
             steps = records(tmp_path, *options)
     for each in held:

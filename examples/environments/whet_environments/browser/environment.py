@@ -18,12 +18,14 @@ from whet.registry import load_target, register_environment
 from whet.types import Message, Prompt
 from whet_environments.browser.actions import Action, read_action
 from whet_environments.browser.chromium import Chromium, Launch, chromiums, find_chromium, is_allowed
-from whet_environments.browser.page import Seen, read_page
+from whet_environments.browser.page import CAN_USE, Seen, read_page
 from whet_environments.game import MOST_READ, Context, row_seed
 
 LOCAL = ("127.0.0.1",)
-ELEMENT_SECONDS = 2.0  # for an element to take a click or words
 CLOSE_SECONDS = 4.0
+EMPTY = "about:blank"
+A_TURN = "() => new Promise(done => setTimeout(done, 0))"  # of the page's event loop
+REPLACED = "Execution context was destroyed"  # in the error of playwright where a new page comes during a call
 RULES = (
     "You use a web browser. Answer with click[number or name], type[number, words], search[words], back[] or "
     "stop[answer]. The last one counts."
@@ -133,10 +135,10 @@ class Browser:
         self._is_refused = False
         is_done = action is not None and await self._within(self._act(action), f"{action.verb}[{action.text[:50]}]")
         said = ("" if not self._is_refused else NOT_ALLOWED) if is_done else NOT_POSSIBLE
-        penalty = 0.0 if is_done else self._penalty
+        reward = 0.0 if is_done else -self._penalty
         if not self._left:
-            return self._end(await self._score("") - penalty, is_done=False)
-        return self._observe(said, -penalty)
+            return self._end(reward + await self._score(""), is_done=False)
+        return self._observe(said, reward)
 
     async def close(self) -> None:
         """Closes the context; the last one of a process ends it."""
@@ -193,21 +195,32 @@ class Browser:
         else:
             await route.abort("aborted")  # keeps the present page
 
+    @property
+    def _page(self) -> Any:
+        """The newest page.  Raises: BrowserError where it is gone."""
+        if not self._tab.pages:
+            raise BrowserError("the browser is gone: its process was killed, or it closed the last page")
+        return self._tab.pages[-1]
+
     async def _act(self, action: Action) -> bool:
         """Carries out an action and reads the page after it.  Returns False where the page does not have it."""
         assert self._seen is not None
-        page = self._tab.pages[-1]
-        if action.verb == "back":
-            if await page.evaluate("history.length") <= 2:  # the empty page, and the first one
-                return False
-            await page.go_back(timeout=0, wait_until="commit")
-        elif not await self._use(action, self._seen):
-            return False
+        is_done = await (self._back() if action.verb == "back" else self._use(action, self._seen))
         await self._read()
-        return True
+        return is_done
+
+    async def _back(self) -> bool:
+        page = self._page
+        if await page.evaluate("history.length") <= 2:  # the empty page, and the first one
+            return False
+        await page.go_back(timeout=0, wait_until="commit")
+        if page.url != EMPTY:
+            return True
+        await page.go_forward(timeout=0, wait_until="commit")
+        return False
 
     async def _use(self, action: Action, seen: Seen) -> bool:
-        from playwright.async_api import TimeoutError as NotReadyError
+        from playwright.async_api import Error
 
         number = action.number
         if action.verb == "search":
@@ -216,37 +229,51 @@ class Browser:
             number = seen.number_of(action.text) if action.verb == "click" else None
         if number is None:
             return False
-        element = (await seen.handle.evaluate_handle("(found, number) => found.elements[number]", number)).as_element()
-        milliseconds = 1000 * ELEMENT_SECONDS
         try:
-            if action.verb == "click":
-                await element.click(timeout=milliseconds)
-            elif seen.names[number][0] == "choice":
-                await element.select_option(label=action.text, timeout=milliseconds)
-            elif seen.names[number][0] == "field":
-                await element.fill(action.text, timeout=milliseconds)
-                if action.verb == "search":
-                    await element.press("Enter", timeout=milliseconds)
-            else:
-                return False
-        except NotReadyError:  # covered, moving or gone
+            return await self._use_element(action, await seen.element(number), seen.names[number][0])
+        except Error:  # it is gone, or does not take the words; a browser that has crashed shows when the page is read
+            return False
+
+    async def _use_element(self, action: Action, element: Any, kind: str) -> bool:
+        """Uses an element that can be used; force: playwright's own test of that waits for one that cannot."""
+        if not await element.evaluate(CAN_USE, action.text if kind == "choice" and action.verb == "type" else None):
+            return False
+        if action.verb == "click":
+            await element.click(force=True, timeout=0)
+        elif kind == "choice":
+            await element.select_option(label=action.text, force=True, timeout=0)
+        elif kind == "field":
+            await element.fill(action.text, force=True, timeout=0)
+            if action.verb == "search":
+                await element.press("Enter", timeout=0)
+        else:
             return False
         return True
 
     async def _read(self) -> None:
         """Waits until pages that were asked for are there, and reads the newest one."""
-        page = self._tab.pages[-1]
-        await page.evaluate("() => new Promise(done => setTimeout(done, 0))")  # a click's navigation has begun after it
-        while self._loading:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(self._settle)
-        page = self._tab.pages[-1]
-        await page.wait_for_load_state("load", timeout=0)
+        from playwright.async_api import Error
+
+        while True:
+            page = self._page
+            try:
+                await page.evaluate(A_TURN)  # the navigation of a click has begun after it
+                while self._loading:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(self._settle)
+                await page.wait_for_load_state("load", timeout=0)
+                seen = await read_page(page, self._characters)
+            except Error as error:
+                if REPLACED not in error.message:
+                    raise
+                continue  # a new page came in between
+            if not self._loading and page is self._page:
+                break
         if page.url.startswith("chrome-error:"):
             raise BrowserError(
                 "the page cannot be reached: its server is gone, or it led to a host that is not allowed"
             )
-        self._seen = await read_page(page, self._characters)
+        self._seen = seen
 
     async def _within(
         self, work: Awaitable[Any], what: str, option: str = "step_seconds", seconds: float | None = None
@@ -266,7 +293,7 @@ class Browser:
 
     async def _score(self, answer: str) -> float:
         async def found() -> float:
-            value = (self._scorer or exact_answer)(self._tab.pages[-1].url, answer, self._prompt, self._seconds)
+            value = (self._scorer or exact_answer)(self._page.url, answer, self._prompt, self._seconds)
             return float(await value if inspect.isawaitable(value) else value)
 
         return float(await self._within(found(), "the scorer"))

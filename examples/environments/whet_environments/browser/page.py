@@ -64,6 +64,15 @@ READ = """() => {
   if (document.body) walk(document.body);
   return found;
 }"""
+# Whether an element can be used: it is there and enabled, nothing covers it, and it has the choice, if one is given.
+CAN_USE = """(each, choice) => {
+  if (!each.isConnected || each.matches(':disabled,[aria-disabled=true],[readonly]')) return false;
+  if (choice !== null && ![...each.options].some(option => option.label === choice && !option.disabled)) return false;
+  each.scrollIntoView({behavior: 'instant', block: 'center', inline: 'center'});
+  const box = each.getClientRects()[0];
+  const at = box && each.getRootNode().elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  return Boolean(at) && (each.contains(at) || at.contains(each) && at.tagName === 'LABEL');
+}"""
 TELL = "found => ({lines: found.lines, names: found.names})"
 
 
@@ -79,6 +88,11 @@ class Seen:
         """The number of the first element with a name, in any case."""
         wanted = name.lower()
         return next((number for number, (_, own) in enumerate(self.names) if own == wanted), None)
+
+    async def element(self, number: int) -> Any:
+        """A numbered element."""
+        found = await self.handle.evaluate_handle("(found, number) => found.elements[number]", number)
+        return found.as_element()
 
     def first_field(self) -> int | None:
         """The number of the first field."""
