@@ -107,7 +107,7 @@ PAGES = {
         <div role="button" onclick="document.getElementById('said').textContent='clicked'">Press</div><p id="said"></p>
         <button disabled>Off</button> <div style="position:relative"><button>Under</button>
         <span style="position:absolute;left:0;top:0;width:99%;height:99%">over</span></div>
-        <a href="/outside">Outside</a> <a href="http://outside.invalid/">Away</a>
+        <button onclick="for (;;) {}">Loop</button> <a href="/outside">Outside</a> <a href="http://outside.invalid/">Away</a>
         <a href="/hang">Hang</a>""",
     "/two": "<p>Second</p><img src='http://outside.invalid/a.png'><a href='/'>One</a>",
     "/long": "<p>" + "word " * 1000 + "</p>",
@@ -264,6 +264,7 @@ def test_the_shop_in_a_browser() -> None:
 
 @needs_chromium
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # dozens of browsers
 def test_conformance() -> None:
     found = list(check(NAME, {"num_products": 100, "max_steps": 3}, Plan(PROMPT, seconds=60.0)))
     assert [each for each in found if each.is_ok is False] == []
@@ -322,6 +323,12 @@ def test_a_page_that_hangs_or_crashes_fails_its_episode_only(pages: str, tempora
     assert isinstance(failure, Failure) and "click[hang] took longer than step_seconds=2" in failure.message
     assert isinstance(seen["b"], Observation) and "Second" in text_of(seen["b"])
     host.close("a")
+    host.start("c", PROMPT, 0)
+    assert isinstance(wait(host, {"c"})["c"], Observation)
+    host.step("c", Answer("click[loop]"))
+    failure = wait(host, {"c"})["c"]
+    assert isinstance(failure, Failure) and "took longer than step_seconds=2" in failure.message
+    host.close("c")
     host.step("b", Answer("back[]"))
     assert "Hello" in text_of(wait(host, {"b"})["b"])  # type: ignore[arg-type]
     host.shutdown()

@@ -22,7 +22,7 @@ from whet.errors import ConfigError
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 PREFIX = "whet-browser-"
-CLOSE_SECONDS = 3.0
+CLOSE_SECONDS = 1.5  # for the browser, and again for its driver; then they are killed
 MAX_PARENT = 32  # bytes: the address of a socket has 107, of which the names below need 72
 NOWHERE = "http://127.0.0.1:1"  # a proxy that does not exist: what is not allowed ends there, redirects and sockets too
 ARGUMENTS = ("--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--no-first-run")
@@ -64,11 +64,12 @@ class Chromium:
     driver: Any  # playwright's
     browser: Any
     num_episodes: int = 0
+    is_broken: bool = False  # a context could not be closed
 
     @property
     def is_alive(self) -> bool:
         """Whether it can open contexts."""
-        return bool(self.browser.is_connected())
+        return not self.is_broken and bool(self.browser.is_connected())
 
     @classmethod
     async def start(cls, launch: Launch) -> Chromium:

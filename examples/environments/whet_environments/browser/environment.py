@@ -22,7 +22,7 @@ from whet_environments.browser.page import CAN_USE, Seen, read_page
 from whet_environments.game import MOST_READ, Context, row_seed
 
 LOCAL = ("127.0.0.1",)
-CLOSE_SECONDS = 4.0
+CLOSE_SECONDS = 1.5  # with those of chromium.py less than the 5 s that whet gives to close
 EMPTY = "about:blank"
 A_TURN = "() => new Promise(done => setTimeout(done, 0))"  # of the page's event loop
 REPLACED = "Execution context was destroyed"  # in the error of playwright where a new page comes during a call
@@ -151,8 +151,8 @@ class Browser:
             if tab is not None and not self._is_crashed and used.is_alive:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await tab.close()
-        except Exception:  # it is gone, or hangs: the process ends with its last episode
-            pass
+        except Exception:  # it is gone, or hangs: the process takes no new episode, and ends with its last one
+            used.is_broken = True
         finally:
             await chromiums(self._launch).release(used)
 
