@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from whet_environments.browser import chromium
 from whet_environments.browser.actions import Action, read_action
-from whet_environments.browser.chromium import find_chromium, processes_of
+from whet_environments.browser.chromium import find_chromium, is_allowed, processes_of
 from whet_environments.browser.environment import Browser, BrowserError, exact_answer
 from whet_environments.webshop.catalogue import catalogue
 from whet_environments.webshop.environment import WebShop
@@ -82,6 +82,20 @@ def test_without_chromium_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "playwright.async_api", None)
     with pytest.raises(ConfigError, match=r"pip install './examples/environments\[browser\]'"):
         Browser()
+
+
+def test_allowed_addresses() -> None:
+    for url in ("http://127.0.0.1:80/x", "ws://127.0.0.1/", "data:text/html,x", "about:blank", "blob:http://a/1"):
+        assert is_allowed(url, ["127.0.0.1"])
+    for url in (
+        "http://localhost/",
+        "http://127.0.0.1@a.b/",
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/",
+        "http://[x",
+        "",
+    ):
+        assert not is_allowed(url, ["127.0.0.1"])
 
 
 def test_the_answer_is_compared_in_any_case() -> None:
@@ -310,7 +324,26 @@ def test_a_browser_that_is_killed_fails_its_episodes_only(pages: str, temporary:
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_page_that_hangs_or_crashes_fails_its_episode_only(pages: str, temporary: Path) -> None:
+def test_a_page_that_crashes_fails_its_episode_only(pages: str, temporary: Path) -> None:
+    async def play() -> None:
+        one, two = Browser(url=pages, step_seconds=20.0), Browser(url=pages)
+        await asyncio.gather(one.reset(PROMPT, 0), two.reset(PROMPT, 0))
+        assert len(folders(temporary)) == 1  # one browser for both
+        session = await one._tab.new_cdp_session(one._page)
+        with suppress(Exception):  # it has no reply
+            await asyncio.wait_for(session.send("Page.crash"), 2.0)
+        with pytest.raises(BrowserError, match="crashed"):
+            await one.step(Answer("click[two]"))
+        await one.close()
+        assert await do(two, "click[two]") == "Second\n[0 link] One"
+        await two.close()
+
+    asyncio.run(play())
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_page_that_hangs_fails_its_episode_only(pages: str, temporary: Path) -> None:
     host = open_host(NAME, {"url": pages, "step_seconds": 2.0, "allowed_hosts": ["127.0.0.1"]})
     for uid in "ab":
         host.start(uid, PROMPT, 0)

@@ -200,10 +200,10 @@ def test_a_shopper_that_knows_the_goal_gets_1(encoding: str) -> None:
 
 def test_10000_products_end_to_end() -> None:
     game = shop(num_products=10_000)
-    assert sum(play_best(game, seed).reward == 1.0 for seed in range(30)) == 30
+    assert sum(play_best(game, seed).reward == 1.0 for seed in range(20)) == 20
     # one that reads only the instruction: its words are the query, and the first product within the price is bought
-    rewards = [read_and_buy(game, seed) for seed in range(30)]
-    assert sum(rewards) / 30 > 0.85 and sum(reward == 1.0 for reward in rewards) > 15
+    rewards = [read_and_buy(game, seed) for seed in range(20)]
+    assert sum(rewards) / 20 > 0.85 and sum(reward == 1.0 for reward in rewards) > 10
 
 
 def read_and_buy(game: WebShop, seed: int) -> float:

@@ -17,11 +17,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from whet.errors import ConfigError
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 PREFIX = "whet-browser-"
+WITH_HOST, NO_HOST = ("http", "https", "ws", "wss"), ("data", "blob", "about")
 CLOSE_SECONDS = 1.5  # for the browser, and again for its driver; then they are killed
 MAX_PARENT = 32  # bytes: the address of a socket has 107, of which the names below need 72
 NOWHERE = "http://127.0.0.1:1"  # a proxy that does not exist: what is not allowed ends there, redirects and sockets too
@@ -190,6 +192,11 @@ def _temporary_folder(folder: Path) -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-def is_allowed(host: str | None, hosts: Iterable[str]) -> bool:
-    """Whether a request may go to a host; one without a host (data:, about:) may."""
-    return host is None or host in hosts
+def is_allowed(url: str, hosts: Iterable[str]) -> bool:
+    """Whether a page may load an address: one of the hosts, or what needs none (data:, blob:, about:). No files."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:  # not an address
+        return False
+    return parts.scheme in NO_HOST or (parts.scheme in WITH_HOST and host in hosts)

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError, describe
@@ -114,7 +113,7 @@ class Browser:
         if not url:
             url, self._scorer = own_shop(self._num_products), self._scorer or _shop_reward()
         url = url.replace("{seed}", str(row_seed(prompt, seed)))
-        if urlsplit(url).scheme not in ("http", "https") or not is_allowed(urlsplit(url).hostname, self._launch.hosts):
+        if not url.startswith(("http://", "https://")) or not is_allowed(url, self._launch.hosts):
             raise ConfigError(
                 f"url={url!r} is not on {', '.join(self._launch.hosts)}; expected a page of a host that is allowed: "
                 "correct it, or add its host to environment.options.allowed_hosts"
@@ -135,7 +134,7 @@ class Browser:
         self._is_refused = False
         is_done = action is not None and await self._within(self._act(action), f"{action.verb}[{action.text[:50]}]")
         said = ("" if not self._is_refused else NOT_ALLOWED) if is_done else NOT_POSSIBLE
-        reward = 0.0 if is_done else -self._penalty
+        reward = 0.0 if is_done else 0.0 - self._penalty  # not -0
         if not self._left:
             return self._end(reward + await self._score(""), is_done=False)
         return self._observe(said, reward)
@@ -180,7 +179,7 @@ class Browser:
         self._is_crashed = True
 
     def _begun(self, request: Any) -> None:
-        if not is_allowed(urlsplit(request.url).hostname, self._launch.hosts):
+        if not is_allowed(request.url, self._launch.hosts):
             self._blocked += 1
             self._is_refused = self._is_refused or request.is_navigation_request()
         elif request.is_navigation_request():
@@ -190,7 +189,7 @@ class Browser:
         self._loading.discard(request)
 
     async def _route(self, route: Any) -> None:
-        if is_allowed(urlsplit(route.request.url).hostname, self._launch.hosts):
+        if is_allowed(route.request.url, self._launch.hosts):
             await route.continue_()
         else:
             await route.abort("aborted")  # keeps the present page

@@ -93,7 +93,7 @@ class WebShopServer:
         if view["is_done"]:
             return self._observe(view, bought(view["reward"]), reward=view["reward"])
         if not view["is_possible"]:
-            return self._observe(view, NOT_POSSIBLE, reward=-self._penalty)
+            return self._observe(view, NOT_POSSIBLE, reward=0.0 - self._penalty)
         return self._observe(view, "", reward=0.0)
 
     async def close(self) -> None:

@@ -52,7 +52,7 @@ class WebShop(Game):
         """Plays the last action of a text; one that the page does not have changes nothing."""
         action = compact.read(self.session, text) if self.encoding == "compact" else text
         if not self.session.act(action):
-            return -self._penalty, False, NOT_POSSIBLE
+            return 0.0 - self._penalty, False, NOT_POSSIBLE
         reward = self.session.reward
         if reward is None:
             return 0.0, False, ""
