@@ -19,13 +19,13 @@ TITLE = "Games"
 NOTE = """\
 `python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
 weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
-cards, in Nim the share of right moves in positions that can be won; CPU seconds are those of the whole command, in one
-thread.
+cards, in Nim the share of right moves in positions that can be won, in `webshop_grpo` the reward; CPU seconds are those
+of the whole command, in one thread.
 """
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
 NAMES = (
     *("calculator_quickstart", "number_game", "frozen_lake", "nim_self_play", "nim_one_side"),
-    *("sokoban_grpo", "sokoban_ppo"),
+    *("sokoban_grpo", "sokoban_ppo", "webshop_grpo"),
 )
 log = logging.getLogger(__name__)
 
@@ -76,4 +76,4 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         steps = [step for step, _ in next(iter(by_seed.values()))["curve"]]
         points = zip(*([value for _, value in run["curve"]] for run in by_seed.values()), strict=True)
         series.append(Series(name, steps, [statistics.median(each) for each in points], markers=True))
-    plot_learning_curve(path, series, title="Games", y_label="held-out games won, or right cards")
+    plot_learning_curve(path, series, title="Games", y_label="held-out games won, right cards, or reward")

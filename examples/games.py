@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "environments"))
 
 from whet_environments.game import Game
+from whet_environments.webshop.compact import sample_texts
 
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
@@ -38,20 +40,24 @@ from whet.types import Message, Prompt
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_SHOWN = 3000, 256, 6000  # rows to train on, to test with, of the warm-up
 MAX_STATE = 512  # tokens that a model can read
+MAX_WORDS = 848  # tokens of a vocabulary of words
 
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps."""
+    """A recipe with its alphabet, the share of random moves in the warm-up, and the warm-up's steps. Without an
+    alphabet the tokenizer has the words of `texts`."""
 
-    alphabet: str
+    alphabet: str | None
     noise: float
     warm_up_steps: int
     metric: str = "val/accuracy"
     label: str = "share of games won"  # of held-out games
     has_few_states: bool = False  # so that trained and held-out games begin in the same ones
+    texts: Callable[[], Sequence[str]] | None = None
+    warm_up: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe of the warm-up
 
 
 PLANS = {
@@ -68,6 +74,15 @@ PLANS = {
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
+    "webshop_grpo": Plan(
+        None,
+        noise=0.3,
+        warm_up_steps=400,
+        metric="val/reward",
+        label="reward",
+        texts=sample_texts,
+        warm_up={"data.train_batch_size": 64, "optim.name": "muon", "optim.lr": 5e-3},
+    ),
 }
 
 
@@ -142,6 +157,8 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         "qwen3",
         "nano",
         alphabet=plan.alphabet,
+        texts=plan.texts() if plan.texts is not None else None,
+        vocab_size=None if plan.texts is None else MAX_WORDS,
         num_layers=2,
         max_position_embeddings=MAX_STATE,
         seed=seed,
@@ -162,6 +179,7 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         "trainer.run_dir": str(run_dir / "sft"),
         "trainer.seed": seed,
         "trainer.total_steps": plan.warm_up_steps,
+        **plan.warm_up,
     }
     train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=shown)
     export(run_dir / "sft", run_dir / "sft_model")
@@ -174,6 +192,11 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         *changes,
     ]
     return train(load_config(TrainConfig, name, overrides).config).history
+
+
+def interval(mean: float) -> float:
+    """Half of the 95 % interval of a mean over the held-out games; for values from 0 to 1 it is at most this."""
+    return 1.96 * math.sqrt(max(0.0, mean * (1.0 - mean)) / NUM_HELD_OUT)
 
 
 def main() -> int:
@@ -192,7 +215,8 @@ def main() -> int:
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     curve = Series(f"held-out games: {label}", *map(list, zip(*checked, strict=True)), markers=True)
     plot_learning_curve(run_dir / "learning_curve.png", [curve], title=options.name, y_label=label)
-    sys.stdout.write(f"{options.name}: held-out {label} {checked[0][1]:.3f} -> {checked[-1][1]:.3f}\n")
+    before, after = (f"{value:.3f} ± {interval(value):.3f}" for value in (checked[0][1], checked[-1][1]))
+    sys.stdout.write(f"{options.name}: held-out {label} {before} -> {after}\n")
     sys.stdout.write(f"{summary['cpu_seconds']} CPU seconds; learning curve: {run_dir}/learning_curve.png\n")
     return 0
 

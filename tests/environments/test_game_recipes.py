@@ -12,11 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers import AutoTokenizer
 from whet_environments.frozen_lake import FrozenLake
 
 from whet.config import TrainConfig, load_config
 from whet.environments.running import EnvironmentSpec
-from whet.models.init import END_OF_TURN
+from whet.models.init import END_OF_TURN, init_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "games.py"
 CALCULATOR = "calculator_quickstart"
@@ -74,6 +75,25 @@ def test_held_out_games_begin_in_states_of_their_own(
     assert max(len(row["response"]) for row in shown) < config.data.max_response_length
 
 
+def test_the_shop_is_read_in_words_of_its_tokenizer(
+    games: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(games, "NUM_TRAINED", 200)
+    monkeypatch.setattr(games, "NUM_SHOWN", 300)
+    config, plan = recipe("webshop_grpo", tmp_path), games.PLANS["webshop_grpo"]
+    make = EnvironmentSpec(config.environment.name, config.environment.options).load()
+    trained, held_out, shown = games.game_rows(make, plan.noise, random.Random(0))
+    begins = [{games.begin(make, row) for row in rows} for rows in (trained, held_out)]
+    assert not begins[0] & begins[1] and len(begins[1]) > 240  # goals of their own
+    init_model(tmp_path / "model", size="nano", texts=plan.texts(), vocab_size=games.MAX_WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    lengths = [(len(tokenizer(row["prompt"]).input_ids), len(tokenizer(row["response"]).input_ids)) for row in shown]
+    assert 30 < sum(prompt for prompt, _ in lengths) / len(lengths) < 80  # a word is a token, or two
+    assert max(prompt for prompt, _ in lengths) <= config.data.max_prompt_length
+    assert max(response for _, response in lengths) < config.data.max_response_length
+    assert games.interval(0.5) == pytest.approx(0.06125)
+
+
 def test_the_calculator_is_shown_in_a_share_of_the_play(games: ModuleType, tmp_path: Path) -> None:
     trained, held_out, shown = games.product_rows(0.7, random.Random(0))
     products = {row["prompt"]: row["answer"] for row in (*trained, *held_out)}
@@ -100,7 +120,7 @@ def recipe(name: str, tmp_path: Path) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [CALCULATOR, "number_game", "nim_self_play", "frozen_lake", "sokoban_grpo", "sokoban_ppo"]
+    "name", [CALCULATOR, "number_game", "nim_self_play", "frozen_lake", "sokoban_grpo", "sokoban_ppo", "webshop_grpo"]
 )
 def test_two_steps_of_each(
     games: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -112,7 +132,7 @@ def test_two_steps_of_each(
     few = [*changes, "critic.warmup_steps=0"] if name == "sokoban_ppo" else changes
     monkeypatch.setattr(sys, "argv", ["games.py", name, "--run-dir", str(tmp_path / "run"), *few])
     assert games.main() == 0
-    assert f"{name}: held-out share of " in capsys.readouterr().out
+    assert f"{name}: held-out {games.PLANS[name].label} " in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "run" / "rl" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

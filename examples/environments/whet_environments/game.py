@@ -23,6 +23,14 @@ HOW_TO_MOVE = "Answer with <answer>Up</answer>, <answer>Down</answer>, <answer>L
 Outcome = tuple[float, bool, str]  # reward, whether the game has ended, what happened in words
 
 
+def row_seed(prompt: Prompt, seed: int) -> int:
+    """The seed that a row fixes by its field `seed`; otherwise the one that whet gives.  Raises: ValueError."""
+    own = prompt.extra_info.get("seed")
+    if own is not None and not isinstance(own, int):
+        raise ValueError(f"the row's field seed is {own!r}; expected a whole number that names the game")
+    return seed if own is None else own
+
+
 class Game(ABC):
     """A game of one player. A subclass has `begin`, `play`, `board` and `rules`; its constructor has the options.
 
@@ -64,11 +72,8 @@ class Game(ABC):
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Begins a game."""
-        own = prompt.extra_info.get("seed")
-        if own is not None and not isinstance(own, int):
-            raise ValueError(f"the row's field seed is {own!r}; expected a whole number that names the game")
         self._steps_left, self._is_over = self.max_steps, False
-        self.begin(random.Random(seed if own is None else own))
+        self.begin(random.Random(row_seed(prompt, seed)))
         return self._observe(0.0, "", is_first=True)
 
     def step(self, answer: Answer) -> Observation:

@@ -4,130 +4,100 @@
 from __future__ import annotations
 
 import random
-import re
 
 from whet.options import Count, NonNegative, Number
 from whet.registry import register_environment
-from whet_environments.game import Context, Game, Outcome
+from whet_environments.game import Context, Encoding, Game, Outcome
+from whet_environments.webshop import compact
 from whet_environments.webshop.catalogue import catalogue
-from whet_environments.webshop.reward import purchase_reward
+from whet_environments.webshop.pages import DONE, Session
 
-ACTION = re.compile(r"(search|click)\[([^\[\]]{1,200})\]", re.IGNORECASE)
-A_PAGE = 10
-SUB_PAGES = ("description", "features", "reviews")
+RULES = "You shop in a web shop. Answer with search[words] on the search page, or click[name of a button]."
+NOT_POSSIBLE = "That is not possible here."
+
+
+def bought(reward: float) -> str:
+    """The last words of an episode."""
+    return f"You bought it. Reward: {reward:.3f}"
 
 
 @register_environment("webshop", pure=True)
 class WebShop(Game):
-    """Buys the product of an instruction. The answer has `search[words]` or `click[name]`; the last one counts."""
+    """Buys the product of an instruction. The answer has `search[words]` or `click[name]`; the last one counts.
 
-    rules = "You shop in a web shop. Answer with search[words] on the search page, or click[name of a button]."
+    With `encoding=compact` pages are short and answers are words (`whet_environments.webshop.compact`)."""
+
+    rules = RULES
 
     def __init__(
         self,
         *,
         num_products: Count = 10_000,
         catalogue_seed: Number = 0,
+        products_a_page: Count = 10,
         max_steps: Count = 15,
+        encoding: Encoding = "words",
         context: Context = "append",
         format_penalty: NonNegative = 0.0,
         max_tokens: Count | None = None,
     ) -> None:
-        super().__init__(max_steps=max_steps, encoding="words", context=context, max_tokens=max_tokens)
-        self._shop, self._penalty = catalogue(num_products, catalogue_seed), format_penalty
+        super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens)
+        self._shop, self._penalty = catalogue(num_products, catalogue_seed, products_a_page), format_penalty
 
     def begin(self, draws: random.Random) -> None:
         """Draws the goal and opens the search page."""
-        self.goal, self.is_won = self._shop.goal(draws), False
-        self._to_search()
+        self.session, self.is_won = Session(self._shop, self._shop.goal(draws)), False
 
     def play(self, text: str) -> Outcome:
         """Plays the last action of a text; one that the page does not have changes nothing."""
-        found = ACTION.findall(text)
-        verb, name = (part.lower().strip() for part in found[-1]) if found else ("", "")
-        if verb == "search" and self._page == "search" and name:
-            self._found, self._number, self._page = self._shop.search(name), 0, "results"
-        elif verb == "click" and name in self._buttons():
-            if name == "buy now":
-                return self._buy()
-            self._click(name)
-        else:
-            return -self._penalty, False, "That is not possible here."
-        return 0.0, False, ""
+        action = compact.read(self.session, text) if self.encoding == "compact" else text
+        if not self.session.act(action):
+            return 0.0 - self._penalty, False, NOT_POSSIBLE
+        reward = self.session.reward
+        if reward is None:
+            return 0.0, False, ""
+        self.is_won = reward == 1.0
+        return reward, True, bought(reward)
 
     def board(self) -> str:
         """The visible strings of the page."""
-        return " [SEP] ".join((f"Instruction: {self.goal.instruction()}", *self._texts(), *self._shown()))
+        return compact.write(self.session) if self.encoding == "compact" else self.session.text()
+
+    def numbers(self) -> dict[str, float]:
+        """Whether the reward was 1, and whether something was bought."""
+        return {**super().numbers(), "bought": float(self.session.state == DONE)}
 
     def best(self) -> str:
-        """The next action of a shopper that knows the product."""
-        if self._page == "search":
-            return f"search[{self.goal.product.title.lower()}]"
-        if self._page == "results":
-            shown = self.goal.product.id in self._on_page()
-            return f"click[{self.goal.product.id if shown else 'next >'}]"
-        missing = [each for name, each in self.goal.options.items() if self._chosen.get(name) != each]
-        return f"click[{missing[0] if missing else 'buy now'}]" if self._page == "item" else "click[< prev]"
+        """The next action of a shopper that knows the product; in compact encoding it searches for the goal's words."""
+        goal, state = self.session.goal, self.session.state
+        if state.page == "search":
+            return self._search(goal.product.title if self.encoding == "words" else self._goal_words())
+        if state.page == "results":
+            is_shown = goal.product.id in self.session.buttons()
+            return self._click(goal.product.id if is_shown else "next >" if self._has("next >") else "back to search")
+        if state.page != "item" or state.item != goal.product.id:
+            return self._click("< prev")
+        missing = [value for name, value in goal.options.items() if state.options.get(name) != value]
+        return self._click(missing[0] if missing else "buy now")
 
     def choices(self) -> list[str]:
-        """The actions of the page."""
-        clicks = [f"click[{name}]" for name in self._buttons()]
-        return [self.best(), *clicks] if self._page == "search" else clicks
+        """The actions of the page; on the search page searches for the goal's words and for kinds of products."""
+        if self.session.state.page != "search":
+            names = compact.names(self.session).values() if self.encoding == "compact" else self.session.buttons()
+            return [self._click(name) for name in names]
+        kinds = sorted({each.query for each in self._shop.products})
+        return [self.best(), *map(self._search, kinds)]
 
-    def _to_search(self) -> None:
-        self._page, self._found, self._number, self._item = "search", list[str](), 0, ""
-        self._chosen: dict[str, str] = {}
+    def _goal_words(self) -> str:
+        return " ".join((*self.session.goal.attributes, self.session.goal.product.query))
 
-    def _on_page(self) -> list[str]:
-        return self._found[self._number * A_PAGE : (self._number + 1) * A_PAGE]
+    def _has(self, name: str) -> bool:
+        return name in self.session.buttons()
 
-    def _buttons(self) -> list[str]:
-        if self._page == "search":
-            return []
-        if self._page == "results":
-            before = ["< prev"] if self._number else []
-            after = ["next >"] if (self._number + 1) * A_PAGE < len(self._found) else []
-            return ["back to search", *before, *after, *self._on_page()]
-        if self._page in SUB_PAGES:
-            return ["back to search", "< prev"]
-        values = [value for each in self._shop.by_id[self._item].options.values() for value in each]
-        return ["back to search", "< prev", *values, *SUB_PAGES, "buy now"]
+    def _search(self, words: str) -> str:
+        return compact.answer(words) if self.encoding == "compact" else f"search[{words.lower()}]"
 
-    def _shown(self) -> list[str]:
-        return ["Search"] if self._page == "search" else [each for each in self._buttons() if each not in self._found]
-
-    def _texts(self) -> list[str]:
-        if self._page == "search":
-            return []
-        if self._page == "results":
-            shown = [self._shop.by_id[each] for each in self._on_page()]
-            products = [f"{each.id} [SEP] {each.title} [SEP] ${each.price:.2f}" for each in shown]
-            return [f"Page {self._number + 1} (Total results: {len(self._found)})", *products]
-        item = self._shop.by_id[self._item]
-        sub_page = {"description": item.description, "features": "; ".join(item.features), "reviews": item.review}
-        if self._page in sub_page:
-            return [sub_page[self._page]]
-        chosen = [f"{name}: {self._chosen.get(name, 'not chosen')}" for name in item.options]
-        return [item.title, f"Price: ${item.price:.2f}", *chosen]
-
-    def _click(self, name: str) -> None:
-        if name == "back to search":
-            self._to_search()
-        elif name == "< prev" and self._page in SUB_PAGES:
-            self._page = "item"
-        elif name == "< prev" and self._page == "item":
-            self._page, self._chosen = "results", {}
-        elif name in ("< prev", "next >"):
-            self._number += 1 if name == "next >" else -1
-        elif self._page == "results":
-            self._page, self._item, self._chosen = "item", name, {}
-        elif name in SUB_PAGES:
-            self._page = name
-        else:
-            options = self._shop.by_id[self._item].options
-            self._chosen[next(key for key, values in options.items() if name in values)] = name
-
-    def _buy(self) -> Outcome:
-        reward = purchase_reward(self._shop.by_id[self._item], self.goal, self._chosen)
-        self.is_won = reward == 1.0
-        return reward, True, f"You bought it. Reward: {reward:.3f}"
+    def _click(self, name: str) -> str:
+        if self.encoding == "words":
+            return f"click[{name}]"
+        return next(compact.answer(word) for word, own in compact.names(self.session).items() if own == name)
