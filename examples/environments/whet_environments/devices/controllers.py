@@ -187,12 +187,15 @@ class AdbController:
     def close(self) -> None:
         """Frees ports, and ends a connection that was made here; a second call does nothing."""
         ports, self._ports = self._ports, []
+        for port in ports:
+            self._try("reverse", "--remove", f"tcp:{port}")
+        if self._is_connected_here:
+            self._is_connected_here = False
+            self._try("disconnect", self._serial, to_device=False)
+
+    def _try(self, *words: str, to_device: bool = True) -> None:
         try:
-            for port in ports:
-                self._adb("reverse", "--remove", f"tcp:{port}")
-            if self._is_connected_here:
-                self._is_connected_here = False
-                self._adb("disconnect", self._serial, to_device=False)
+            self._adb(*words, to_device=to_device)
         except DeviceError:
             pass  # the device has gone
 
