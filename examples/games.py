@@ -55,10 +55,14 @@ class Plan:
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
     "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward"),
+    "tree_game": Plan("0123456789abcdefghirT>", noise=0.9, warm_up_steps=150, metric="val/reward"),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
 }
+
+
+LABELS = {"number_game": "share of right cards", "tree_game": "share of the reward of perfect play"}
 
 
 def game_rows(make: Callable[[Prompt], Any], noise: float, draws: random.Random) -> tuple[Rows, Rows, Rows]:
@@ -175,7 +179,7 @@ def main() -> int:
         history = learn(options.name, run_dir, options.seed, changes)
     metric = PLANS[options.name].metric
     checked = [(int(record["step"]), record[metric]) for record in history if metric in record]
-    label = "share of right cards" if metric == "val/reward" else "share of games won"
+    label = LABELS.get(options.name, "share of games won")
     summary = {"name": options.name, "seed": options.seed, "curve": checked, "cpu_seconds": round(time.process_time())}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     curve = Series(f"held-out games: {label}", *map(list, zip(*checked, strict=True)), markers=True)

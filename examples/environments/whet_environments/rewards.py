@@ -2,8 +2,7 @@
 """Reward functions of the games for rows that `whet play ... --collect` writes: one turn each.
 
     reward:
-      custom_reward_function:
-        path: whet_environments.rewards:number_game
+      function: whet_environments.rewards:number_game
 
 A row has the state in the fields of its column `state`; the last action in <action>...</action> counts.
 """

@@ -118,6 +118,10 @@ class TreeGame(Game):
         changes = ", ".join(f"{name} {change:+d}" for name, change in zip(ATTRIBUTES, self.changes, strict=True))
         return f"{number} Screen: equipment_selection. Equipment: {changes}."
 
+    def state_key(self) -> str:
+        """The game, the blow and the screen: the power, which earlier decisions change, is of no matter to the next."""
+        return f"{self.start} {self.num_decided} {'equipment_selection' if self.is_choosing else 'tree_cutting'}"
+
     def best(self) -> str:
         """The right action."""
         return self._write(self.right_action)

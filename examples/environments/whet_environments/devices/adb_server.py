@@ -186,6 +186,7 @@ class _Connection(socketserver.BaseRequestHandler):
         self._max_data = 4096
         self._num_opened = 0
         self.request.settimeout(IDLE_SECONDS)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             while True:
                 self._answer(read_message(self.request, self.server.stall_seconds))

@@ -177,7 +177,7 @@ def write(draw: ImageDraw, centre: at.Place, text: str, colour: at.Colour = at.W
 def to_png(image: Image) -> bytes:
     """Returns an image as a PNG file."""
     out = io.BytesIO()
-    image.save(out, "PNG")
+    image.save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
