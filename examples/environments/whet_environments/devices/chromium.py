@@ -6,9 +6,11 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet_environments.devices.drawn import to_png
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SCALE = 2  # pixels a CSS pixel
-START_SECONDS, CALL_SECONDS = 60.0, 20.0
+START_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 60.0, 20.0, 15.0
 NO_BROWSER = (
     "no Chromium on the PATH (looked for {names}); install it (apt-get install chromium), or name the program with "
     "--browser PATH; --controller drawn needs no browser"
@@ -49,6 +51,7 @@ class ChromiumScreen:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chromium")
         self._playwright: Any = None
         self._browser: Any = None
+        self._pid: int | None = None  # of the browser
         try:
             self._run(self._start, "start", START_SECONDS)
             self.open(url)
@@ -60,8 +63,10 @@ class ChromiumScreen:
         try:
             return self._thread.submit(function).result(seconds or self._seconds)
         except FutureTimeoutError:
+            self._kill()  # which ends the call that hangs
             raise DeviceError(
-                f"Chromium did not {what} within {seconds or self._seconds:g} s; close other programs, and try again"
+                f"Chromium did not {what} within {seconds or self._seconds:g} s, and was ended; see that the page "
+                "answers, and that the machine has a free core"
             ) from None
         except DeviceError:
             raise
@@ -82,6 +87,8 @@ class ChromiumScreen:
             args=["--disable-dev-shm-usage", "--disable-gpu"],
             timeout=START_SECONDS * 1000,
         )
+        processes = self._browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+        self._pid = next(each["id"] for each in processes if each["type"] == "browser")
         context = self._browser.new_context(
             viewport={"width": WIDTH // SCALE, "height": (HEIGHT - BARS) // SCALE},
             screen={"width": WIDTH // SCALE, "height": HEIGHT // SCALE},
@@ -125,11 +132,15 @@ class ChromiumScreen:
         """Ends the browser; a second call does nothing."""
         if self._thread is None:
             return
-        try:
-            self._run(self._stop, "close", 15.0)
-        except DeviceError:
-            pass  # it has gone already, or hangs: its driver ends with this process
+        with suppress(DeviceError):  # it has gone already
+            self._run(self._stop, "close", CLOSE_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _kill(self) -> None:
+        pid, self._pid = self._pid, None
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _stop(self) -> None:
         browser, playwright, self._browser, self._playwright = self._browser, self._playwright, None, None
