@@ -55,7 +55,7 @@ class Plan:
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
     "number_game": Plan("123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward"),
-    "tree_game": Plan("0123456789abcdefghirT>", noise=0.7, warm_up_steps=150, metric="val/reward"),
+    "tree_game": Plan("123456789abcdefghirT>", noise=0.7, warm_up_steps=150, metric="val/reward"),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),

@@ -34,7 +34,7 @@ def rule(text: str, png: bytes | None) -> str:
 class Handler(BaseHTTPRequestHandler):
     server: Any
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *words: Any) -> None:
         pass
 
     def do_POST(self) -> None:
@@ -69,7 +69,15 @@ def serving(answer: Any = rule, **how: Any) -> Iterator[Any]:
     """Serves on 127.0.0.1; yields the server, with `url` and the list `requests`."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    settings = {"answer": answer, "requests": [], "status": 200, "raw": b"", "piece": 10**9, "pause_seconds": 0.0, **how}
+    settings = {
+        "answer": answer,
+        "requests": [],
+        "status": 200,
+        "raw": b"",
+        "piece": 10**9,
+        "pause_seconds": 0.0,
+        **how,
+    }
     vars(server).update(settings)
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

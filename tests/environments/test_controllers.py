@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
 from whet_environments.devices import play
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.controllers import AdbController, ScreenController
 from whet_environments.devices.drawn import DrawnNumberGame
 from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.reading import open_image, read_number_game
+
+pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
 
 NEEDS_ADB = pytest.mark.skipif(shutil.which("adb") is None, reason="needs adb: apt-get install adb")
 
@@ -35,7 +35,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def write(file: Path, cases: str) -> None:
-    file.write_text(f"#!/bin/sh\ncase \"$*\" in\n{cases}\n*) echo \"unknown: $*\" >&2; exit 1;;\nesac\n")
+    file.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}\n*) echo "unknown: $*" >&2; exit 1;;\nesac\n')
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
 
@@ -48,8 +48,16 @@ def devices(*lines: str) -> str:
     ("serial", "lines", "message"),
     [
         (None, [], "adb has no device that is ready: none; connect a phone with USB debugging, start one with"),
-        (None, ["A\tdevice", "B\tdevice"], "adb has 2 devices: A (device), B (device); choose one of them with --serial"),
-        ("R58M1", ["R58M2\tdevice"], "adb has no device R58M1 that is ready: R58M2 (device); did you mean --serial R58M2?"),
+        (
+            None,
+            ["A\tdevice", "B\tdevice"],
+            "adb has 2 devices: A (device), B (device); choose one of them with --serial",
+        ),
+        (
+            "R58M1",
+            ["R58M2\tdevice"],
+            "adb has no device R58M1 that is ready: R58M2 (device); did you mean --serial R58M2?",
+        ),
         ("A", ["A\tunauthorized"], "the device A is 'unauthorized'; allow USB debugging on its screen"),
         ("A", ["A\toffline"], "the device A is 'offline'; connect it again, or run `adb reconnect offline`"),
     ],
@@ -167,5 +175,7 @@ def test_a_device_for_other_clients(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"--port {port}: .*; choose another port, or 0 for a free one"):
             play.main(["device", "--screen", "drawn", "--port", str(port)])
-    with pytest.raises(ValueError, match=r"GAME tree: expected one of number-game, tree-game; did you mean 'tree-game'"):
+    with pytest.raises(
+        ValueError, match=r"GAME tree: expected one of number-game, tree-game; did you mean 'tree-game'"
+    ):
         play.main(["device", "tree"])

@@ -8,7 +8,14 @@ import subprocess
 import time
 
 import pytest
-from whet_environments.devices.adb_server import MAX_STREAMS, AdbMessage, AdbServer, read_message, run_service, run_shell
+from whet_environments.devices.adb_server import (
+    MAX_STREAMS,
+    AdbMessage,
+    AdbServer,
+    read_message,
+    run_service,
+    run_shell,
+)
 from whet_environments.devices.drawn import CARDS_X, CARDS_Y, COLOURS, NEXT, DrawnNumberGame
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 2000  # longer than one message
@@ -117,7 +124,7 @@ def test_a_client_that_does_not_read_is_dropped_and_the_device_goes_on():
             client.settimeout(10)
             client.connect(("127.0.0.1", device.port))
             client.sendall(AdbMessage(b"CNXN", 0x01000000, 256 * 1024, b"host::\0").pack())
-            with pytest.raises(OSError):  # noqa: PT011
+            with pytest.raises(OSError):
                 for number in range(1, 2000):
                     client.sendall(AdbMessage(b"OPEN", number, 0, b"exec:screencap -p\0").pack())
                     time.sleep(0.001)

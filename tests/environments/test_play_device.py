@@ -19,9 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-
-Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
-pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 from whet_environments.devices import layout as at
 from whet_environments.devices import play
 from whet_environments.devices.adb_server import AdbServer
@@ -31,10 +28,14 @@ from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.page_server import PageServer
 from whet_environments.devices.reading import open_image, read_number_game, read_tree_game
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "serving")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).parent))
 from model_server import serving
 from server_processes import started
+
+HERE = Path(__file__).parent
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,7 +105,14 @@ def test_ten_rounds_by_adb_in_chromium(phone: AdbServer, screen: ChromiumScreen,
 @NEEDS_ADB
 def test_the_tree_game_by_adb_in_chromium(phone: AdbServer, screen: ChromiumScreen, tmp_path: Path) -> None:
     with serving() as server:
-        options = {**OPTIONS, "serial": phone.serial, "url": server.url, "output": tmp_path, "debug": True, "lang": "zh"}
+        options = {
+            **OPTIONS,
+            "serial": phone.serial,
+            "url": server.url,
+            "output": tmp_path,
+            "debug": True,
+            "lang": "zh",
+        }
         result = play.play_game("tree-game", **options)
     assert (result["completed_rounds"], result["right_decisions"], result["steps"]) == (10, 10, 20)
     truth = screen.evaluate("state()")
@@ -176,7 +184,9 @@ def test_the_pages_follow_their_address(screen: ChromiumScreen, pages: PageServe
         assert found is not None and list(found.changes) == screen.evaluate("state()")["changes"]
         assert (found.number, found.rounds) == (number, 2)
         screen.tap(*at.DECOMPOSE)
-    assert screen.evaluate("state()")["isOver"] and screen.evaluate("document.querySelector('text').textContent") == "妖力"
+    assert (
+        screen.evaluate("state()")["isOver"] and screen.evaluate("document.querySelector('text').textContent") == "妖力"
+    )
     screen.tap(*at.AXE)
     screen.tap(-5, 99999)  # beside the screen
     assert screen.evaluate("state()")["isOver"]
@@ -216,7 +226,8 @@ def test_a_browser_that_dies_or_hangs(pages: PageServer) -> None:
 def test_the_device_command_and_the_play_command(phone: AdbServer, tmp_path: Path) -> None:
     """Both programs as a user starts them: a device in one process, an agent in another."""
     folder = HERE.parents[1] / "examples" / "environments"
-    code = f"import sys; sys.path.append({str(folder)!r}); from whet_environments.devices.play import main; main(sys.argv[1:])"
+    code = f"import sys; sys.path.append({str(folder)!r})\nfrom whet_environments.devices import play\n"
+    code += "play.main(sys.argv[1:])"
     words = [sys.executable, "-c", code]
     device = subprocess.Popen([*words, "device", "--port", "0", "--seconds", "90"], stdout=subprocess.PIPE, text=True)
     try:
@@ -242,7 +253,13 @@ def test_a_served_model_plays_in_chromium(tmp_path: Path, monkeypatch: pytest.Mo
     plan = replace(games.PLANS["number_game"], noise=0.0, warm_up_steps=150)
     monkeypatch.setitem(games.PLANS, "number_game", plan)
     monkeypatch.setattr(games, "NUM_TRAINED", 300)
-    changes = ["trainer.total_steps=1", "data.train_batch_size=2", "rollout.n=2", "trainer.val_freq=0", "trainer.logger=[jsonl]"]
+    changes = [
+        "trainer.total_steps=1",
+        "data.train_batch_size=2",
+        "rollout.n=2",
+        "trainer.val_freq=0",
+        "trainer.logger=[jsonl]",
+    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny
     games.learn("number_game", tmp_path / "run", 0, changes)

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import pytest
-
-image_module = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
-draw_module = pytest.importorskip("PIL.ImageDraw", reason="needs Pillow: pip install pillow")
 from whet_environments import rewards
 from whet_environments.actions import Action, parse_action, write_action
 from whet_environments.devices import layout as at
 from whet_environments.devices.digits import BLOCKS, draw_number, read_number
 from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
 from whet_environments.devices.reading import open_image, read_number_game, read_power, read_tree_game
+
+image_module = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
+draw_module = pytest.importorskip("PIL.ImageDraw", reason="needs Pillow: pip install pillow")
 
 SIZES = [(720, 1280), (1080, 2400), (540, 960)]
 
@@ -118,7 +118,9 @@ def test_rewards_of_the_number_game_by_hand() -> None:
     assert score("the largest", "green", 5) == score("select(2)", "green", 5) == -0.5
     assert score("<action>select(3)</action>", "green", 5) == -0.5
     state = {"cards": [5, 3, 8], "lamp": "green", "round": 10}
-    assert [rewards.number_game_binary(text, {"state": state}) for text in (right, "<action>select(0)</action>", "")] == [
+    assert [
+        rewards.number_game_binary(text, {"state": state}) for text in (right, "<action>select(0)</action>", "")
+    ] == [
         1.0,
         0.0,
         0.0,

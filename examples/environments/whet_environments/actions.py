@@ -7,7 +7,9 @@ import re
 from typing import NamedTuple
 
 TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
-CALL = re.compile(r"\b(select|click|replace|equip|decompose|skip)\(\s*(\d{1,4}(?:\s*,\s*\d{1,4})*)?\s*\)", re.IGNORECASE)
+CALL = re.compile(
+    r"\b(select|click|replace|equip|decompose|skip)\(\s*(\d{1,4}(?:\s*,\s*\d{1,4})*)?\s*\)", re.IGNORECASE
+)
 NUM_ARGUMENTS = {"select": 1, "click": 2, "replace": 0, "decompose": 0}
 SAME = {"equip": "replace", "skip": "decompose"}
 MOST_READ = 20_000  # characters of an answer; the beginning of a longer one is not read

@@ -34,7 +34,8 @@ class TreeGame(Game):
 
     A game has `chops` blows of the axe. On the screen tree_cutting the answer is `click(360, 1067)`, the axe; on the
     screen equipment_selection it is `replace()` (or `equip()`), which adds the changes of all attributes to the power,
-    or `decompose()` (`skip()`), which leaves it as it is. The compact encoding has `c`, `r` and `d`.
+    or `decompose()` (`skip()`), which leaves it as it is. The compact encoding has the answers `c`, `r` and `d`, and
+    shows `T` or the three changes: a digit (hundreds up) or a letter from `a` (-100); no decision needs the power.
 
     A change of power d pays 1 + min(d / 1000, 1) above 0 and -1 + max(d / 1000, -1) below, as a share of what perfect
     play gets in the game: the reward of an episode is at most 1. An answer that the screen does not have changes
@@ -43,9 +44,9 @@ class TreeGame(Game):
 
     rules = (
         "You cut a tree, and each blow of the axe drops equipment. On the screen tree_cutting, hit the axe with "
-        f"<action>click({AXE[0]}, {AXE[1]})</action>. On the screen equipment_selection, answer <action>replace()</action> "
-        "to put the equipment on, which adds its changes to your power, or <action>decompose()</action> to leave it. "
-        "Make your power as large as possible."
+        f"<action>click({AXE[0]}, {AXE[1]})</action>. On the screen equipment_selection, answer "
+        "<action>replace()</action> to put the equipment on, which adds its changes to your power, or "
+        "<action>decompose()</action> to leave it. Make your power as large as possible."
     )
 
     def __init__(
@@ -111,7 +112,7 @@ class TreeGame(Game):
     def board(self) -> str:
         """The power, and the screen with the equipment on it."""
         if self.encoding == "compact":
-            return f"{self.power}{''.join(map(_write_change, self.changes)) if self.is_choosing else 'T'}"
+            return "".join(map(_write_change, self.changes)) if self.is_choosing else "T"
         number = f"Blow {min(self.num_decided + 1, self.chops)} of {self.chops}. Power: {self.power}."
         if not self.is_choosing:
             return f"{number} Screen: tree_cutting."

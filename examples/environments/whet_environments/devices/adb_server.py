@@ -29,7 +29,9 @@ PROPERTIES = {
     "ro.build.version.sdk": "33",
 }
 ECHO_STATUS = re.compile(r"(.*);\s*echo (\S*)\$\?", re.DOTALL)
-COMMANDS = "screencap -p, input tap X Y, input keyevent CODE, wm size, am start -d URL, dumpsys display, echo or getprop"
+COMMANDS = (
+    "screencap -p, input tap X Y, input keyevent CODE, wm size, am start -d URL, dumpsys display, echo or getprop"
+)
 
 
 class Screen(Protocol):
@@ -170,7 +172,9 @@ def _reverse(line: str) -> bytes:
     """Answers `adb reverse`: the device is on the machine of its client, so a port leads to itself and to no other."""
     verb, _, ports = line.partition(":")
     source, _, target = ports.partition(";")
-    if verb in ("killforward", "killforward-all") or (verb == "forward" and source.startswith("tcp:") and source == target):
+    if verb in ("killforward", "killforward-all") or (
+        verb == "forward" and source.startswith("tcp:") and source == target
+    ):
         return b"OKAY"
     message = f"the device forwards a port only to the same port; expected tcp:PORT tcp:PORT, found {line!r}".encode()
     return b"FAIL%04x%s" % (len(message), message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that play: an OpenAI-compatible server, Ollama, or a rule that reads the pixels of the games' own pages."""
+"""The models that play: an OpenAI-compatible server, Ollama, or a rule that reads the pixels of the own pages."""
 
 from __future__ import annotations
 
@@ -115,29 +115,33 @@ def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds:
     import httpx
 
     end, read = time.monotonic() + seconds, bytearray()
-    late = BackendDeadlineError(f"{url} did not answer within {seconds:g} s; raise --call-seconds, or use a faster model")
+    late = BackendDeadlineError(
+        f"{url} did not answer within {seconds:g} s; raise --call-seconds, or use a faster model"
+    )
     try:
         is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-        with httpx.Client(timeout=seconds, trust_env=not is_here) as client:
-            with client.stream("POST", url, json=body, headers=headers) as reply:
-                for chunk in reply.iter_bytes():
-                    read += chunk
-                    if time.monotonic() > end:
-                        raise late
-                    if len(read) > MAX_REPLY_BYTES:
-                        raise BackendError(f"{url} sent more than {MAX_REPLY_BYTES} bytes; expected the reply of a model")
+        with (
+            httpx.Client(timeout=seconds, trust_env=not is_here, verify=url.startswith("https:")) as client,
+            client.stream("POST", url, json=body, headers=headers) as reply,
+        ):
+            for chunk in reply.iter_bytes():
+                read += chunk
+                if time.monotonic() > end:
+                    raise late
+                if len(read) > MAX_REPLY_BYTES:
+                    raise BackendError(f"{url} sent more than {MAX_REPLY_BYTES} bytes; expected the reply of a model")
     except httpx.TimeoutException:
         raise late from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise BackendError(
-            f"no model server at {url}: {error or type(error).__name__}; start one (whet serve MODEL, ollama serve), or "
-            "change --url"
+            f"no model server at {url}: {error or type(error).__name__}; start one (whet serve MODEL, ollama serve), "
+            "or change --url"
         ) from error
     text = read.decode(errors="replace")
     if reply.status_code != 200:
         raise BackendError(
-            f"{url} refused with status {reply.status_code}: {text[:300].strip()!r}; check --model, and that the server "
-            "takes images, or play with --observe words"
+            f"{url} refused with status {reply.status_code}: {text[:300].strip()!r}; check --model, and that the "
+            "server takes images, or play with --observe words"
         )
     try:
         return json.loads(text)

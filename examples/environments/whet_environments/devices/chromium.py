@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page in Chromium as the screen of a phone: 720 x 1280 pixels, two a CSS pixel, with the bars of a browser on top."""
+"""A page in Chromium as the screen of a phone: 720 x 1280 pixels, two a CSS pixel, with a browser's bars on top."""
 
 from __future__ import annotations
 

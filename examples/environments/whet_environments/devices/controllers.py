@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -83,7 +84,9 @@ class ScreenController:
     def start(self, target: str) -> None:
         """Opens a URL."""
         if "://" not in target:
-            raise DeviceError(f"{self.name} has no apps, so it cannot start {target!r}; give a URL, or use --controller adb")
+            raise DeviceError(
+                f"{self.name} has no apps, so it cannot start {target!r}; give a URL, or use --controller adb"
+            )
         self.screen.open(target)
 
     def close(self) -> None:
@@ -128,7 +131,9 @@ class AdbController:
         if serial in ready:
             return serial
         if serial in states:
-            what = next((hint for state, hint in STATES.items() if states[serial].startswith(state)), "connect it again")
+            what = next(
+                (hint for state, hint in STATES.items() if states[serial].startswith(state)), "connect it again"
+            )
             raise DeviceError(f"the device {serial} is {states[serial]!r}; {what}")
         shown = ", ".join(f"{name} ({state})" for name, state in states.items()) or "none"
         if serial is None and ready:
@@ -145,8 +150,8 @@ class AdbController:
         png = self._adb("exec-out", "screencap", "-p")
         if not png.startswith(PNG):
             raise DeviceError(
-                f"screencap on {self.name} returned {len(png)} bytes that are no PNG file: {png[:80]!r}; unlock the phone, "
-                "and leave screens that forbid screenshots"
+                f"screencap on {self.name} returned {len(png)} bytes that are no PNG file: {png[:80]!r}; unlock the "
+                "phone, and leave screens that forbid screenshots"
             )
         return png
 
@@ -163,7 +168,9 @@ class AdbController:
         said = self._adb("shell", "wm", "size").decode(errors="replace")
         found = re.search(r"Override size: (\d+)x(\d+)", said) or re.search(r"Physical size: (\d+)x(\d+)", said)
         if found is None:
-            raise DeviceError(f"`wm size` on {self.name} printed {said.strip()!r}; expected Physical size: WIDTHxHEIGHT")
+            raise DeviceError(
+                f"`wm size` on {self.name} printed {said.strip()!r}; expected Physical size: WIDTHxHEIGHT"
+            )
         return int(found[1]), int(found[2])
 
     def start(self, target: str) -> None:
@@ -194,10 +201,8 @@ class AdbController:
             self._try("disconnect", self._serial, to_device=False)
 
     def _try(self, *words: str, to_device: bool = True) -> None:
-        try:
+        with suppress(DeviceError):  # the device has gone
             self._adb(*words, to_device=to_device)
-        except DeviceError:
-            pass  # the device has gone
 
     def _adb(self, *words: str, to_device: bool = True) -> bytes:
         command = [self._program, *(("-s", self._serial) if to_device else ()), *words]
@@ -209,8 +214,8 @@ class AdbController:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     raise DeviceError(
-                        f"`adb {' '.join(words)}` on {self.name} took longer than {self._seconds:g} s; check the cable or "
-                        "the network, or run `adb kill-server`"
+                        f"`adb {' '.join(words)}` on {self.name} took longer than {self._seconds:g} s; check the cable "
+                        "or the network, or run `adb kill-server`"
                     ) from None
             out.seek(0)
             errors.seek(0)

@@ -51,7 +51,9 @@ def centred(x: float, y: float, height: float) -> Place:
 def pixel(image: Image, x: float, y: float) -> Colour:
     """Returns the colour at a place of the layout, in an image of any size."""
     width, height = image.size
-    red, green, blue = image.getpixel((min(width - 1, int(x * width / WIDTH)), min(height - 1, int(y * height / HEIGHT))))
+    red, green, blue = image.getpixel(
+        (min(width - 1, int(x * width / WIDTH)), min(height - 1, int(y * height / HEIGHT)))
+    )
     return red, green, blue
 
 
@@ -82,7 +84,8 @@ def read_digit(image: Image, x: float, y: float, height: float, colour: Colour) 
     left, top = centred(x, y, height)
     size = height / 5
     blocks = "".join(
-        str(int(is_near(pixel(image, left + (n % 3 + 0.5) * size, top + (n // 3 + 0.5) * size), colour))) for n in range(15)
+        str(int(is_near(pixel(image, left + (n % 3 + 0.5) * size, top + (n // 3 + 0.5) * size), colour)))
+        for n in range(15)
     )
     sign = SIGNS.get(blocks, "")
     return int(sign) if sign.isdigit() else None

@@ -18,7 +18,12 @@ OFF: Colour = (200, 200, 200)  # a lamp that is not lit, a button that does noth
 CARDS_X, CARDS_Y = (135, 360, 585), 905  # the centres of the cards
 NEXT = (360, 1070)
 CARD, NEXT_BUTTON = (90, 110), (200, 40)  # half of width and height
-COLOURS: dict[str, Colour] = {"red": (220, 50, 47), "yellow": (240, 190, 0), "green": (40, 160, 70), "card": (102, 96, 200)}
+COLOURS: dict[str, Colour] = {
+    "red": (220, 50, 47),
+    "yellow": (240, 190, 0),
+    "green": (40, 160, 70),
+    "card": (102, 96, 200),
+}
 LAMPS = {"red": (210, 580), "yellow": (360, 580), "green": (510, 580)}
 LAMP_RADIUS = 50
 SCORE_BOX, SCORE_COLOUR = (60, 260, 660, 420), (214, 51, 108)

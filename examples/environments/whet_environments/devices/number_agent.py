@@ -23,9 +23,9 @@ PROMPTS = {
     "en": {
         "decide": (
             "This is a screenshot of a number game. One of three lamps is lit. Green asks for the largest of the three "
-            "cards, red for the smallest, yellow for the middle one. Tell which lamp is lit and the three numbers from left "
-            "to right, then answer with the place of the right card: <action>select(N)</action>, where N is 0 (left), "
-            "1 (middle) or 2 (right)."
+            "cards, red for the smallest, yellow for the middle one. Tell which lamp is lit and the three numbers from "
+            "left to right, then answer with the place of the right card: <action>select(N)</action>, where N is "
+            "0 (left), 1 (middle) or 2 (right)."
         ),
         "changed": (
             "This is a screenshot of a number game after a tap. Is one of the three cards green or red now, instead of "
@@ -79,7 +79,9 @@ class NumberAgent(Agent):
             self.setup.say(f"round {self.completed + 1} of {self.setup.rounds}, try {self.attempts}")
             self.completed += self._play_round(self.completed + 1)
         if self.completed < self.setup.rounds:
-            self.setup.say(f"{self.attempts} tries are used up; {self.completed} of {self.setup.rounds} rounds are played")
+            self.setup.say(
+                f"{self.attempts} tries are used up; {self.completed} of {self.setup.rounds} rounds are played"
+            )
 
     def _play_round(self, number: int) -> bool:
         """Plays one try of a round.  Returns whether it went through."""
@@ -88,8 +90,8 @@ class NumberAgent(Agent):
         state = read_number_game(open_image(png)) if self.setup.is_own_page else None
         if state is not None and state.is_over:
             raise DeviceError(
-                f"the game on {self.controller.name} is over after round {state.round} of {state.rounds}; start the page "
-                f"again, with rounds={self.setup.rounds}"
+                f"the game on {self.controller.name} is over after round {state.round} of {state.rounds}; start the "
+                f"page again, with rounds={self.setup.rounds}"
             )
         if state is not None:
             self._collect(state, name)

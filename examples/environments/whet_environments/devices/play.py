@@ -55,7 +55,9 @@ def add(game: str) -> None:
         context: typer.Context,
         controller: Annotated[str, typer.Option(help="adb, chromium or drawn")] = "chromium",
         serial: Annotated[str | None, typer.Option(help="device as `adb devices` names it, or ADDRESS:PORT")] = None,
-        backend: Annotated[str, typer.Option(help="openai, ollama, or scripted: a rule that reads the pixels")] = "openai",
+        backend: Annotated[
+            str, typer.Option(help="openai, ollama, or scripted: a rule that reads the pixels")
+        ] = "openai",
         url: Annotated[str | None, typer.Option(help="address of the model server")] = None,
         model: Annotated[str | None, typer.Option(help="name of the model on its server")] = None,
         observe: Annotated[
@@ -101,7 +103,9 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
     check = _chosen("--check", options["check"] or ("model" if observe == "image" else "pixels"), CHECKS)
     lang, page = _chosen("--lang", options["lang"], ("en", "zh")), options["page"]
     if options["serial"] and controller != "adb":
-        raise ConfigError(f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb")
+        raise ConfigError(
+            f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb"
+        )
     kind, rule = AGENTS[game]
     brain = make_backend(
         backend,
@@ -165,7 +169,9 @@ def open_device(
             raise
         return phone
     if page is not None and (kind == "drawn" or "://" not in page):
-        raise ConfigError(f"--page {page}: --controller {kind} shows {'URLs' if kind == 'chromium' else 'its own page'} only")
+        raise ConfigError(
+            f"--page {page}: --controller {kind} shows {'URLs' if kind == 'chromium' else 'its own page'} only"
+        )
     return ScreenController(make_screen(kind, game, page or url, seed, rounds, browser), kind)
 
 

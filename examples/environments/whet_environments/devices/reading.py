@@ -99,14 +99,16 @@ class TreeState:
         if self.screen != "equipment_selection":
             return number
         names = ("attack", "health", "defence")
-        return f"{number} Equipment: {', '.join(f'{name} {x:+d}' for name, x in zip(names, self.changes, strict=False))}."
+        return (
+            f"{number} Equipment: {', '.join(f'{name} {x:+d}' for name, x in zip(names, self.changes, strict=False))}."
+        )
 
     def compact(self) -> str:
         """The state as the text game writes it in one character a cell."""
         if self.screen == "tree_cutting":
-            return f"{self.power}T>"
+            return "T>"
         steps = ((abs(x) // 100, x > 0) for x in self.changes)
-        return f"{self.power}{''.join(str(n) if up else 'abcdefghi'[n - 1] for n, up in steps)}>"
+        return f"{''.join(str(n) if up else 'abcdefghi'[n - 1] for n, up in steps)}>"
 
 
 def open_image(png: bytes) -> Image:
@@ -171,8 +173,8 @@ def _counted(text: str | None) -> tuple[int | None, int | None]:
 
 
 def read_power(lines: Sequence[str]) -> int | None:
-    """Returns the power in lines of text on the screen: the largest number in lines with 妖力, 战力 or "power", else the
-    largest of all; None without a number."""
+    """Returns the power in lines of text on the screen: the largest number in lines with 妖力, 战力 or "power", else
+    the largest of all; None without a number."""
     named = [line for line in lines if any(word in line.lower() for word in POWER_WORDS)]
     for chosen in (named, lines):
         numbers = [int(number.replace(",", "")) for line in chosen for number in re.findall(r"\d[\d,]*", line)]

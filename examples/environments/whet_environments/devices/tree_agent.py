@@ -20,10 +20,10 @@ STEPS = 5  # a round, at most
 PROMPTS = {
     "en": {
         "decide": (
-            "This is a screenshot of a game in which you cut a tree to find equipment, and your power is to become as large "
-            "as possible. If there is a dialog with equipment, add up its changes and answer <action>replace()</action> if "
-            "the sum is above 0, else <action>decompose()</action>. If there is no dialog, hit the axe at the bottom: "
-            "<action>click({x}, {y})</action>."
+            "This is a screenshot of a game in which you cut a tree to find equipment, and your power is to become as "
+            "large as possible. If there is a dialog with equipment, add up its changes and answer "
+            "<action>replace()</action> if the sum is above 0, else <action>decompose()</action>. If there is no "
+            "dialog, hit the axe at the bottom: <action>click({x}, {y})</action>."
         ),
         "state": (
             "Which power does this screenshot show, and does it have a dialog with equipment? Answer in the form "
