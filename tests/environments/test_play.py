@@ -264,6 +264,8 @@ def test_ocr_lines_tell_the_screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             "--observe word: expected one of image, words, compact; did you mean 'words'?",
         ),
         ({"check": "pixel"}, "--check pixel: expected one of model, pixels; did you mean 'pixels'?"),
+        ({"call_seconds": float("nan")}, "--call-seconds nan: expected a finite number >= 0"),
+        ({"settle": float("inf")}, "--settle inf: expected a finite number >= 0"),
         ({"lang": "fr"}, "--lang fr: expected one of en, zh; choose one of them"),
         ({"serial": "x"}, "--serial x names a device for adb, but --controller is drawn; use adb"),
         ({"page": "http://x"}, "--page http://x: --controller drawn shows its own page only"),
@@ -317,6 +319,16 @@ def test_whet_play_of_an_installed_package(
         assert capsys.readouterr().err.startswith("ConfigError: whet play number-gam: expected one of number-game")
     finally:
         registry._entry_points.cache_clear()
+
+
+def test_an_interrupted_game_leaves_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(question: Question) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(play.AGENTS, "number-game", (number_agent.NumberAgent, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        game("number-game", tmp_path)
+    assert result_in(tmp_path / "out")["error"] == "KeyboardInterrupt"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

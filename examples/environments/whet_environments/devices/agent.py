@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.errors import StorageError, WhetError
+from whet.errors import StorageError
 from whet_environments.devices.backends import Backend, Question
 from whet_environments.devices.controllers import Controller
 from whet_environments.devices.errors import BackendDeadlineError, DeviceError
@@ -81,8 +81,8 @@ class Agent(ABC):
             self.size = self.controller.size()
             self._play()
             result |= self._finish()
-        except WhetError as error:
-            result["error"] = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            result["error"] = f"{type(error).__name__}: {error}".rstrip(": ")
             raise
         finally:
             result |= {"model_calls": self.num_calls, "late_answers": self.num_late, "turns": self.turns}

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from whet.errors import ConfigError
+from whet.options import NonNegative, fits
+from whet.options import words as describe
 from whet_environments.devices import number_agent, tree_agent
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.agent import Agent, Setup
@@ -106,6 +108,9 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
         raise ConfigError(
             f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb"
         )
+    for option in ("temperature", "call_seconds", "settle"):
+        if options[option] is not None and not fits(options[option], NonNegative):
+            raise ConfigError(f"--{option.replace('_', '-')} {options[option]}: expected {describe(NonNegative)}")
     kind, rule = AGENTS[game]
     brain = make_backend(
         backend,
@@ -191,7 +196,7 @@ for _game in AGENTS:
 def device(
     game: Annotated[str, typer.Argument(help=f"{' or '.join(FILES)}")] = "number-game",
     screen: Annotated[str, typer.Option(help="chromium or drawn")] = "chromium",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: a free one")] = 5555,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: a free one")] = 5600,
     browser: Annotated[str | None, typer.Option(help="program of Chromium; unset: from the PATH")] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of the game")] = 0,
     rounds: Annotated[int, typer.Option(min=1, max=99, help="rounds of the game")] = 10,
