@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _own_commands() -> list[str]:
-    return [str(each.name) for each in (*app.registered_commands, *app.registered_groups)]
+    return [*(str(each.name) for each in app.registered_commands), *(str(each.name) for each in app.registered_groups)]
 
 
 def _is_below(error: SystemExit) -> bool:
