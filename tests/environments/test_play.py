@@ -9,13 +9,16 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from whet_environments import rewards
 from whet_environments.devices import backends, number_agent, play, reading, tree_agent
 from whet_environments.devices.backends import OllamaBackend, OpenAIBackend, Question, ScriptedBackend
+from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
 from whet_environments.devices.errors import BackendDeadlineError, BackendError, DeviceError
+from whet_environments.devices.layout import AXE
 
 from whet.cli.app import main as whet_main
 from whet.errors import ConfigError
@@ -225,7 +228,7 @@ def test_a_foreign_page_is_read_by_the_model(tmp_path: Path, monkeypatch: pytest
             return f"power: {state.power}, dialog: {'yes' if state.changes else 'no'}"
         return str(state.right_action) if state.right_action else "over"
 
-    monkeypatch.setattr(tree_agent.TreeAgent, "wait_until_drawn", lambda *_: None)
+    monkeypatch.setattr(tree_agent.TreeAgent, "wait_until_begun", lambda *_: None)
     with serving(answer) as server:
         rows = tmp_path / "rows.jsonl"
         result = game("tree-game", tmp_path, backend="openai", url=server.url, rounds=2, collect=rows)
@@ -234,9 +237,61 @@ def test_a_foreign_page_is_read_by_the_model(tmp_path: Path, monkeypatch: pytest
     assert result["rows_without_label"] == 2 and rows.is_file()
 
 
-def test_ocr_lines_tell_the_screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from whet_environments.devices.drawn import DrawnNumberGame
+def test_a_screen_without_a_new_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whet_environments.devices import agent
 
+    monkeypatch.setattr(agent, "APPEAR_SECONDS", 0.3)
+    for kind in (number_agent.NumberAgent, tree_agent.TreeAgent):
+        screen = DrawnTreeGame(0)
+        screen.tap(*AXE)  # a game that has begun is no new one
+        setup = play.Setup(
+            play.ScreenController(screen, "drawn"), ScriptedBackend(str), tmp_path, say=lambda text: None
+        )
+        with pytest.raises(DeviceError, match=r"drawn shows no new game of the .* after 0.3 s, see .*not_begun.png"):
+            kind(setup).play()
+    assert (tmp_path / "not_begun.png").is_file()
+
+
+def test_a_game_that_is_over_before_the_last_round(tmp_path: Path) -> None:
+    screen = DrawnNumberGame(0, rounds=1)
+    rule = ScriptedBackend(number_agent.rule)
+    setup = play.Setup(play.ScreenController(screen, "drawn"), rule, tmp_path, rounds=2, say=lambda text: None)
+    with pytest.raises(DeviceError, match=r"drawn is over after round 1 of 1; start the page again, with rounds=2"):
+        number_agent.NumberAgent(setup).play()
+    assert result_in(tmp_path)["turns"][0]["right"]
+
+
+def test_the_pages_say_the_same_in_both_languages() -> None:
+    folder = Path(play.__file__).parents[2]
+    for name in ("number-game", "tree-game"):
+        english, chinese = ((folder / f"{name}{end}.md").read_text(encoding="utf-8") for end in ("", ".zh"))
+        blocks = [re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) for text in (english, chinese)]
+        commands = [[re.sub(r"  +#.*", "", block) for _, block in each] for each in blocks]
+        assert [block for block in commands[0] if "import" not in block] == commands[1]
+        rows = [[line.count("|") for line in text.splitlines() if line.startswith("|")] for text in (english, chinese)]
+        assert rows[0] == rows[1]
+        options = set(re.findall(r"--[a-z-]+", english))
+        assert options >= set(re.findall(r"--[a-z-]+", chinese)) >= options - {"--page-none"}
+
+
+def test_ocr_by_pytesseract(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("pytesseract")
+    asked = []
+    module.get_languages = lambda: ["eng", "osd", "chi_sim"]
+    module.image_to_string = lambda image, lang, timeout: asked.append((lang, timeout)) or "妖力 5\n\nreplace\n"
+    monkeypatch.setitem(sys.modules, "pytesseract", module)
+    assert tree_agent.ocr(None) == ["妖力 5", "replace"] and asked == [("chi_sim+eng", 20)]
+
+    def fail(*words: Any, **named: Any) -> str:
+        raise RuntimeError("Tesseract process timeout")
+
+    module.image_to_string = fail
+    assert tree_agent.ocr(None) is None
+    monkeypatch.setitem(sys.modules, "pytesseract", None)
+    assert tree_agent.ocr(None) is None
+
+
+def test_ocr_lines_tell_the_screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     setup = play.Setup(
         play.ScreenController(DrawnNumberGame(0), "drawn"),
         ScriptedBackend(lambda q: "?"),

@@ -201,6 +201,8 @@ def test_keys_and_a_page_that_hangs(screen: ChromiumScreen, pages: PageServer) -
     screen.key("KEYCODE_REFRESH")
     screen.key("KEYCODE_HOME")
     assert screen.evaluate("state()")["taken"] is None
+    with pytest.raises(DeviceError, match=r"Chromium opens pages of http and https only, found 'file:///etc/hosts'"):
+        screen.open("file:///etc/hosts")
     with pytest.raises(DeviceError, match=r"Chromium \(.*\) cannot open http://127.0.0.1:9/: .*ERR_"):
         screen.open("http://127.0.0.1:9/")
 

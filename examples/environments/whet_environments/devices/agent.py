@@ -11,16 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from whet.errors import StorageError
 from whet_environments.devices.backends import Backend, Question
 from whet_environments.devices.controllers import Controller
 from whet_environments.devices.errors import BackendDeadlineError, DeviceError
 from whet_environments.devices.layout import HEIGHT, WIDTH, Place
+from whet_environments.devices.reading import NumberState, TreeState, open_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Observe = Literal["image", "words", "compact"]
-APPEAR_SECONDS = 15.0  # until the own page is drawn
+APPEAR_SECONDS = 15.0  # until the own page has begun
 POLL_SECONDS = 0.1
 
 
@@ -126,17 +130,23 @@ class Agent(ABC):
         self.controller.tap(min(max(x, 0), width - 1), min(max(y, 0), height - 1))
         time.sleep(self.setup.settle_seconds)
 
-    def wait_until_drawn(self, is_drawn: Callable[[bytes], bool]) -> None:
-        """Waits until the own page is on the screen.  Raises: DeviceError after 15 seconds."""
+    def wait_until_begun(self, read: Callable[[Image], NumberState | TreeState | None]) -> None:
+        """Waits until the screen shows the begin of a game of the own page, and not what was open before.
+
+        Raises: DeviceError after 15 seconds."""
         if not self.setup.is_own_page:
             return
         end = time.monotonic() + APPEAR_SECONDS
-        while not is_drawn(self.controller.screenshot()):
+        while True:
+            png = self.controller.screenshot()
+            state = read(open_image(png))
+            if state is not None and state.is_new:
+                return
             if time.monotonic() > end:
-                path = self._write("not_drawn.png", self.controller.screenshot())
+                path = self._write("not_begun.png", png)
                 raise DeviceError(
-                    f"{self.controller.name} does not show the page of the {self.game} after {APPEAR_SECONDS:g} s, see "
-                    f"{path}; unlock the phone, open the page in its browser, or name another page with --page"
+                    f"{self.controller.name} shows no new game of the {self.game} after {APPEAR_SECONDS:g} s, see "
+                    f"{path}; unlock the phone, see that its browser opens the page, or play what it shows with --page none"
                 )
             time.sleep(POLL_SECONDS)
 

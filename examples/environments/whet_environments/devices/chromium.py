@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from whet_environments.devices.drawn import to_png
 from whet_environments.devices.errors import DeviceError
@@ -100,7 +101,9 @@ class ChromiumScreen:
         self._page: Page = context.new_page()
 
     def open(self, url: str) -> None:
-        """Shows a page."""
+        """Shows a page.  Raises: DeviceError if it is no address of the web, such as a file."""
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise DeviceError(f"Chromium opens pages of http and https only, found {url[:200]!r}; serve the page")
         self._run(lambda: self._page.goto(url, wait_until="load"), f"open {url}")
 
     def png(self) -> bytes:

@@ -73,7 +73,7 @@ class NumberAgent(Agent):
 
     def _play(self) -> None:
         self.completed = self.attempts = 0
-        self.wait_until_drawn(lambda png: read_number_game(open_image(png)) is not None)
+        self.wait_until_begun(read_number_game)
         while self.completed < self.setup.rounds and self.attempts < TRIES * self.setup.rounds:
             self.attempts += 1
             self.setup.say(f"round {self.completed + 1} of {self.setup.rounds}, try {self.attempts}")
@@ -87,7 +87,7 @@ class NumberAgent(Agent):
         """Plays one try of a round.  Returns whether it went through."""
         name = f"round_{number:02d}.png"
         png = self.screenshot(name)
-        state = read_number_game(open_image(png)) if self.setup.is_own_page else None
+        state = read_number_game(open_image(png))
         if state is not None and state.is_over:
             raise DeviceError(
                 f"the game on {self.controller.name} is over after round {state.round} of {state.rounds}; start the "
@@ -132,7 +132,7 @@ class NumberAgent(Agent):
             answer = self.ask(Question("changed", PROMPTS[self.setup.lang]["changed"], after))
             return answer is not None and is_yes(answer)
         images = open_image(before), open_image(after)
-        state = read_number_game(images[1]) if self.setup.is_own_page else None
+        state = read_number_game(images[1])
         corners = [[pixel(image, x - 80, CARDS_Y) for image in images] for x in CARDS_X]
         return bool(state and state.taken is not None) or any(not is_near(*pair) for pair in corners)
 
@@ -154,7 +154,7 @@ class NumberAgent(Agent):
 
     def _finish(self) -> dict[str, Any]:
         png = self.screenshot("final.png")
-        state = read_number_game(open_image(png)) if self.setup.is_own_page else None
+        state = read_number_game(open_image(png))
         score = None if state is None else state.score
         if self.setup.observe == "image":
             answer = self.ask(Question("score", PROMPTS[self.setup.lang]["score"], png)) or ""

@@ -40,6 +40,11 @@ class NumberState:
         return self.lamp is None
 
     @property
+    def is_new(self) -> bool:
+        """Whether the game has just begun."""
+        return (self.score, self.round, self.taken, self.is_over) == (100, 1, None, False)
+
+    @property
     def right_place(self) -> int:
         """The place of the card that the lamp asks for."""
         assert self.lamp is not None
@@ -68,6 +73,11 @@ class TreeState:
     number: int | None = None  # of the blow, from 1
     rounds: int | None = None
     changes: tuple[int, ...] = ()  # of attack, health and defence; empty: none, or not read
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the game has just begun."""
+        return (self.screen, self.number) == ("tree_cutting", 1)
 
     @property
     def change(self) -> int:

@@ -55,7 +55,7 @@ class TreeAgent(Agent):
         self.decided, self.powers, self.source = 0, list[int | None](), ""
 
     def _play(self) -> None:
-        self.wait_until_drawn(lambda png: read_tree_game(open_image(png)) is not None)
+        self.wait_until_begun(read_tree_game)
         for step in range(1, STEPS * self.setup.rounds + 1):
             name = f"{self.folder}step_{step:03d}.png"
             png = self.screenshot(name)
