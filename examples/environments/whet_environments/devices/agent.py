@@ -146,7 +146,8 @@ class Agent(ABC):
                 path = self._write("not_begun.png", png)
                 raise DeviceError(
                     f"{self.controller.name} shows no new game of the {self.game} after {APPEAR_SECONDS:g} s, see "
-                    f"{path}; unlock the phone, see that its browser opens the page, or play what it shows with --page none"
+                    f"{path}; unlock the phone, see that its browser opens the page, or play what it shows with "
+                    "--page none"
                 )
             time.sleep(POLL_SECONDS)
 
