@@ -51,9 +51,10 @@ def centred(x: float, y: float, height: float) -> Place:
 def pixel(image: Image, x: float, y: float) -> Colour:
     """Returns the colour at a place of the layout, in an image of any size."""
     width, height = image.size
-    red, green, blue = image.getpixel(
-        (min(width - 1, int(x * width / WIDTH)), min(height - 1, int(y * height / HEIGHT)))
-    )
+    at = min(width - 1, int(x * width / WIDTH)), min(height - 1, int(y * height / HEIGHT))
+    colour = image.getpixel(at)
+    assert isinstance(colour, tuple)  # the mode is RGB
+    red, green, blue = colour
     return red, green, blue
 
 
