@@ -19,12 +19,12 @@ TITLE = "Games"
 NOTE = """\
 `python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
 weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
-cards, in Nim the share of right moves in positions that can be won, in `webshop_grpo` the reward; CPU seconds are those
-of the whole command, in one thread.
+cards, in Nim the share of right moves in positions that can be won, in `tree_game` the share of what perfect play gets,
+in `webshop_grpo` the reward; CPU seconds are those of the whole command, in one thread.
 """
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
 NAMES = (
-    *("calculator_quickstart", "number_game", "frozen_lake", "nim_self_play", "nim_one_side"),
+    *("calculator_quickstart", "number_game", "tree_game", "frozen_lake", "nim_self_play", "nim_one_side"),
     *("sokoban_grpo", "sokoban_ppo", "webshop_grpo"),
 )
 log = logging.getLogger(__name__)

@@ -71,6 +71,13 @@ PLANS = {
     "number_game": Plan(
         "123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"
     ),
+    "tree_game": Plan(
+        "123456789abcdefghirT>",
+        noise=0.7,
+        warm_up_steps=150,
+        metric="val/reward",
+        label="share of the reward of perfect play",
+    ),
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),

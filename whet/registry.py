@@ -7,6 +7,7 @@ are options, the others are columns under verl's or whet's names, or values that
 `batch`, ...).
 
 An installed package adds names by entry points: group `whet.environment`, name `sokoban`, value `package.module:Class`.
+A command has the group `whet.command`; its function gets a list of words and returns an exit status.
 
 Shipped functions are read from their source and imported only when called, so that listing them needs no torch.
 """
@@ -357,6 +358,20 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
         replace(entry, name=alias, alias_of=entry.name, options={**entry.options, **preset})
         for alias, preset in presets.items()
     ]
+
+
+def installed_command(name: str, shipped: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """Returns the function of a command that an installed package adds to `whet`: it gets the words after the name and
+    returns an exit status. `shipped` are whet's own commands, for errors.  Raises: RegistryError."""
+    installed = _entry_points().get("whet.command", {})
+    if name in installed:
+        return load_target(installed[name])
+    if name == "play":
+        hint = "it comes with a package of games: pip install -e ./examples/environments"
+    else:
+        near = difflib.get_close_matches(name, [*shipped, *installed, "play"], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`whet --help` lists the commands"
+    raise RegistryError(f"whet has no command {name!r}; {hint}")
 
 
 @cache

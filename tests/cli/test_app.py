@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from whet import __version__ as whet_version
+from whet import registry
 from whet.cli.app import main
 from whet.errors import ConfigError
 from whet.threads import SPINS
@@ -65,6 +66,42 @@ def test_a_mistake_is_one_block_without_a_traceback(capsys: pytest.CaptureFixtur
         "ConfigError: unknown key rollout.temprature (command line); did you mean rollout.temperature?\n"
     )
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian", "gsm8k"], "whet has no command 'trian'; did you mean 'train'?"),
+        (["xyzzy"], "whet has no command 'xyzzy'; `whet --help` lists the commands"),
+        (
+            ["play"],
+            "whet has no command 'play'; it comes with a package of games: pip install -e ./examples/environments",
+        ),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_entry_points", dict)
+    assert whet(*words) == 2
+    assert capsys.readouterr().err == f"RegistryError: {message}\n"
+
+
+def test_an_installed_package_adds_a_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hello_command.py").write_text(
+        "from whet.errors import ConfigError\n\n\ndef main(words):\n    if not words:\n"
+        "        raise ConfigError('no name; give one')\n    print('hello', *words)\n    return 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"whet.command": {"hello": "hello_command:main"}})
+    assert whet("hello", "big", "--world") == 3
+    assert capsys.readouterr().out == "hello big --world\n"
+    assert whet("hello") == 2
+    assert capsys.readouterr().err == "ConfigError: no name; give one\n"
+    assert whet("hallo") == 2
+    assert "did you mean 'hello'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)\n", "def rows():\n    raise SystemExit\n"])

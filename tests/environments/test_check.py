@@ -16,7 +16,14 @@ NAMES = (
     *("starts", "deadline", "observations", "rewards", "observation size", "same seed", "beside another"),
     *("another seed", "prompt", "after the end", "close", "answers", "speed"),
 )
-GAMES = ("countdown:Countdown", "frozen_lake:FrozenLake", "nim:Nim", "number_game:NumberGame", "sokoban:Sokoban")
+GAMES = (
+    "countdown:Countdown",
+    "frozen_lake:FrozenLake",
+    "nim:Nim",
+    "number_game:NumberGame",
+    "sokoban:Sokoban",
+    "tree_game:TreeGame",
+)
 
 
 def found(environment: str, seconds: float = 2.0, **options: Any) -> dict[str, Finding]:

@@ -5,9 +5,17 @@ import io
 import shutil
 import socket
 import subprocess
+import time
 
 import pytest
-from whet_environments.devices.adb_server import AdbMessage, AdbServer, read_message, run_service, run_shell
+from whet_environments.devices.adb_server import (
+    MAX_STREAMS,
+    AdbMessage,
+    AdbServer,
+    read_message,
+    run_service,
+    run_shell,
+)
 from whet_environments.devices.drawn import CARDS_X, CARDS_Y, COLOURS, NEXT, DrawnNumberGame
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 2000  # longer than one message
@@ -30,6 +38,9 @@ class Recorder:
             raise RuntimeError("no such key")
         self.done.append(code)
 
+    def open(self, url):
+        self.done.append(url)
+
 
 def test_a_message_has_the_bytes_worked_by_hand():
     # "OKAY" is 4f 4b 41 59; inverted b0 b4 be a6; "ab" sums to 0x61 + 0x62 = 0xc3
@@ -50,6 +61,88 @@ def test_bad_commands_name_the_command_and_the_others():
     assert "no command 'rm -r /'; expected screencap -p" in run_shell(Recorder(), "rm -r /").error
     assert "RuntimeError: no such key" in run_shell(Recorder(), "input keyevent BROKEN").error
     assert run_shell(Recorder(), "input tap 1 two").code == 1
+    assert run_shell(Recorder(), "input 'tap").code == 1
+
+
+def test_am_start_opens_an_address_and_echo_tells_the_status():
+    screen = Recorder()
+    line = "am start -a android.intent.action.VIEW -d 'http://127.0.0.1:1/page.html?seed=1&rounds=2'"
+    out = run_service(f"shell:{line}", screen)
+    assert out.startswith(b"Starting: Intent { -a android.intent.action.VIEW -d http://127.0.0.1:1/page.html?seed=1")
+    assert run_shell(screen, "am start -n com.game/.Main -d").code == 0
+    assert screen.done == ["http://127.0.0.1:1/page.html?seed=1&rounds=2"]
+    assert run_service("shell:echo  ok", screen) == b"ok\n"
+    assert run_service("shell:wm size; echo EXIT:$?", screen) == b"Physical size: 720x1280\nEXIT:0\n"
+    assert run_service("shell:rm x; echo EXIT:$?", screen).endswith(b"echo or getprop\nEXIT:127\n")
+    assert run_service("exec:dumpsys display", screen) == b"DisplayViewport{type=INTERNAL, orientation=0}\n"
+
+
+def test_properties():
+    assert run_service("shell:getprop ro.product.model", Recorder()) == b"whet\n"
+    assert run_service("shell:getprop ro.none", Recorder()) == b"\n"
+    assert b"[ro.build.version.sdk]: [33]\n" in run_service("shell:getprop", Recorder())
+
+
+def test_a_port_is_forwarded_to_itself_only():
+    assert run_service("reverse:forward:tcp:5;tcp:5", Recorder()) == b"OKAY"
+    assert run_service("reverse:killforward:tcp:5", Recorder()) == b"OKAY"
+    said = run_service("reverse:forward:tcp:5;tcp:6", Recorder())
+    assert said.startswith(b"FAIL") and int(said[4:8], 16) == len(said) - 8 and b"expected tcp:PORT tcp:PORT" in said
+
+
+def ends(client):
+    """Tells whether the device closes the connection, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return time.monotonic() - start
+
+
+def test_a_client_that_stalls_is_dropped():
+    connect = AdbMessage(b"CNXN", 0x01000000, 4096, b"host::\0").pack()
+    with AdbServer(Recorder(), stall_seconds=0.3) as device:
+        for part in (connect[:1], connect[:24], connect + AdbMessage(b"OPEN", 7, 0, b"exec:wm size\0").pack()[:30]):
+            with socket.create_connection(("127.0.0.1", device.port), 10) as client:
+                client.sendall(part)
+                assert 0.2 < ends(client) < 3.0
+        with socket.create_connection(("127.0.0.1", device.port), 10) as client:  # a byte at a time
+            start = time.monotonic()
+            with pytest.raises(ConnectionError):
+                for _ in range(100):
+                    client.sendall(b"C")
+                    time.sleep(0.05)
+            assert time.monotonic() - start < 3.0
+
+
+def test_a_client_that_does_not_read_is_dropped_and_the_device_goes_on():
+    with AdbServer(Recorder(), stall_seconds=0.3) as device:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(10)
+            client.connect(("127.0.0.1", device.port))
+            client.sendall(AdbMessage(b"CNXN", 0x01000000, 256 * 1024, b"host::\0").pack())
+            with pytest.raises(OSError):
+                for number in range(1, 2000):
+                    client.sendall(AdbMessage(b"OPEN", number, 0, b"exec:screencap -p\0").pack())
+                    time.sleep(0.001)
+        with socket.create_connection(("127.0.0.1", device.port), 10) as client:
+            client.sendall(AdbMessage(b"CNXN", 0x01000000, 4096, b"host::\0").pack())
+            assert read_message(client).command == b"CNXN"
+
+
+def test_too_many_streams_are_refused():
+    with AdbServer(Recorder()) as device, socket.create_connection(("127.0.0.1", device.port), 10) as client:
+        client.sendall(AdbMessage(b"CNXN", 0x01000000, 4096, b"host::\0").pack())
+        read_message(client)
+        for number in range(1, MAX_STREAMS + 2):
+            client.sendall(AdbMessage(b"OPEN", number, 0, b"exec:wm size\0").pack())
+            first = read_message(client)
+            if number <= MAX_STREAMS:
+                assert first.command == b"OKAY" and read_message(client).command == b"WRTE"
+        assert first == (b"CLSE", 0, MAX_STREAMS + 1, b"")
 
 
 def test_a_stream_waits_for_each_confirmation():

@@ -57,7 +57,7 @@ def test_random_play_differs_from_perfect_play(games: ModuleType) -> None:
     assert 10 < agreed < 40  # a quarter by chance
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "number_game", "sokoban_grpo"])
+@pytest.mark.parametrize("name", ["frozen_lake", "number_game", "sokoban_grpo", "tree_game"])
 def test_held_out_games_begin_in_states_of_their_own(
     games: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,11 @@ def recipe(name: str, tmp_path: Path) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [CALCULATOR, "number_game", "nim_self_play", "frozen_lake", "sokoban_grpo", "sokoban_ppo", "webshop_grpo"]
+    "name",
+    [
+        *(CALCULATOR, "number_game", "nim_self_play", "tree_game", "frozen_lake"),
+        *("sokoban_grpo", "sokoban_ppo", "webshop_grpo"),
+    ],
 )
 def test_two_steps_of_each(
     games: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

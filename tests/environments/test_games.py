@@ -14,6 +14,7 @@ from whet_environments.frozen_lake import FrozenLake
 from whet_environments.game import Game
 from whet_environments.number_game import NumberGame
 from whet_environments.sokoban import Sokoban, State
+from whet_environments.tree_game import TreeGame
 
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
@@ -26,6 +27,7 @@ GAMES: dict[str, type[Any]] = {
     "frozen_lake": FrozenLake,
     "number_game": NumberGame,
     "sokoban": Sokoban,
+    "tree_game": TreeGame,
 }
 
 
@@ -51,7 +53,7 @@ def test_perfect_play_wins_and_the_answer_after_the_end_is_refused(kind: type[An
     for seed in range(10):
         game: Game = kind(encoding=encoding)
         observation = game.reset(PROMPT, seed)
-        assert observation.fields["success"] == 0.0 and observation.state_key == game.board()
+        assert observation.fields["success"] == 0.0 and observation.state_key == game.state_key()
         while not (observation.done or observation.truncated):
             assert text_of(observation).endswith(game.board() + (">" if encoding == "compact" else ""))
             observation = game.step(Answer(game.best()))
@@ -81,6 +83,8 @@ def test_an_invalid_answer_costs_the_penalty_and_changes_nothing(kind: type[Any]
     observation = game.step(Answer("<answer>jump</answer> select(7)"))
     if kind is NumberGame:  # the round is lost
         assert observation.reward == pytest.approx(-0.025) and observation.fields["score"] == 90.0
+    elif kind is TreeGame:
+        assert observation.reward == pytest.approx(-0.025) and observation.state_key == first.state_key
     else:
         assert observation.reward == -0.25 and observation.state_key == first.state_key
 
@@ -231,6 +235,46 @@ def test_number_game_by_hand() -> None:
         rewards.append(last.reward)
     assert rewards == [0.25, 0.0, 0.25, -0.125]
     assert last.done and last.fields == {"success": 0.0, "right": 0.5, "score": 100.0}
+
+
+def test_tree_game_by_hand() -> None:
+    game = TreeGame(chops=3, encoding="words", format_penalty=0.3)
+    game.reset(PROMPT, 0)
+    game.start = game.power = 20_000
+    game.equipment, game.attainable = [(900, -100, 200), (100, 100, -200), (300, -400, -900)], 2.0
+
+    def play(answer: str) -> tuple[float, str, bool]:
+        observation = game.step(Answer(answer))
+        return round(observation.reward, 9), game.board().partition("Power: ")[2], observation.done
+
+    assert play("<action>replace()</action>") == (-0.1, "20000. Screen: tree_cutting.", False)
+    assert play("<action>click(10, 10)</action>") == (-0.1, "20000. Screen: tree_cutting.", False)
+    dialog = "20000. Screen: equipment_selection. Equipment: attack +900, health -100, defence +200."
+    assert play("click(400, 1100)") == (0.0, dialog, False)
+    assert play("<action>click(360, 1067)</action>") == (-0.1, dialog, False)
+    assert play("<action>equip()</action>") == (1.0, "21000. Screen: tree_cutting.", False)  # (1 + min(1, 1)) / 2
+    play(game.best())
+    assert game.best() == "<action>decompose()</action>"  # no change: nothing is won
+    assert play("replace()") == (0.0, "21000. Screen: tree_cutting.", False)
+    play(game.best())
+    assert play("<action>replace()</action>") == (-1.0, "20000. Screen: tree_cutting.", True)  # (-1 + max(-1, -1)) / 2
+    assert game.numbers() == {"success": 0.0, "right": 1 / 3, "gain": 0.0}
+
+
+def test_the_compact_tree_game() -> None:
+    game = TreeGame(encoding="compact", chops=2)
+    assert text_of(game.reset(PROMPT, 4)) == "T>"
+    game.equipment[0], key = (900, -100, -300), game.state_key()
+    assert text_of(game.step(Answer("c"))) == "9ac>" and game.state_key() != key
+    assert game.choices() == ["c", "r", "d"] and game.best() == "r"
+    game.step(Answer("r"))
+    assert game.power == game.start + 500 and game.state_key() == f"{game.start} 1 tree_cutting"
+    total = [0.0, 0.0]
+    for place, replaces in enumerate(("rd", "d")):
+        game.reset(PROMPT, 4)
+        while not game._is_over:
+            total[place] += game.step(Answer(game.best() if place == 0 or not game.is_choosing else replaces)).reward
+    assert total == [pytest.approx(1.0), 0.0]
 
 
 @pytest.mark.parametrize(

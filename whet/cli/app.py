@@ -25,6 +25,7 @@ from whet.cli.rewards import check_reward, rewards
 from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.errors import WhetError, exit_error
+from whet.registry import installed_command
 from whet.threads import yield_soon
 
 START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
@@ -108,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises
     try:
+        if words and not words[0].startswith("-") and words[0] not in _own_commands():
+            sys.exit(installed_command(words[0], _own_commands())(words[1:]))
         app(args=[word for word in words if word != "--debug"], prog_name="whet")
     except WhetError as error:
         if debug:
@@ -119,6 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _show(exit_error(error))
         sys.exit(2)
+
+
+def _own_commands() -> list[str]:
+    return [*(str(each.name) for each in app.registered_commands), *(str(each.name) for each in app.registered_groups)]
 
 
 def _is_below(error: SystemExit) -> bool:

@@ -66,6 +66,10 @@ class Game(ABC):
     def choices(self) -> list[str]:
         """The answers that the state allows, in the encoding."""
 
+    def state_key(self) -> str:
+        """Names the state for estimators that compare the turns of a group in the same state."""
+        return self.board()
+
     def numbers(self) -> dict[str, float]:
         """The fields of the trajectory."""
         return {"success": float(self.is_won)}
@@ -100,7 +104,7 @@ class Game(ABC):
             reward=reward,
             fields=self.numbers(),
             context=self.context,
-            state_key=state,
+            state_key=self.state_key(),
             max_tokens=self.max_tokens,
         )
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import socketserver
 import struct
 import threading
+import time
 from collections import deque
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -15,6 +17,8 @@ from typing import NamedTuple, Protocol
 VERSION = 0x01000000  # of the protocol; from 0x01000001 on, the check sum of a message is not sent
 MAX_DATA = 256 * 1024  # bytes of one message
 IDLE_SECONDS = 3600.0  # a connection that is silent for longer is closed
+STALL_SECONDS = 10.0  # so is one that stops in the middle of a message, or does not read what it asked for
+MAX_STREAMS = 64  # of a connection; output waits in memory until the client confirms it
 HEADER = struct.Struct("<4sIIIII")  # command, two arguments, length, check sum, command with all bits inverted
 STDOUT, STDERR, EXIT = 1, 2, 3  # the packets of shell_v2
 PROPERTIES = {
@@ -24,6 +28,10 @@ PROPERTIES = {
     "ro.build.version.release": "13",
     "ro.build.version.sdk": "33",
 }
+ECHO_STATUS = re.compile(r"(.*);\s*echo (\S*)\$\?", re.DOTALL)
+COMMANDS = (
+    "screencap -p, input tap X Y, input keyevent CODE, wm size, am start -d URL, dumpsys display, echo or getprop"
+)
 
 
 class Screen(Protocol):
@@ -44,6 +52,10 @@ class Screen(Protocol):
 
     def key(self, code: str) -> None:
         """Presses a key, named as in `input keyevent`."""
+        ...
+
+    def open(self, url: str) -> None:
+        """Shows a page."""
         ...
 
 
@@ -70,20 +82,30 @@ class Result(NamedTuple):
     code: int = 0
 
 
-def read_message(connection: socket.socket) -> AdbMessage:
-    """Reads a message.  Raises: ConnectionError at the end of the stream; ValueError on a malformed header."""
-    command, arg0, arg1, length, _, inverted = HEADER.unpack(_read(connection, HEADER.size))
-    if inverted != int.from_bytes(command, "little") ^ 0xFFFFFFFF or length > MAX_DATA:
-        raise ValueError(
-            f"the header of an ADB message has command {command!r}, length {length} and magic {inverted:#x}; expected "
-            f"at most {MAX_DATA} bytes and the inverted command; connect with an ADB client"
-        )
-    return AdbMessage(command, arg0, arg1, _read(connection, length))
+def read_message(connection: socket.socket, stall_seconds: float = STALL_SECONDS) -> AdbMessage:
+    """Reads a message: waits for its first byte as long as the socket does, then `stall_seconds` for the whole.
+
+    Raises: ConnectionError at the end of the stream; TimeoutError on a stall; ValueError on a malformed header."""
+    idle_seconds = connection.gettimeout()
+    first = _read(connection, 1, None)
+    end = time.monotonic() + stall_seconds
+    try:
+        command, arg0, arg1, length, _, inverted = HEADER.unpack(first + _read(connection, HEADER.size - 1, end))
+        if inverted != int.from_bytes(command, "little") ^ 0xFFFFFFFF or length > MAX_DATA:
+            raise ValueError(
+                f"the header of an ADB message has command {command!r}, length {length} and magic {inverted:#x}; "
+                f"expected at most {MAX_DATA} bytes and the inverted command; connect with an ADB client"
+            )
+        return AdbMessage(command, arg0, arg1, _read(connection, length, end))
+    finally:
+        connection.settimeout(idle_seconds)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, end: float | None) -> bytes:
     data = bytearray()
     while len(data) < size:
+        if end is not None:
+            connection.settimeout(max(0.001, end - time.monotonic()))
         chunk = connection.recv(size - len(data))
         if not chunk:
             raise ConnectionError("the ADB client closed the connection")
@@ -93,6 +115,9 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def run_shell(screen: Screen, line: str) -> Result:
     """Runs one command of the device's shell on the screen; a command that it does not have ends with code 127."""
+    if asked := ECHO_STATUS.fullmatch(line):  # how clients of the first protocol learn the exit code
+        result = run_shell(screen, asked[1])
+        return Result(result.out + result.error.encode() + f"{asked[2]}{result.code}\n".encode())
     try:
         words = shlex.split(line)
         match words:
@@ -108,7 +133,13 @@ def run_shell(screen: Screen, line: str) -> Result:
                 width, height = screen.size
                 return Result(f"Physical size: {width}x{height}\n".encode())
             case ["am", "start", *rest]:
+                if "-d" in rest[:-1]:
+                    screen.open(rest[rest.index("-d") + 1])
                 return Result(f"Starting: Intent {{ {' '.join(rest)} }}\n".encode())
+            case ["dumpsys", "display"]:
+                return Result(b"DisplayViewport{type=INTERNAL, orientation=0}\n")
+            case ["echo", *rest]:
+                return Result(f"{' '.join(rest)}\n".encode())
             case ["getprop", name]:
                 return Result(f"{PROPERTIES.get(name, '')}\n".encode())
             case ["getprop"]:
@@ -116,8 +147,7 @@ def run_shell(screen: Screen, line: str) -> Result:
     except Exception as error:  # the screen is the code of a game
         return Result(error=f"{line!r} failed: {type(error).__name__}: {error}\n", code=1)
     return Result(
-        error=f"the device has no command {line!r}; expected screencap -p, input tap X Y, input keyevent CODE, "
-        "wm size, am start or getprop\n",
+        error=f"the device has no command {line!r}; expected {COMMANDS}\n",
         code=127,
     )
 
@@ -126,6 +156,8 @@ def run_service(service: str, screen: Screen) -> bytes | None:
     """Runs a service and returns its output; None for a service that the device does not have."""
     kind, _, line = service.partition(":")
     name, *options = kind.split(",")
+    if name == "reverse":
+        return _reverse(line)
     if name not in ("shell", "exec"):
         return None
     result = run_shell(screen, line)
@@ -134,6 +166,18 @@ def run_service(service: str, screen: Screen) -> bytes | None:
         packets = [(STDOUT, result.out), (STDERR, error), (EXIT, bytes([result.code]))]
         return b"".join(struct.pack("<BI", number, len(data)) + data for number, data in packets if data)
     return result.out + error
+
+
+def _reverse(line: str) -> bytes:
+    """Answers `adb reverse`: the device is on the machine of its client, so a port leads to itself and to no other."""
+    verb, _, ports = line.partition(":")
+    source, _, target = ports.partition(";")
+    if verb in ("killforward", "killforward-all") or (
+        verb == "forward" and source.startswith("tcp:") and source == target
+    ):
+        return b"OKAY"
+    message = f"the device forwards a port only to the same port; expected tcp:PORT tcp:PORT, found {line!r}".encode()
+    return b"FAIL%04x%s" % (len(message), message)
 
 
 class _Connection(socketserver.BaseRequestHandler):
@@ -146,9 +190,10 @@ class _Connection(socketserver.BaseRequestHandler):
         self._max_data = 4096
         self._num_opened = 0
         self.request.settimeout(IDLE_SECONDS)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             while True:
-                self._answer(read_message(self.request))
+                self._answer(read_message(self.request, self.server.stall_seconds))
         except (OSError, ValueError):
             return  # the client has gone, or is no ADB client: the connection ends, the device stays
 
@@ -168,8 +213,10 @@ class _Connection(socketserver.BaseRequestHandler):
             self._streams.pop(arg1, None)
 
     def _open(self, theirs: int, service: str) -> None:
-        with self.server.lock:
-            output = run_service(service, self.server.screen)
+        output = None
+        if len(self._streams) < MAX_STREAMS:
+            with self.server.lock:
+                output = run_service(service, self.server.screen)
         if output is None:
             self._send(b"CLSE", 0, theirs)
             return
@@ -189,7 +236,10 @@ class _Connection(socketserver.BaseRequestHandler):
             self._send(b"CLSE", ours, theirs)
 
     def _send(self, command: bytes, arg0: int, arg1: int, data: bytes = b"") -> None:
+        idle_seconds = self.request.gettimeout()
+        self.request.settimeout(self.server.stall_seconds)
         self.request.sendall(AdbMessage(command, arg0, arg1, data).pack())
+        self.request.settimeout(idle_seconds)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -197,16 +247,16 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, screen: Screen, port: int) -> None:
-        self.screen, self.lock = screen, threading.Lock()
+    def __init__(self, screen: Screen, port: int, stall_seconds: float) -> None:
+        self.screen, self.stall_seconds, self.lock = screen, stall_seconds, threading.Lock()
         super().__init__(("127.0.0.1", port), _Connection)
 
 
 class AdbServer:
     """A device at 127.0.0.1:`port` (0: a free one) while the `with` block runs; `serial` is its name for adb."""
 
-    def __init__(self, screen: Screen, port: int = 0) -> None:
-        self._server = _Server(screen, port)
+    def __init__(self, screen: Screen, port: int = 0, stall_seconds: float = STALL_SECONDS) -> None:
+        self._server = _Server(screen, port, stall_seconds)
         self.port: int = self._server.server_address[1]
         self.serial = f"127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)

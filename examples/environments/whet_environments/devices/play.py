@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet play`: agents that play games on a device."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from whet.errors import ConfigError
+from whet.options import NonNegative, fits
+from whet.options import words as describe
+from whet_environments.devices import number_agent, tree_agent
+from whet_environments.devices.adb_server import AdbServer
+from whet_environments.devices.agent import Agent, Setup
+from whet_environments.devices.backends import CALL_SECONDS, TEMPERATURE, Question, check_backend, make_backend
+from whet_environments.devices.controllers import (
+    CONTROLLERS,
+    AdbController,
+    Controller,
+    ScreenController,
+    check_controller,
+    make_screen,
+)
+from whet_environments.devices.page_server import FILES, PageServer
+
+AGENTS: dict[str, tuple[type[Agent], Callable[[Question], str]]] = {
+    "number-game": (number_agent.NumberAgent, number_agent.rule),
+    "tree-game": (tree_agent.TreeAgent, tree_agent.rule),
+}
+SETTLE_SECONDS = {"adb": 1.0, "chromium": 0.05, "drawn": 0.0}
+OBSERVE = ("image", "words", "compact")
+CHECKS = ("model", "pixels")
+NO_PAGE = "none"
+
+app = typer.Typer(
+    help="Let a model play a game on a phone, in Chromium, or on a drawn screen.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def add(game: str) -> None:
+    """Adds the command of a game."""
+
+    def command(
+        context: typer.Context,
+        controller: Annotated[str, typer.Option(help="adb, chromium or drawn")] = "chromium",
+        serial: Annotated[str | None, typer.Option(help="device as `adb devices` names it, or ADDRESS:PORT")] = None,
+        backend: Annotated[
+            str, typer.Option(help="openai, ollama, or scripted: a rule that reads the pixels")
+        ] = "openai",
+        url: Annotated[str | None, typer.Option(help="address of the model server")] = None,
+        model: Annotated[str | None, typer.Option(help="name of the model on its server")] = None,
+        observe: Annotated[
+            str, typer.Option(help="image: a screenshot; words, compact: the text game's state, read from the pixels")
+        ] = "image",
+        check: Annotated[
+            str | None, typer.Option(help="model or pixels: tells whether a tap changed a colour; unset: as --observe")
+        ] = None,
+        page: Annotated[
+            str | None,
+            typer.Option(help="URL, activity or package to start; none: the screen as it is; unset: the own page"),
+        ] = None,
+        browser: Annotated[str | None, typer.Option(help="program of Chromium; unset: from the PATH")] = None,
+        rounds: Annotated[int, typer.Option(min=1, max=99, help="rounds of a game")] = 10,
+        seed: Annotated[int, typer.Option(min=0, help="seed of the own page")] = 0,
+        games: Annotated[int, typer.Option(min=1, help="games, with the seeds that follow")] = 1,
+        lang: Annotated[str, typer.Option(help="language of page and questions: en or zh")] = "en",
+        temperature: Annotated[float, typer.Option(min=0, help="temperature of sampling")] = TEMPERATURE,
+        call_seconds: Annotated[float, typer.Option(min=0.1, help="deadline of a call of the model")] = CALL_SECONDS,
+        settle: Annotated[
+            float | None, typer.Option(min=0, help="seconds from a tap to the screenshot; unset: by controller")
+        ] = None,
+        output: Annotated[Path | None, typer.Option(help="folder of screenshots and results")] = None,
+        collect: Annotated[Path | None, typer.Option(help="JSONL file that gets a labelled row for each turn")] = None,
+        debug: Annotated[bool, typer.Option("--debug", help="print raw answers and the paths of screenshots")] = False,
+    ) -> None:
+        for each in range(games):
+            folder = output and (output if games == 1 else output / f"seed_{seed + each}")
+            play_game(game, **{**context.params, "seed": seed + each, "output": folder})
+
+    command.__doc__ = f"Play the {game.replace('-', ' ')}; screenshots and result_*.json are always written."
+    app.command(game)(command)
+
+
+def play_game(game: str, **options: Any) -> dict[str, Any]:
+    """Plays one game with the options of the command.  Returns the result.
+
+    Raises: ConfigError on an option, DeviceError, BackendError."""
+    controller, backend = options["controller"], options["backend"]
+    check_controller(controller)
+    check_backend(backend)
+    observe = "image" if backend == "scripted" else _chosen("--observe", options["observe"], OBSERVE)
+    check = _chosen("--check", options["check"] or ("model" if observe == "image" else "pixels"), CHECKS)
+    lang, page = _chosen("--lang", options["lang"], ("en", "zh")), options["page"]
+    if options["serial"] and controller != "adb":
+        raise ConfigError(
+            f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb"
+        )
+    for option in ("temperature", "call_seconds", "settle"):
+        if options[option] is not None and not fits(options[option], NonNegative):
+            raise ConfigError(f"--{option.replace('_', '-')} {options[option]}: expected {describe(NonNegative)}")
+    kind, rule = AGENTS[game]
+    brain = make_backend(
+        backend,
+        rule,
+        url=options["url"],
+        model=options["model"],
+        temperature=options["temperature"],
+        seconds=options["call_seconds"],
+        api_key=os.environ.get("OPENAI_API_KEY", ""),
+    )
+    seed, rounds = options["seed"], options["rounds"]
+    output = options["output"] or Path("runs/play") / f"{game}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{seed}"
+    settle = SETTLE_SECONDS[controller] if options["settle"] is None else options["settle"]
+    with ExitStack() as stack:
+        server = stack.enter_context(PageServer())
+        device = open_device(controller, game, server, page, options["serial"], seed, rounds, lang, options["browser"])
+        stack.enter_context(closing(device))
+        setup = Setup(
+            device,
+            brain,
+            output,
+            rounds,
+            observe,  # type: ignore[arg-type]
+            checks_by_model=check == "model",
+            settle_seconds=settle,
+            is_own_page=page is None,
+            lang=lang,
+            debug=options["debug"],
+            collect=options["collect"],
+            say=typer.echo,
+            notes={"controller": controller, "seed": seed, "page": page},
+        )
+        agent = kind(setup)
+        result = agent.play()
+    typer.echo(f"result: {agent.result_file}")
+    return result
+
+
+def open_device(
+    kind: str,
+    game: str,
+    server: PageServer,
+    page: str | None,
+    serial: str | None,
+    seed: int,
+    rounds: int,
+    lang: str,
+    browser: str | None,
+) -> Controller:
+    """Opens a device that shows the own page, `page`, or what it shows already.  Raises: DeviceError, ConfigError."""
+    url = server.url(game, seed, rounds, lang)
+    if kind == "adb":
+        phone = AdbController(serial)
+        try:
+            if page is None:
+                phone.reach(server.port)
+            if page != NO_PAGE:
+                phone.start(page or url)
+        except BaseException:
+            phone.close()
+            raise
+        return phone
+    if page is not None and (kind == "drawn" or "://" not in page):
+        raise ConfigError(
+            f"--page {page}: --controller {kind} shows {'URLs' if kind == 'chromium' else 'its own page'} only"
+        )
+    return ScreenController(make_screen(kind, game, page or url, seed, rounds, browser), kind)
+
+
+def _chosen(option: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        near = get_close_matches(value, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        raise ConfigError(f"{option} {value}: expected one of {', '.join(known)}; {hint}")
+    return value
+
+
+for _game in AGENTS:
+    add(_game)
+
+
+@app.command()
+def device(
+    game: Annotated[str, typer.Argument(help=f"{' or '.join(FILES)}")] = "number-game",
+    screen: Annotated[str, typer.Option(help="chromium or drawn")] = "chromium",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: a free one")] = 5600,
+    browser: Annotated[str | None, typer.Option(help="program of Chromium; unset: from the PATH")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the game")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=99, help="rounds of the game")] = 10,
+    seconds: Annotated[float | None, typer.Option(min=0, help="time until it ends; unset: until Ctrl-C")] = None,
+) -> None:
+    """Start a device that speaks ADB and shows a game."""
+    _chosen("GAME", game, list(FILES))
+    _chosen("--screen", screen, [each for each in CONTROLLERS if each != "adb"])
+    with ExitStack() as stack:
+        server = stack.enter_context(PageServer())
+        shown = make_screen(screen, game, server.url(game, seed, rounds), seed, rounds, browser)
+        stack.enter_context(closing(ScreenController(shown, screen)))
+        try:
+            phone = stack.enter_context(AdbServer(shown, port))
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {error.strerror}; choose another port, or 0 for a free one") from error
+        typer.echo(f"serial {phone.serial}; Ctrl-C ends it")
+        sys.stdout.flush()
+        end = float("inf") if seconds is None else time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+        except KeyboardInterrupt:
+            typer.echo("the device ends")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs `whet play WORDS`.  Returns the exit status.  Raises: WhetError on what a user can change."""
+    known = [command.name for command in app.registered_commands if command.name]
+    known += ["device"]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        near = get_close_matches(words[0].replace("_", "-"), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        raise ConfigError(f"whet play {words[0]}: expected one of {', '.join(known)}; {hint}")
+    status = app(args=list(words), prog_name="whet play", standalone_mode=True)
+    return int(status or 0)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controllers: the program adb in all its moods (a script in its place), and real adb in front of a drawn screen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from whet_environments.devices import play
+from whet_environments.devices.adb_server import AdbServer
+from whet_environments.devices.controllers import AdbController, ScreenController
+from whet_environments.devices.drawn import DrawnNumberGame
+from whet_environments.devices.errors import DeviceError
+from whet_environments.devices.reading import open_image, read_number_game
+
+pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
+
+NEEDS_ADB = pytest.mark.skipif(shutil.which("adb") is None, reason="needs adb: apt-get install adb")
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Puts a script in place of adb; yields its file."""
+    file = tmp_path / "bin" / "adb"
+    file.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
+    yield file
+
+
+def write(file: Path, cases: str) -> None:
+    file.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}\n*) echo "unknown: $*" >&2; exit 1;;\nesac\n')
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def devices(*lines: str) -> str:
+    listed = "".join(f"{line}\n" for line in ("List of devices attached", *lines, ""))
+    return f"devices) cat <<'END'\n{listed}END\n;;"
+
+
+@pytest.mark.parametrize(
+    ("serial", "lines", "message"),
+    [
+        (None, [], "adb has no device that is ready: none; connect a phone with USB debugging, start one with"),
+        (
+            None,
+            ["A\tdevice", "B\tdevice"],
+            "adb has 2 devices: A (device), B (device); choose one of them with --serial",
+        ),
+        (
+            "R58M1",
+            ["R58M2\tdevice"],
+            "adb has no device R58M1 that is ready: R58M2 (device); did you mean --serial R58M2?",
+        ),
+        ("A", ["A\tunauthorized"], "the device A is 'unauthorized'; allow USB debugging on its screen"),
+        ("A", ["A\toffline"], "the device A is 'offline'; connect it again, or run `adb reconnect offline`"),
+    ],
+)
+def test_devices_that_are_not_ready(pretend: Path, serial: str | None, lines: list[str], message: str) -> None:
+    write(pretend, devices(*lines))
+    with pytest.raises(DeviceError) as error:
+        AdbController(serial)
+    assert message in str(error.value)
+
+
+def test_the_only_device_is_taken(pretend: Path) -> None:
+    size = "'-s A shell wm size') echo 'Physical size: 1080x2400'; echo 'Override size: 720x1600';;"
+    listed = devices("B\toffline", "A\tdevice")
+    write(pretend, f"{listed}\n{size}")
+    phone = AdbController()
+    assert phone.name == "A" and phone.size() == (720, 1600)
+    phone.close()
+
+
+def test_answers_that_are_none(pretend: Path) -> None:
+    cases = [
+        devices("A\tdevice"),
+        "'-s A exec-out screencap -p') echo 'screencap: not found';;",
+        "'-s A shell wm size') echo 'cmd: no service';;",
+        "'-s A shell am start'*) echo 'Error: Activity not started';;",
+        "'-s A shell monkey -p com.none'*) echo '** No activities found to run, monkey aborted.';;",
+        "'-s A shell input tap 1 2') echo 'error: closed' >&2; exit 1;;",
+    ]
+    write(pretend, "\n".join(cases))
+    phone = AdbController("A")
+    for call, message in (
+        (phone.screenshot, r"screencap on A returned 21 bytes that are no PNG file: .* unlock the phone"),
+        (phone.size, r"`wm size` on A printed 'cmd: no service'; expected Physical size"),
+        (lambda: phone.start("http://x"), r"A cannot start http://x: Error: Activity not started; check the name"),
+        (lambda: phone.start("com.none"), r"A cannot start com.none: .*No activities found"),
+        (lambda: phone.tap(1, 2), r"`adb shell input tap 1 2` on A failed with status 1: error: closed"),
+    ):
+        with pytest.raises(DeviceError, match=message):
+            call()
+
+
+def test_a_device_that_hangs(pretend: Path) -> None:
+    listed = devices("A\tdevice")
+    write(pretend, f"{listed}\n'-s A exec-out screencap -p') exec sleep 30;;")
+    phone = AdbController("A", call_seconds=0.5)
+    start = time.monotonic()
+    with pytest.raises(DeviceError, match=r"`adb exec-out screencap -p` on A took longer than 0.5 s; check the cable"):
+        phone.screenshot()
+    assert time.monotonic() - start < 3.0
+
+
+def test_an_address_without_a_device(pretend: Path) -> None:
+    write(pretend, "'connect 10.0.0.9:5555') echo \"failed to connect to '10.0.0.9:5555': Connection refused\";;")
+    with pytest.raises(DeviceError, match=r"adb cannot connect to 10.0.0.9:5555: failed .*adb tcpip 5555"):
+        AdbController("10.0.0.9:5555")
+
+
+def test_a_screen_in_this_process() -> None:
+    screen = DrawnNumberGame(1)
+    device = ScreenController(screen, "drawn")
+    assert device.size() == (720, 1280)
+    device.key("KEYCODE_BACK")
+    device.start("http://127.0.0.1/number_game.html?seed=9&rounds=3")
+    assert screen.game.cards == DrawnNumberGame(9).game.cards
+    with pytest.raises(DeviceError, match=r"drawn has no apps, so it cannot start 'com.tencent.mm'; give a URL"):
+        device.start("com.tencent.mm")
+    device.close()
+
+
+@pytest.fixture
+def own_adb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets adb have a server of its own for the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("ANDROID_ADB_SERVER_PORT", str(port))
+    yield
+    subprocess.run(["adb", "kill-server"], timeout=20, capture_output=True)
+
+
+@NEEDS_ADB
+def test_real_adb_plays_on_a_drawn_screen(own_adb_server: None, tmp_path: Path) -> None:
+    screen = DrawnNumberGame(1)
+    with AdbServer(screen) as device:
+        phone = AdbController(device.serial)
+        try:
+            state = read_number_game(open_image(phone.screenshot()))
+            assert state is not None and list(state.cards) == screen.game.cards
+            phone.reach(4321)
+            phone.start("http://127.0.0.1:4321/number_game.html?seed=2&rounds=5")
+            assert screen.game.rounds == 5
+            phone.tap(135, 905)
+            assert screen.taken == 0
+            with pytest.raises(DeviceError, match=r"forwards a port only to the same port"):
+                phone._adb("reverse", "tcp:1", "tcp:2")
+        finally:
+            phone.close()
+        options = {"controller": "adb", "serial": device.serial, "backend": "scripted", "rounds": 2, "settle": 0.0}
+        others = dict.fromkeys(("url", "model", "check", "page", "browser", "collect"))
+        common = {"observe": "image", "lang": "en", "temperature": 0.7, "call_seconds": 5.0, "debug": False, "seed": 6}
+        result = play.play_game("number-game", **options, **others, **common, output=tmp_path)
+        assert (result["final_score"], result["device"], result["error"]) == (120, device.serial, None)
+    listed = subprocess.run(["adb", "devices"], timeout=20, capture_output=True, text=True, check=True).stdout
+    assert device.serial not in listed  # it was connected for the game, and disconnected after it
+
+
+def test_a_device_for_other_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        play.main(["device", "tree-game", "--screen", "drawn", "--port", "0", "--seconds", "0.1"])
+    assert exit_.value.code == 0 and "serial 127.0.0.1:" in capsys.readouterr().out
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"--port {port}: .*; choose another port, or 0 for a free one"):
+            play.main(["device", "--screen", "drawn", "--port", str(port)])
+    with pytest.raises(
+        ValueError, match=r"GAME tree: expected one of number-game, tree-game; did you mean 'tree-game'"
+    ):
+        play.main(["device", "tree"])
