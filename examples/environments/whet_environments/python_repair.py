@@ -82,7 +82,7 @@ class PythonRepair:
         context: Literal["append", "replace"] = "append",
         max_tokens: Count | None = None,
         sandbox: str = "bubblewrap",
-        seconds: Positive = 2.0,
+        seconds: Positive = 1.0,
         memory_mb: Count = 256,
     ) -> None:
         try:
