@@ -19,9 +19,8 @@ from whet.trainers.build import train
 from whet.trainers.quickstart import clear, export, warm_up
 
 SUMS = reasoning_gym.create_dataset(
-    "chain_sum", seed=0, size=4000, min_terms=2, max_terms=2, min_digits=2, max_digits=2
+    "chain_sum", seed=0, size=2500, min_terms=3, max_terms=3, min_digits=1, max_digits=1
 )
-GIVEN = ("data", "reward", "val_data")
 
 
 def score(solution_str, extra_info):
@@ -30,18 +29,18 @@ def score(solution_str, extra_info):
 
 
 def main(steps, run_dir=Path("runs/reasoning_gym")):
-    """Model, warm-up, RL."""
-    rows = [{"prompt": f"{SUMS[i]['metadata']['expression']}=", "answer": SUMS[i]["answer"]} for i in range(len(SUMS))]
+    """Rows, model, warm-up, RL."""
+    texts = [f"{task['metadata']['expression']}=".replace(" ", "") for task in SUMS]
+    rows = [{"prompt": text, "answer": SUMS[i]["answer"], "index": i} for i, text in enumerate(texts)]
+    held_out, known = rows[:256], set(texts[:256])
+    trained = [row for row in rows if row["prompt"] not in known]
     lock = clear(run_dir)
-    init_model(run_dir / "model", "qwen3", "nano", alphabet="0123456789+-= ", num_layers=2, max_position_embeddings=64)
-    warm_up(run_dir, 0, rows[256:])
-    changes = {
-        "model.path": str(export(run_dir / "sft", run_dir / "sft_model")),
-        "trainer.run_dir": str(run_dir / "rl"),
-    }
-    config = load_config(TrainConfig, "quickstart", {**changes, "trainer.total_steps": steps}, given=GIVEN)
-    numbered = [{**row, "index": index} for index, row in enumerate(rows)]
-    history = train(config.config, reward=score, data=numbered[256:], val_data=numbered[:256]).history
+    init_model(run_dir / "model", "qwen3", "nano", alphabet="0123456789+-=", num_layers=2, max_position_embeddings=64)
+    warm_up(run_dir, 0, trained)
+    model = export(run_dir / "sft", run_dir / "sft_model")
+    changes = {"model.path": str(model), "trainer.run_dir": str(run_dir / "rl"), "trainer.total_steps": steps}
+    config = load_config(TrainConfig, "quickstart", changes, given=("data", "reward", "val_data")).config
+    history = train(config, reward=score, data=trained, val_data=held_out).history
     lock.close()
     checked = [record["val/accuracy"] for record in history if "val/accuracy" in record]
     print(f"held-out accuracy {checked[0]:.3f} -> {checked[-1]:.3f}")

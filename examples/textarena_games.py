@@ -13,6 +13,8 @@ import random
 import sys
 from pathlib import Path
 
+import textarena  # here, not in `reset`: the processes of episodes are forked from one that has it loaded
+
 from whet.environments.protocol import Observation
 from whet.options import Count
 from whet.types import Message
@@ -26,8 +28,6 @@ class Arena:
 
     def reset(self, prompt, seed):
         """Begins the game of a seed."""
-        import textarena
-
         self.draws = random.Random(seed).getstate()
         self.env = self.alone(textarena.make, env_id=self.game)
         self.alone(self.env.reset, num_players=self.players, seed=seed % 2**31)
