@@ -152,7 +152,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_textworld
 @pytest.mark.slow
-@pytest.mark.parametrize("game", ["coin_collector", "treasure_hunter", "simple", "cooking"])
-def test_they_pass_the_check(game: str) -> None:
-    found = check("whet_environments.textworld_games:TextWorldGames", {"game": game}, Plan(PROMPT, seconds=60.0))
+@pytest.mark.parametrize("game", ["coin_collector", "simple"])
+def test_they_pass_the_check(game: str, tmp_path: Path) -> None:
+    options = {"game": game, "folder": str(tmp_path), "max_steps": 10}
+    found = check("whet_environments.textworld_games:TextWorldGames", options, Plan(PROMPT, seconds=60.0))
     assert not [finding for finding in found if finding.is_ok is False]
