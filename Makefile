@@ -8,6 +8,8 @@ SERVICES := .venv/.services
 PEERS := .venv-peers/.ready
 TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
+ADAPTERS := .venv-adapters/.ready
+VERIFIERS := .venv-verifiers/.ready
 VLLM := .venv-vllm/.ready
 SGLANG := .venv-sglang/.ready
 
@@ -15,7 +17,7 @@ SGLANG := .venv-sglang/.ready
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers vllm sglang bubblewrap quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -34,6 +36,10 @@ else
 endif
 
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
+
+adapters: $(ADAPTERS) $(VERIFIERS) ## environments of other people, laid over .venv, and their tests
+	OMP_NUM_THREADS=1 .venv-adapters/bin/python tests/parts.py run adapters
+	OMP_NUM_THREADS=1 .venv-verifiers/bin/python -m pytest -q -m slow tests/environments/test_verifiers.py
 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 
@@ -105,6 +111,19 @@ $(TRACKIO): tests/tracking/constraints-trackio.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-trackio
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-trackio/bin/pip install --quiet -c $< trackio
+	@touch $@
+
+# Their pins go neither with those of .venv nor with each other's: laid over .venv, as Trackio is.
+$(ADAPTERS): tests/environments/constraints-adapters.txt $(SERVICES)
+	$(PYTHON) -m venv .venv-adapters
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-adapters/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-adapters/bin/pip install --quiet -c $< openenv-core reasoning-gym textarena textworld
+	@touch $@
+
+$(VERIFIERS): tests/environments/constraints-verifiers.txt $(SERVICES)
+	$(PYTHON) -m venv .venv-verifiers
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-verifiers/bin/pip install --quiet -c $< 'verifiers[openenv,ta]'
 	@touch $@
 
 # The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports

@@ -10,7 +10,7 @@ from typing import Any
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
 from whet.options import Finite
-from whet.registry import register_environment
+from whet.registry import load_target, register_environment
 from whet.types import Message, Prompt
 
 
@@ -18,8 +18,9 @@ from whet.types import Message, Prompt
 class Gymnasium:
     """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
     (without them its last number); a turn without an action is no step, is answered with `invalid_text` and pays
-    `invalid_reward`. An observation is `render` (ansi) of the environment, else its value as text. `success` is 1 where
-    the last reward was above 0."""
+    `invalid_reward`. An observation is its value as text; with `render=true` the environment's own text (ansi), or else
+    that of the function `render` (`package.module:name`) of the environment. `success` is 1 where the last reward was
+    above 0."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class Gymnasium:
         env_id: str,
         kwargs: Mapping[str, Any] | None = None,
         actions: Sequence[str] = (),
-        render: bool = False,
+        render: bool | str = False,
         invalid_reward: Finite = 0.0,
         invalid_text: str = "There is no such action.",
         role: str = "user",
@@ -37,7 +38,7 @@ class Gymnasium:
         except ImportError as error:
             raise ConfigError("environment.name=gymnasium needs gymnasium: pip install gymnasium") from error
 
-        options: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "ansi"} if render else {})}
+        options: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "ansi"} if render is True else {})}
         self.env = gymnasium.make(env_id, **options)
         count = getattr(self.env.action_space, "n", None)
         if count is None:
@@ -52,23 +53,28 @@ class Gymnasium:
                 f"environment.options.actions has {len(self.words)} words; expected one for each of the {count} "
                 f"actions of {env_id}, in their order"
             )
-        self.invalid_reward, self.invalid_text, self.role, self.renders = invalid_reward, invalid_text, role, render
+        self.invalid_reward, self.invalid_text, self.role, self.is_over = invalid_reward, invalid_text, role, False
+        self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
         longest_first = sorted(map(re.escape, self.words), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Begins; the seed is that of the map and of all draws."""
         seen, _ = self.env.reset(seed=seed % 2**31)
+        self.is_over = False
         return Observation(done=False, messages=self._messages(seen), state_key=self._text(seen))
 
     def step(self, answer: Answer) -> Observation:
-        """Takes the action of a turn."""
+        """Takes the action of a turn.  Raises: RuntimeError after the end."""
+        if self.is_over:
+            raise RuntimeError("step was called after the end of the episode; call reset first")
         found = self.pattern.findall(answer.text)
         if not found:
             messages = (Message(self.role, self.invalid_text),)
             return Observation(done=False, messages=messages, reward=self.invalid_reward, fields={"invalid": 1.0})
         words = [word.lower() for word in self.words]
         seen, reward, terminated, truncated, _ = self.env.step(self.first + words.index(found[-1].lower()))
+        self.is_over = bool(terminated or truncated)
         return Observation(
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
@@ -86,4 +92,8 @@ class Gymnasium:
         return (Message(self.role, self._text(seen)),)
 
     def _text(self, seen: Any) -> str:
-        return str(self.env.render()) if self.renders else str(seen)
+        return str(self.render(self.env) if self.render else seen)
+
+
+def _rendered(env: Any) -> Any:
+    return env.render()

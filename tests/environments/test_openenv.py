@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenEnv in both directions: its servers played by whet, and whet's environments served to its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whet_environments.openenv_client import OpenEnv, RefusedError, converted, read_action, shown
+
+from whet.environments.check import Plan, check
+from whet.environments.host import Deadlines, EnvironmentHost, open_host
+from whet.environments.protocol import Answer, Observation
+from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
+from whet.errors import ConfigError
+from whet.types import Failure, Message, Prompt
+
+PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
+CLIENT = "whet_environments.openenv_client:OpenEnv"
+LAKE = "whet_environments.frozen_lake:FrozenLake"
+SLIPPERY = {"slippery": True, "size": 3, "context": "append", "max_tokens": 8, "max_steps": 3}
+needs_openenv = pytest.mark.skipif(
+    importlib.util.find_spec("openenv") is None, reason="OpenEnv is not installed: pip install openenv-core"
+)
+WALK = {
+    "properties": {
+        "metadata": {"type": "object"},
+        "direction": {"type": "string", "enum": ["left", "right"]},
+        "cells": {"type": "integer", "default": 1},
+    },
+    "required": ["direction"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "action"),
+    [
+        ("left", None, {"direction": "left"}),
+        (" right\n", {"direction": "{text}", "cells": 2}, {"direction": "right", "cells": 2}),
+        ("3", {"direction": "left", "cells": "{text}"}, {"direction": "left", "cells": 3}),
+    ],
+)
+def test_read_action(text: str, template: Any, action: Any) -> None:
+    assert read_action(text, WALK, template) == action
+
+
+def test_read_action_from_json() -> None:
+    schema = {**WALK, "required": ["direction", "cells"]}
+    action = {"direction": "left", "cells": 1}
+    for text in ('{"direction": "left", "cells": 1}', '```json\n{"direction": "left", "cells": 1}\n```\n'):
+        assert read_action(text, schema, None) == action
+    for text in ("left", "[1]", "", "[" * 100_000, '{"direction"'):
+        with pytest.raises(RefusedError, match="expected a JSON object with direction, cells"):
+            read_action(text, schema, None)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RefusedError, match="direction is 'up'; expected one of left, right"):
+        read_action("up", WALK, None)
+    with pytest.raises(RefusedError, match="cells is 'many'; expected integer"):
+        read_action("many", WALK, {"direction": "left", "cells": "{text}"})
+    with pytest.raises(
+        ConfigError, match=r"options\.action has the field 'way', which .*; expected metadata, direction"
+    ):
+        read_action("many", WALK, {"way": "{text}"})
+    with pytest.raises(ConfigError, match="has url and command, or neither"):
+        OpenEnv()
+    with pytest.raises(ConfigError, match="url=localhost:8000; expected http://HOST:PORT"):
+        OpenEnv(url="localhost:8000")
+
+
+def test_converted() -> None:
+    assert converted("True", {"type": "boolean"}, "x") is True
+    assert converted("2.5", {"anyOf": [{"type": "number"}, {"type": "null"}]}, "x") == 2.5
+    assert converted("[1, 2]", {"type": "array"}, "x") == [1, 2]
+    assert converted(" a ", {}, "x") == converted(" a ", {"type": "string"}, "x") == " a "
+
+
+def test_shown() -> None:
+    seen = {"board": "xo", "lives": 2, "moves": [1]}
+    assert shown(seen, None) == shown(seen, "board") == "xo"
+    assert shown(seen, "{board}, {lives} lives, {moves}") == "xo, 2 lives, [1]"
+    assert shown({"lives": 2}, None) == '{"lives": 2}'
+    with pytest.raises(ConfigError, match="show names the field 'map'; the observation has board, lives, moves"):
+        shown(seen, "{map}")
+
+
+def result(host: EnvironmentHost) -> Any:
+    [(_, outcome)] = host.poll(60.0)
+    return outcome
+
+
+def played(options: dict[str, Any], texts: Sequence[str], *, name: str = CLIENT, seed: int = 3) -> list[Outcome]:
+    """Plays an episode through a host, as a run does."""
+    host = open_host(name, options, deadlines=Deadlines(60.0, 30.0, 5.0))
+    try:
+        host.start("a", PROMPT, seed)
+        seen = [result(host)]
+        for text in texts:
+            host.step("a", Answer(text))
+            seen.append(result(host))
+        return seen
+    finally:
+        host.shutdown()
+
+
+def test_an_absent_server_fails_the_episode() -> None:
+    [failed] = played({"url": "http://127.0.0.1:9", "connect_seconds": 2.0}, ())
+    assert isinstance(failed, Failure)
+    assert "ConnectionError: no OpenEnv server answers at http://127.0.0.1:9/schema: " in failed.message
+
+
+def test_a_command_that_fails_says_why() -> None:
+    [failed] = played({"command": f"{sys.executable} -c 'raise SystemExit(\"no port {{port}}\")'"}, ())
+    assert isinstance(failed, Failure)
+    assert "the server of environment.options.command ended with exit code 1; it wrote: no port " in failed.message
+
+
+class Started:
+    """A server process."""
+
+    def __init__(self, *words: str, cwd: Path | None = None) -> None:
+        self.process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, cwd=cwd)
+
+    def line(self) -> str:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def stop(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def lake() -> Iterator[str]:
+    """The address of a server of whet's slippery lake."""
+    options = [word for name, value in SLIPPERY.items() for word in ("--option", f"{name}={value}")]
+    server = Started("-m", "whet_environments.openenv_server", LAKE, *options, "--port", "0", "--max-sessions", "3")
+    line = server.line()
+    assert line.startswith(f"{LAKE} is served at http://127.0.0.1:"), line
+    yield line.rpartition(" ")[2].strip()
+    server.stop()
+
+
+WORDS = ["<answer>Down</answer>", "hm", "<answer>Right</answer>", "<answer>Up</answer>", "<answer>Left</answer>"] * 2
+
+
+def in_process(seed: int) -> list[Observation]:
+    """The same episode without a server, up to its end."""
+    running = Running(EnvironmentSpec(LAKE, SLIPPERY).load())
+    seen = [at_once(running.call("reset", PROMPT, seed))]
+    for word in WORDS:
+        if not (seen[-1].done or seen[-1].truncated):
+            seen.append(at_once(running.call("step", Answer(word))))
+    return seen
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_served_environment_says_the_same_to_whet(lake: str) -> None:
+    ends = set()
+    for seed in range(6):
+        expected = in_process(seed)
+        assert played({"url": lake}, WORDS[: len(expected) - 1], seed=seed) == expected
+        ends.add((expected[-1].done, expected[-1].truncated))
+    assert len(ends) == 2
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_served_environment_says_the_same_to_openenv(lake: str) -> None:
+    from openenv.core.generic_client import GenericEnvClient
+
+    with GenericEnvClient(base_url=lake).sync() as one, GenericEnvClient(base_url=lake).sync() as two:
+        for seed in range(3):
+            expected, clients = in_process(seed), (one, two)
+            for client in clients:
+                begun = client.reset(seed=seed, episode_id=f"e{seed}")
+                assert begun.observation["text"] == expected[0].messages[0].content and begun.reward is None
+            for index, observation in enumerate(expected[1:]):
+                for client in clients:  # side by side
+                    seen = client.step({"text": WORDS[index]})
+                    assert seen.observation["text"] == observation.messages[0].content
+                    assert (seen.reward, seen.done) == (observation.reward, observation.done or observation.truncated)
+                    assert seen.observation["fields"] == observation.fields
+                    assert seen.observation["truncated"] == observation.truncated
+            assert client.state() == {"episode_id": f"e{seed}", "step_count": len(expected) - 1}
+            with pytest.raises(RuntimeError, match="the episode is over, or has not begun; reset begins one"):
+                client.step({"text": "x"})
+        with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
+            one.step({"words": "x"})
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_sessions_are_limited_and_freed(lake: str) -> None:
+    async def begun(number: int) -> OpenEnv:
+        client = OpenEnv(url=lake)
+        await client.reset(PROMPT, number)
+        return client
+
+    async def crowd() -> None:
+        clients = [await begun(number) for number in range(3)]
+        with pytest.raises(RuntimeError, match="answered reset with CAPACITY_REACHED"):
+            await begun(3)
+        await clients.pop().close()
+        for _ in range(20):
+            try:
+                clients.append(await begun(4))
+                break
+            except RuntimeError:
+                await asyncio.sleep(0.1)
+        assert len(clients) == 3
+        for client in clients:
+            await client.close()
+            await client.close()
+
+    asyncio.run(crowd())
+
+
+def serving(name: str) -> dict[str, str]:
+    return {"command": f"{sys.executable} -m tests.environments.openenv_servers {name} {{port}}"}
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_typed_environment() -> None:
+    """Random(7).randint(1, 9) is 6."""
+    options = {**serving("Walk"), "reset": {"far": 9}, "format_penalty": 0.5}
+    first, refused, moved = played(options, ["up", "right"], seed=7)
+    assert first.messages == (Message("user", '{"place": 0, "goal": 6}'),)
+    assert first.fields == {"place": 0.0, "goal": 6.0}
+    assert (refused.reward, refused.fields) == (-0.5, {"invalid": 1.0})
+    text = "That is no action: direction is 'up'; expected one of left, right"
+    assert refused.messages == (Message("user", text),)
+    assert moved.fields == {"place": 1.0, "goal": 6.0}
+    more = {"action": {"direction": "right", "cells": "{text}"}, "show": "At {place} of {goal}."}
+    _, wrong, walked, late = played({**options, **more}, ["[]", "6", "1"], seed=7)
+    assert wrong.messages[0].content.startswith("That is no action: cells: Input should be")
+    assert walked == Observation(
+        True, (Message("user", "At 6 of 6."),), 1.0, {"place": 6.0, "goal": 6.0}, state_key="At 6 of 6."
+    )
+    assert isinstance(late, Failure) and "step was called after the end" in late.message
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_deadlines_errors_and_lost_servers() -> None:
+    options = {**serving("Code"), "message_seconds": 2.0}
+    host = open_host(CLIENT, options, deadlines=Deadlines(60.0, 30.0, 5.0))
+    try:
+        for text, said in (
+            ("1+2", None),
+            ("raise", "RuntimeError: the OpenEnv server answered step with EXECUTION_ERROR: no such program"),
+            ("leave", "ConnectionError: the OpenEnv server closed the connection during step"),
+            ("2+2", None),  # the server is started again
+            ("sleep", "TimeoutError: the OpenEnv server sent no reply to step within 2 s"),
+        ):
+            host.start("a", PROMPT, 0)
+            assert result(host).messages == (Message("user", "ready"),)
+            host.step("a", Answer(text))
+            seen = result(host)
+            if said is None:
+                assert (seen.reward, seen.fields) == (1.0, {"exit_code": 0.0})
+                assert seen.messages == (Message("user", str(eval(text))),)
+            else:
+                assert said in seen.message
+            host.close("a")
+            time.sleep(0.3)  # the server takes one session, and frees it after the connection has ended
+    finally:
+        host.shutdown()
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_the_environment_that_openenv_makes(tmp_path: Path) -> None:
+    """`openenv init` writes an echo environment: 0.1 for each character."""
+    made = subprocess.run(
+        [sys.executable, "-m", "openenv.cli", "init", "echo_probe"], cwd=tmp_path, capture_output=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr
+    app = f"--app-dir {tmp_path} echo_probe.server.app:app"
+    first, second, third = played(
+        {"command": f"{sys.executable} -m uvicorn {app} --host 127.0.0.1 --port {{port}}"}, ["hello", "a b"]
+    )
+    assert first.messages == (Message("user", "Echo Probe environment ready!"),)
+    assert second.messages == (Message("user", "hello"),)
+    assert second.reward == pytest.approx(0.5) and third.reward == pytest.approx(0.3)
+    assert third.fields == {"message_length": 3.0}
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_served_environment_passes_the_check(lake: str) -> None:
+    found = check(CLIENT, {"url": lake}, Plan(PROMPT, seconds=30.0))
+    assert not [finding for finding in found if finding.is_ok is False]
