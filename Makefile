@@ -17,7 +17,7 @@ SGLANG := .venv-sglang/.ready
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap chromium quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -47,6 +47,9 @@ sglang: $(SGLANG) ## SGLang for rollout.engine.name=sglang, in an environment of
 
 bubblewrap: ## bubblewrap, which holds programs that nobody trusts (Debian, Ubuntu; as root)
 	command -v bwrap || apt-get install -y bubblewrap
+
+chromium: ## Chromium and adb, for environments on web pages and devices (Debian, Ubuntu; as root)
+	command -v chromium && command -v adb || apt-get install -y --no-install-recommends chromium adb
 
 quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check
