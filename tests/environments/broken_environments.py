@@ -270,3 +270,16 @@ class ChangesThePrompt(Right):
         """Notes the seed."""
         prompt.extra_info["seed"] = seed  # type: ignore[index]
         return super().reset(prompt, seed)
+
+
+@caught_by("restores")
+class LosesItsPlaceInACopy(Right):
+    """A copy begins its draws again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the generator out."""
+        return {name: value for name, value in vars(self).items() if name != "draws"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes another one."""
+        vars(self).update(state, draws=random.Random(7))

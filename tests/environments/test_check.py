@@ -14,7 +14,7 @@ FILE = "tests/environments/broken_environments.py"
 PROMPT = Prompt("0:0", 0, (Message("user", "Begin."),), (1,), "check", "1")
 NAMES = (
     *("starts", "deadline", "observations", "rewards", "observation size", "same seed", "beside another"),
-    *("another seed", "prompt", "after the end", "close", "answers", "speed"),
+    *("another seed", "prompt", "after the end", "restores", "close", "answers", "speed"),
 )
 GAMES = (
     "countdown:Countdown",

@@ -166,6 +166,7 @@ class _Check:
         changed = alone["is_prompt_changed"]
         yield Finding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
         yield self._simple("after the end", self.first.ask("after_the_end"))
+        yield self._simple("restores", self.first.ask("restores"))
         yield self._simple("close", self.first.ask("close"))
         yield self._answers()
         yield self._speed()
@@ -245,6 +246,7 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Any], plan: Plan) -> N
         "load": _load,
         "play": _play,
         "after_the_end": _after_the_end,
+        "restores": _restores,
         "close": _close,
         "answer": _answer,
         "speed": _speed,
@@ -311,9 +313,9 @@ class _Played:
         texts = [str(message.content) for message in outcome.messages]
         numbers = {name: value for name, value in outcome.fields.items() if isinstance(value, str | int | float)}
         ends = (outcome.done, outcome.truncated)
-        paid = sorted(outcome.rewards.items())
+        paid = f" {sorted(outcome.rewards.items())}" if outcome.rewards else ""
         self.transcript.append(
-            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers} {paid}"
+            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}{paid}"
         )
         self.characters = max(self.characters, sum(map(len, texts)))
         self.rewards += [outcome.reward, *outcome.rewards.values()]
@@ -364,6 +366,30 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
             what = "pays a reward" if outcome.reward or outcome.rewards else "goes on"
             return {"is_ok": False, "what": f"a step after the end {what}; raise an error, or return done=True"}
     return {"is_ok": True, "what": "raises" if isinstance(outcome, Failure) else "stays at the end"}
+
+
+async def _restores(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+    """Copies an environment after a turn, and plays the copy after the original."""
+    played, copied = (_Played(make, plan, plan.seed) for _ in range(2))
+    await played.begin()
+    await played.turn()
+    try:
+        copied.environment = copy.deepcopy(played.environment)
+    except Exception as error:  # a process, a lock, a generator
+        return {"is_ok": None, "what": f"it cannot be copied: {describe(error)}"}
+    copied.running.take(copied.environment)
+    copied.transcript, copied.is_over = [*played.transcript], played.is_over
+    for each in (played, copied):
+        for _ in range(plan.max_turns):
+            await each.turn()
+    await played.end()
+    await copied.end()
+    pairs = zip(played.transcript, copied.transcript, strict=False)
+    turn = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+    if turn is None:
+        return {"is_ok": True, "what": "a copy after a turn goes on alike"}
+    shown = f"{_short(played.transcript[turn])} and {_short(copied.transcript[turn])}"
+    return {"is_ok": False, "what": f"turn {turn} of a copy differs: {shown}"}
 
 
 async def _close(make: Callable[[Prompt], Any], plan: Plan) -> Found:

@@ -70,6 +70,10 @@ class Running:
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
             return Failure("environment", describe(error))
 
+    def take(self, environment: Any) -> None:
+        """Goes on with an environment that was reset elsewhere."""
+        self._environment = environment
+
     @property
     def needs_close(self) -> bool:
         """Tells whether "close" does something: the environment was made, and has a method of that name."""
