@@ -22,6 +22,7 @@ from benchmarks.workload import make_workload
 log = logging.getLogger("benchmarks")
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+TRL = {"grpo_step", "quickstart"}  # those in which it takes part
 COMPARISONS = {"same_bits": same_bits.main, "same_speed": same_speed.main}
 
 
@@ -53,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if not chosen.page:
         names = chosen.names or list(BENCHMARKS)
         names = names if "machine" in names or "machine" in results else ["machine", *names]
-        measure(results, names, FULL, trl_environment.find_or_make())
+        needs_trl = not TRL.isdisjoint(names)
+        measure(results, names, FULL, trl_environment.find_or_make() if needs_trl else trl_environment.find())
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(results), encoding="utf-8")
     if "recipes" in results:

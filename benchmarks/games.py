@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ NOTE = """\
 `python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
 weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
 cards, in Nim the share of right moves in positions that can be won, in `tree_game` the share of what perfect play gets,
-in `webshop_grpo` the reward; CPU seconds are those of the whole command, in one thread.
+in `webshop_grpo` the reward; CPU seconds are those of the whole command, in one thread, one run a core.
 """
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
 NAMES = (
@@ -34,14 +36,21 @@ def run(setting: Setting) -> dict[str, Any]:
     """The curve and the CPU seconds by recipe and seed."""
     if not setting.scale.is_thorough:
         return {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in NAMES:
-        for seed in setting.scale.quickstart_seeds:
-            log.info("%s, seed %d", name, seed)
-            folder = setting.scratch / f"{name}_{seed}"
-            command = [sys.executable, str(SCRIPT), name, "--seed", str(seed), "--run-dir", str(folder)]
-            subprocess.run(command, check=True, capture_output=True)
-            found.setdefault(name, {})[str(seed)] = read(folder)
+    runs = [(name, str(seed)) for name in NAMES for seed in setting.scale.quickstart_seeds]
+
+    def play(run: tuple[str, str]) -> dict[str, Any]:
+        name, seed = run
+        log.info("%s, seed %s", name, seed)
+        folder = setting.scratch / f"{name}_{seed}"
+        command = [sys.executable, str(SCRIPT), name, "--seed", seed, "--run-dir", str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return read(folder)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a thread each
+        found: dict[str, dict[str, Any]] = {}
+        for (name, seed), played in zip(runs, pool.map(play, runs), strict=True):
+            found.setdefault(name, {})[seed] = played
     return found
 
 
