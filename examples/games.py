@@ -31,6 +31,7 @@ from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.environments.protocol import Answer
 from whet.environments.running import EnvironmentSpec
+from whet.errors import ConfigError
 from whet.models.init import END_OF_TURN, init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
@@ -214,6 +215,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options, changes = parser.parse_known_args()
     run_dir = options.run_dir or Path("runs/games") / options.name
+    try:  # before the last run is removed
+        load_config(TrainConfig, options.name, changes, checked=False)
+    except ConfigError as error:
+        parser.error(str(error))
     with closing(clear(run_dir)):
         history = learn(options.name, run_dir, options.seed, changes)
     metric, label = PLANS[options.name].metric, PLANS[options.name].label

@@ -106,3 +106,15 @@ def test_check_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) 
     assert "ok      starts            3 turns\n" in out
     error = printed(capsys, "check", f"{BROKEN}:RightAndShort", "--option", "round=3", status=2)
     assert "has no option 'round'; did you mean 'rounds'?" in error
+
+
+def test_play_pays_players_by_name_and_reads_answers_of_several_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1\n9\n"))
+    out = printed(capsys, "play", "whet_environments.nim:Nim", "--option", "encoding=compact", "--seed", "4")
+    assert "first> 1\n" in out and "second> 9\n" in out  # 9 is not in the game
+    assert "reward of first 1\nreward of second -1\n" in out and "sum of rewards first 1, second -1" in out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("```\n<calc>1+1</calc>\n```\nx\n"))
+    out = printed(capsys, "play", "calculator")
+    assert "> ```\n<calc>1+1</calc>\n```\n2\n" in out and "2 turns" in out

@@ -242,7 +242,7 @@ MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 def default(value: object) -> str:
     """The default of an option as text."""
-    return "required" if value is REQUIRED else str(value)
+    return "required" if value is REQUIRED else str(value) or "''"
 
 
 def summary(entry: Entry) -> str:

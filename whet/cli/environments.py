@@ -81,31 +81,45 @@ async def _play(call: Call, prompt: Prompt, seed: int) -> bool:
     from whet.environments.protocol import Answer
     from whet.types import Failure
 
-    outcome, rewards = await call("reset", prompt, seed), list[float]()
+    outcome, num_turns, sums = await call("reset", prompt, seed), 0, dict[str, float]()
     if prompt.messages[0].content:
         typer.echo(prompt.messages[0].content)
+    player = ""
     while True:
         if isinstance(outcome, Failure):
             typer.echo(f"the environment failed: {outcome.message}")
             return True
         for message in outcome.messages:
             typer.echo(message.content)
-        if rewards:
-            typer.echo(f"reward {rewards[-1]:g}")
+        if num_turns:
+            for paid, reward in outcome.rewards.items() or [(player, outcome.reward)]:
+                sums[paid] = sums.get(paid, 0.0) + reward
+                typer.echo(f"reward{paid and f' of {paid}'} {reward:g}")
         if outcome.done or outcome.truncated:
             break
-        typer.echo("> ", nl=False)
-        if not (line := sys.stdin.readline()):
+        player = outcome.player
+        if (answer := _read_answer(f"{player}> ")) is None:
             typer.echo("\nthe input ended")
             break
-        if not sys.stdin.isatty():
-            typer.echo(line.rstrip("\n"))
-        outcome = await call("step", Answer(line.rstrip("\n")))
-        rewards.append(0.0 if isinstance(outcome, Failure) else outcome.reward)
+        outcome, num_turns = await call("step", Answer(answer)), num_turns + 1
     end = "the episode is over" if outcome.done else "a limit ended the episode" if outcome.truncated else "not over"
     numbers = "".join(f", {key} {value}" for key, value in outcome.fields.items())
-    typer.echo(f"{end}: {len(rewards)} turns, sum of rewards {sum(rewards):g}{numbers}")
+    total = ", ".join(f"{paid and f'{paid} '}{value:g}" for paid, value in sums.items()) or "0"
+    typer.echo(f"{end}: {num_turns} turns, sum of rewards {total}{numbers}")
     return False
+
+
+def _read_answer(shown: str) -> str | None:
+    """A line of the input, or several lines between two that begin with three backticks; None at the end."""
+    typer.echo(shown, nl=False)
+    lines: list[str] = []
+    while line := sys.stdin.readline():
+        lines.append(line)
+        if (len(lines) > 1 and line.startswith("```")) or not lines[0].startswith("```"):
+            break
+    if not sys.stdin.isatty() and lines:
+        typer.echo("".join(lines).rstrip("\n"))
+    return "".join(lines).rstrip("\n") if lines else None
 
 
 @environments.command(cls=Command)
