@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from whet_environments.openenv_client import OpenEnv, RefusedError, converted, read_action, shown
 
@@ -149,6 +152,24 @@ def lake() -> Iterator[str]:
     assert line.startswith(f"{LAKE} is served at http://127.0.0.1:"), line
     yield line.rpartition(" ")[2].strip()
     server.stop()
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_port_that_is_taken_and_ctrl_c() -> None:
+    command = [sys.executable, "-m", "whet_environments.openenv_server", LAKE, "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
+    said = refused.stderr.splitlines()[-1]
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"error: port {port} of 127.0.0.1 cannot be used: " in said and said.endswith("choose another one, or 0")
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        address = process.stdout.readline().split()[-1]
+        assert httpx.get(f"{address}/health", trust_env=False, timeout=20).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 WORDS = ["<answer>Down</answer>", "hm", "<answer>Right</answer>", "<answer>Up</answer>", "<answer>Left</answer>"] * 2
