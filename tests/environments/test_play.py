@@ -420,6 +420,17 @@ def test_the_answers_of_a_model_are_read_leniently() -> None:
     ]
 
 
+@pytest.mark.parametrize("controller", ["drawn", "chromium"])
+def test_without_pillow(controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    message = "with Pillow, which is not installed; pip install './examples/environments[devices]'"
+    with pytest.raises(DeviceError, match=re.escape(message)):
+        game("number-game", tmp_path, controller=controller)
+    with pytest.raises(DeviceError, match=re.escape(message)):
+        DrawnNumberGame(0).png()
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_browser_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DeviceError, match=r"no Chromium on the PATH .*apt-get install chromium.* --browser PATH"):

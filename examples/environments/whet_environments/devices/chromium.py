@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from whet_environments.devices.drawn import to_png
-from whet_environments.devices.errors import DeviceError
+from whet_environments.devices.errors import INSTALL, DeviceError, check_pillow
 from whet_environments.devices.layout import BARS, HEIGHT, WIDTH
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ NO_BROWSER = (
     "no Chromium on the PATH (looked for {names}); install it (apt-get install chromium), or name the program with "
     "--browser PATH; --controller drawn needs no browser"
 )
-NO_PLAYWRIGHT = "Chromium is driven by playwright, which is not installed; pip install playwright"
+NO_PLAYWRIGHT = f"Chromium is driven by playwright, which is not installed; {INSTALL}"
 
 
 def find_browser(path: str | None = None) -> str:
@@ -48,6 +48,7 @@ class ChromiumScreen:
     size = (WIDTH, HEIGHT)
 
     def __init__(self, url: str, browser: str | None = None, call_seconds: float = CALL_SECONDS) -> None:
+        check_pillow()
         self._program, self._seconds = find_browser(browser), call_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chromium")
         self._playwright: Any = None

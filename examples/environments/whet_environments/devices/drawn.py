@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from whet_environments.actions import Action
 from whet_environments.devices import layout as at
 from whet_environments.devices.digits import centred, draw_number
+from whet_environments.devices.errors import check_pillow
 from whet_environments.devices.layout import CARDS_X, CARDS_Y, COLOURS, NEXT, box, is_inside
 from whet_environments.number_game import NumberGame
 from whet_environments.tree_game import ATTRIBUTES, TreeGame
@@ -48,6 +49,7 @@ class Drawn:
 
     def png(self) -> bytes:
         """The screen as a PNG file."""
+        check_pillow()
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", self.size, at.PAPER)

@@ -30,6 +30,7 @@ from whet_environments.devices.controllers import (
     check_controller,
     make_screen,
 )
+from whet_environments.devices.errors import check_pillow
 from whet_environments.devices.page_server import FILES, PageServer
 
 AGENTS: dict[str, tuple[type[Agent], Callable[[Question], str]]] = {
@@ -111,6 +112,7 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
     for option in ("temperature", "call_seconds", "settle"):
         if options[option] is not None and not fits(options[option], NonNegative):
             raise ConfigError(f"--{option.replace('_', '-')} {options[option]}: expected {describe(NonNegative)}")
+    check_pillow()
     kind, rule = AGENTS[game]
     brain = make_backend(
         backend,
@@ -205,6 +207,7 @@ def device(
     """Start a device that speaks ADB and shows a game."""
     _chosen("GAME", game, list(FILES))
     _chosen("--screen", screen, [each for each in CONTROLLERS if each != "adb"])
+    check_pillow()
     with ExitStack() as stack:
         server = stack.enter_context(PageServer())
         shown = make_screen(screen, game, server.url(game, seed, rounds), seed, rounds, browser)
