@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from whet_environments.openenv_client import OpenEnv, RefusedError, converted, read_action, shown
+from whet_environments.openenv_client import OpenEnv, RefusedError, converted, last_lines, read_action, shown
 
 from whet.environments.check import Plan, check
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
@@ -124,6 +125,17 @@ def test_a_command_that_fails_says_why() -> None:
     [failed] = played({"command": f"{sys.executable} -c 'raise SystemExit(\"no port {{port}}\")'"}, ())
     assert isinstance(failed, Failure)
     assert "the server of environment.options.command ended with exit code 1; it wrote: no port " in failed.message
+    fails = "print('starts' * 99); deep = lambda n: deep(n - 1) if n else int('the reason is here'); deep(50)"
+    [failed] = played({"command": shlex.join([sys.executable, "-c", fails])}, ())
+    assert isinstance(failed, Failure)
+    assert "ValueError: invalid literal for int() with base 10: 'the reason is here'" in failed.message
+    assert "startsstarts" not in failed.message
+
+
+def test_last_lines() -> None:
+    assert last_lines("a\n\n  b\n  ^^^^\nError: c\n", 11) == "b\nError: c"
+    assert last_lines("a" * 30 + "\n" + "b" * 30, 20) == "b" * 20
+    assert last_lines("") == ""
 
 
 class Started:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves an environment of whet as an OpenEnv server: any OpenEnv client plays it.
 
-    pip install openenv-core
+    pip install './examples/environments[openenv-server]'
     python -m whet_environments.openenv_server frozen_lake --option size=3 --port 8000
 
 An action has the `text` of a turn. An observation has the `text` that a player reads, and all that whet's observations
@@ -36,7 +36,7 @@ try:
     from openenv.core.env_server.types import Action, State
     from openenv.core.env_server.types import Observation as OpenEnvObservation
 except ImportError as error:
-    what = f"serving as OpenEnv needs openenv-core ({error}): pip install openenv-core"
+    what = f"serving as OpenEnv needs openenv-core ({error}): pip install './examples/environments[openenv-server]'"
     raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
 from whet.cli.serve import read_options
