@@ -23,9 +23,8 @@ PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
 )
 def test_an_absent_package_is_named(module: str, package: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(
-        sys, "modules", {name: found for name, found in sys.modules.items() if "whet_user_" not in name}
-    )
+    for name in [name for name in sys.modules if name.startswith(f"whet_user_{Path(file).stem}")]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=rf"this example needs .*: pip install {package}$"):
         load_target(f"{EXAMPLES / file}:main")
 

@@ -123,7 +123,14 @@ def test_the_tree_game_by_adb_in_chromium(phone: AdbServer, screen: ChromiumScre
 
 @pytest.mark.parametrize("game", ["number-game", "tree-game"])
 def test_both_games_in_chromium_by_their_pixels(game: str, tmp_path: Path) -> None:
-    options = {**OPTIONS, "controller": "chromium", "backend": "scripted", "output": tmp_path, "settle": None}
+    options = {
+        **OPTIONS,
+        "controller": "chromium",
+        "backend": "scripted",
+        "model": None,
+        "output": tmp_path,
+        "settle": None,
+    }
     result = play.play_game(game, **options)
     assert result["completed_rounds"] == 10 and result["error"] is None
     assert result["right_cards" if game == "number-game" else "right_decisions"] == 10
@@ -220,7 +227,9 @@ def test_a_browser_that_dies_or_hangs(pages: PageServer) -> None:
         shown.close()
         shown.close()
     assert time.monotonic() - start < 10
-    with pytest.raises(DeviceError, match=r"Chromium \(.*false\) cannot start"):
+    with pytest.raises(
+        DeviceError, match=r"Chromium \(.*false\) cannot start: .*; the program is no Chromium, .*--browser"
+    ):
         ChromiumScreen(pages.url("number-game", 1), browser=shutil.which("false"))
 
 

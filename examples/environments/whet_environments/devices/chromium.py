@@ -29,6 +29,10 @@ NO_BROWSER = (
     "no Chromium on the PATH (looked for {names}); install it (apt-get install chromium), or name the program with "
     "--browser PATH; --controller drawn needs no browser"
 )
+NO_START = (
+    "Chromium ({program}) cannot start: {why}; the program is no Chromium, or ended before it answered: try it by "
+    "itself ({program} --version), name another one with --browser PATH, or use --controller drawn"
+)
 NO_PLAYWRIGHT = f"Chromium is driven by playwright, which is not installed; {INSTALL}"
 
 
@@ -73,8 +77,7 @@ class ChromiumScreen:
         except DeviceError:
             raise
         except Exception as error:  # playwright's, and those of its driver
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise DeviceError(f"Chromium ({self._program}) cannot {what}: {lines[0]}") from error
+            raise DeviceError(f"Chromium ({self._program}) cannot {what}: {_first_line(error)}") from error
 
     def _start(self) -> None:
         try:
@@ -83,12 +86,15 @@ class ChromiumScreen:
             raise DeviceError(NO_PLAYWRIGHT) from error
         self._playwright = sync_playwright().start()
         is_root = os.geteuid() == 0
-        self._browser = self._playwright.chromium.launch(
-            executable_path=self._program,
-            chromium_sandbox=not is_root,
-            args=["--disable-dev-shm-usage", "--disable-gpu"],
-            timeout=START_SECONDS * 1000,
-        )
+        try:
+            self._browser = self._playwright.chromium.launch(
+                executable_path=self._program,
+                chromium_sandbox=not is_root,
+                args=["--disable-dev-shm-usage", "--disable-gpu"],
+                timeout=START_SECONDS * 1000,
+            )
+        except Exception as error:  # playwright's
+            raise DeviceError(NO_START.format(program=self._program, why=_first_line(error))) from error
         processes = self._browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
         self._pid = next(each["id"] for each in processes if each["type"] == "browser")
         context = self._browser.new_context(
@@ -154,3 +160,7 @@ class ChromiumScreen:
         finally:
             if playwright is not None:
                 playwright.stop()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
