@@ -24,6 +24,7 @@ from whet_environments.devices import play
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.chromium import NAMES, ChromiumScreen
 from whet_environments.devices.controllers import AdbController
+from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
 from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.page_server import PageServer
 from whet_environments.devices.reading import open_image, read_number_game, read_tree_game
@@ -197,6 +198,24 @@ def test_the_pages_follow_their_address(screen: ChromiumScreen, pages: PageServe
     screen.tap(*at.AXE)
     screen.tap(-5, 99999)  # beside the screen
     assert screen.evaluate("state()")["isOver"]
+
+
+def test_a_seed_is_the_same_game_in_chromium_and_drawn(screen: ChromiumScreen, pages: PageServer) -> None:
+    for seed in (0, 5, 2**31 + 7, 2**32 + 5):
+        screen.open(pages.url("number-game", seed))
+        drawn = DrawnNumberGame(seed)
+        for _ in range(3):
+            state = screen.evaluate("state()")
+            assert (state["cards"], state["lamp"]) == (drawn.game.cards, drawn.game.lamp)
+            for each in (screen, drawn):
+                each.tap(at.CARDS_X[0], at.CARDS_Y)
+                each.tap(*at.NEXT)
+        screen.open(pages.url("tree-game", seed))
+        tree = DrawnTreeGame(seed)
+        for each in (screen, tree):
+            each.tap(*at.AXE)
+        state = screen.evaluate("state()")
+        assert (state["power"], tuple(state["changes"])) == (tree.game.power, tuple(tree.game.changes))
 
 
 def test_keys_and_a_page_that_hangs(screen: ChromiumScreen, pages: PageServer) -> None:

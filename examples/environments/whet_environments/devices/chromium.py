@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -85,6 +86,8 @@ class ChromiumScreen:
         except ImportError as error:
             raise DeviceError(NO_PLAYWRIGHT) from error
         self._playwright = sync_playwright().start()
+        with suppress(RuntimeError):  # calls raise their errors; Ctrl-C, which also ends the driver, leaves others
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         is_root = os.geteuid() == 0
         try:
             self._browser = self._playwright.chromium.launch(
