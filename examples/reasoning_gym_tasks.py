@@ -11,7 +11,13 @@ alphabet of the model with it), or take the rows and `score` for a model of your
 import sys
 from pathlib import Path
 
-import reasoning_gym
+from whet.errors import ConfigError
+
+try:
+    import reasoning_gym
+except ImportError as error:
+    what = f"this example needs reasoning-gym ({error}): pip install reasoning-gym"
+    raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
 from whet.config import TrainConfig, load_config
 from whet.models.init import init_model

@@ -13,7 +13,13 @@ import random
 import sys
 from pathlib import Path
 
-import textarena  # here, not in `reset`: the processes of episodes are forked from one that has it loaded
+from whet.errors import ConfigError
+
+try:  # here, not in `reset`: the processes of episodes are forked from one that has it loaded
+    import textarena
+except ImportError as error:
+    what = f"this example needs TextArena ({error}): pip install textarena"
+    raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
 from whet.environments.protocol import Observation
 from whet.options import Count

@@ -223,7 +223,7 @@ def test_slippery_ice_slides_to_all_three_sides() -> None:
 def test_number_game_by_hand() -> None:
     game = NumberGame(rounds=4, encoding="words")
     game.reset(PROMPT, 0)
-    rewards = []
+    rewards, texts = list[float](), list[str]()
     for cards, lamp, answer in (
         ([3, 5, 9], "green", "I take select(2)"),
         ([3, 5, 9], "red", "select(1)"),
@@ -233,7 +233,16 @@ def test_number_game_by_hand() -> None:
         game.cards, game.lamp = cards, lamp
         last = game.step(Answer(answer))
         rewards.append(last.reward)
+        texts.append(text_of(last))
     assert rewards == [0.25, 0.0, 0.25, -0.125]
+    how = "answer with select(0), select(1) or select(2)"
+    for text, said in zip(
+        texts,
+        ("Right: the card", "Wrong: the card", "Right: the card", f"That is no card: {how}. The card"),
+        strict=True,
+    ):
+        assert said in text
+    assert "The card was 3." in texts[-1]
     assert last.done and last.fields == {"success": 0.0, "right": 0.5, "score": 100.0}
 
 

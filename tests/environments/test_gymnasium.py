@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from whet.environments.check import Plan, check
+from whet.environments.gym import Gymnasium
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Running, at_once
+from whet.errors import ConfigError
 from whet.types import Failure, Message, Prompt
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
@@ -90,6 +92,13 @@ def test_blackjack_pays_as_gymnasium_does(begun: Callable[..., Call]) -> None:
         if not ends:
             stuck, (_, reward, ends, _, _) = turn("I stick"), env.step(0)
             assert stuck.done and (stuck.reward, stuck.fields) == (reward, {"success": float(reward > 0)})
+
+
+def test_a_package_that_is_absent() -> None:
+    with pytest.raises(
+        ConfigError, match=r"env_id=no_such_grid:Room needs .* \(No module .*\): pip install no_such_grid,"
+    ):
+        Gymnasium(env_id="no_such_grid:Room")
 
 
 def test_minigrid_as_text(begun: Callable[..., Call]) -> None:

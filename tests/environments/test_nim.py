@@ -84,6 +84,8 @@ def test_words() -> None:
     game.heap = 8
     assert play(game, "I first thought of take(1). take( 2 )").state_key == "Stones: 6."
     assert game.choices() == ["take(1)", "take(2)"] and game.best() == "take(1)"
+    lost = play(game, "take(3)")
+    assert lost.done and "\n\nThat is not in the game: it loses the game.\n\n" in str(lost.messages[0].content)
 
 
 def test_the_seed_alone_decides() -> None:

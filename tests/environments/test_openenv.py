@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from whet_environments.openenv_client import OpenEnv, RefusedError, converted, read_action, shown
+from whet_environments.openenv_client import OpenEnv, RefusedError, converted, last_lines, read_action, shown
 
 from whet.environments.check import Plan, check
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
@@ -121,6 +125,17 @@ def test_a_command_that_fails_says_why() -> None:
     [failed] = played({"command": f"{sys.executable} -c 'raise SystemExit(\"no port {{port}}\")'"}, ())
     assert isinstance(failed, Failure)
     assert "the server of environment.options.command ended with exit code 1; it wrote: no port " in failed.message
+    fails = "print('starts' * 99); deep = lambda n: deep(n - 1) if n else int('the reason is here'); deep(50)"
+    [failed] = played({"command": shlex.join([sys.executable, "-c", fails])}, ())
+    assert isinstance(failed, Failure)
+    assert "ValueError: invalid literal for int() with base 10: 'the reason is here'" in failed.message
+    assert "startsstarts" not in failed.message
+
+
+def test_last_lines() -> None:
+    assert last_lines("a\n\n  b\n  ^^^^\nError: c\n", 11) == "b\nError: c"
+    assert last_lines("a" * 30 + "\n" + "b" * 30, 20) == "b" * 20
+    assert last_lines("") == ""
 
 
 class Started:
@@ -149,6 +164,24 @@ def lake() -> Iterator[str]:
     assert line.startswith(f"{LAKE} is served at http://127.0.0.1:"), line
     yield line.rpartition(" ")[2].strip()
     server.stop()
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_a_port_that_is_taken_and_ctrl_c() -> None:
+    command = [sys.executable, "-m", "whet_environments.openenv_server", LAKE, "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
+    said = refused.stderr.splitlines()[-1]
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"error: port {port} of 127.0.0.1 cannot be used: " in said and said.endswith("choose another one, or 0")
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        address = process.stdout.readline().split()[-1]
+        assert httpx.get(f"{address}/health", trust_env=False, timeout=20).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 WORDS = ["<answer>Down</answer>", "hm", "<answer>Right</answer>", "<answer>Up</answer>", "<answer>Left</answer>"] * 2

@@ -2,18 +2,31 @@
 """The examples of reasoning-gym and TextArena."""
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.environments.protocol import Answer, Observation
+from whet.errors import ConfigError
 from whet.registry import load_target
 from whet.types import Message, Prompt
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
-pytestmark = pytest.mark.slow  # the packages take seconds to import
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "file"),
+    [("textarena", "textarena", "textarena_games.py"), ("reasoning_gym", "reasoning-gym", "reasoning_gym_tasks.py")],
+)
+def test_an_absent_package_is_named(module: str, package: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in [name for name in sys.modules if name.startswith(f"whet_user_{Path(file).stem}")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=rf"this example needs .*: pip install {package}$"):
+        load_target(f"{EXAMPLES / file}:main")
 
 
 @pytest.fixture
@@ -23,6 +36,7 @@ def arena() -> Any:
     return load_target(f"{EXAMPLES / 'textarena_games.py'}:Arena")
 
 
+@pytest.mark.slow  # the packages take seconds to import
 def test_reasoning_gym_scores_its_tasks() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
     score, sums = (load_target(f"{EXAMPLES / 'reasoning_gym_tasks.py'}:{name}") for name in ("score", "SUMS"))
@@ -32,6 +46,7 @@ def test_reasoning_gym_scores_its_tasks() -> None:
         assert score(f"{int(answer) + 1}", {"index": index}) < 1.0
 
 
+@pytest.mark.slow  # the packages take seconds to import
 def test_two_players_of_nim(arena: Any) -> None:
     """Piles of 3, 4 and 5: player 0 takes 3, player 1 takes 4, player 0 takes the last five."""
     game = arena()
@@ -42,6 +57,7 @@ def test_two_players_of_nim(arena: Any) -> None:
         game.step(Answer("[2 5]"))
 
 
+@pytest.mark.slow  # the packages take seconds to import
 def test_the_seed_alone_decides(arena: Any) -> None:
     """Mastermind draws its code from the global generator, which other games use between the turns."""
 

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "serial": None,
     "backend": "scripted",
     "url": None,
-    "model": "m",
+    "model": None,
     "observe": "image",
     "check": None,
     "page": None,
@@ -50,7 +50,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def game(name: str, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    return play.play_game(name, **{**DEFAULTS, "output": tmp_path / "out", **options})
+    chosen = {**DEFAULTS, "output": tmp_path / "out", **options}
+    if chosen["backend"] != "scripted" and "model" not in options:
+        chosen["model"] = "m"
+    return play.play_game(name, **chosen)
 
 
 def result_in(folder: Path) -> Any:
@@ -62,7 +65,8 @@ def result_in(folder: Path) -> Any:
 def test_ten_rounds_of_the_number_game(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving() as server:
-        result = game("number-game", tmp_path, backend=backend, url=server.url, seed=3)
+        url = None if backend == "scripted" else server.url
+        result = game("number-game", tmp_path, backend=backend, url=url, seed=3)
     kept = {key: result[key] for key in ("completed_rounds", "tries", "final_score", "score_on_screen", "right_cards")}
     assert kept == {
         "completed_rounds": 10,
@@ -90,7 +94,8 @@ def test_ten_rounds_of_the_number_game(backend: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("backend", ["scripted", "openai", "ollama"])
 def test_ten_rounds_of_the_tree_game(backend: str, tmp_path: Path) -> None:
     with serving() as server:
-        result = game("tree-game", tmp_path, backend=backend, url=server.url, seed=3, lang="zh", debug=True)
+        url = None if backend == "scripted" else server.url
+        result = game("tree-game", tmp_path, backend=backend, url=url, seed=3, lang="zh", debug=True)
     assert (result["completed_rounds"], result["steps"], result["right_decisions"]) == (10, 20, 10)
     decided = [turn for turn in result["turns"] if turn["action"] in ("replace()", "decompose()")]
     rises = [max(0, sum(turn["state"]["changes"])) for turn in decided]
@@ -323,8 +328,20 @@ def test_ocr_lines_tell_the_screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"settle": float("inf")}, "--settle inf: expected a finite number >= 0"),
         ({"lang": "fr"}, "--lang fr: expected one of en, zh; choose one of them"),
         ({"serial": "x"}, "--serial x names a device for adb, but --controller is drawn; use adb"),
-        ({"page": "http://x"}, "--page http://x: --controller drawn shows its own page only"),
-        ({"controller": "chromium", "page": "com.game"}, "--page com.game: --controller chromium shows URLs only"),
+        ({"page": "http://x"}, "--page http://x: --controller drawn shows its own page only; for another page use"),
+        (
+            {"controller": "chromium", "page": "com.game"},
+            "--page com.game: --controller chromium shows URLs only; for an app use --controller adb",
+        ),
+        (
+            {"controller": "chromium", "page": "none"},
+            "--page none: --controller chromium shows URLs only; for a screen as it is use --controller adb",
+        ),
+        ({"observe": "nope"}, "--observe nope: expected one of image, words, compact; choose one of them"),
+        ({"observe": "words"}, "--observe words is for a model, but --backend scripted is a rule"),
+        ({"model": "foo"}, "--model foo is for a model, but --backend scripted is a rule"),
+        ({"url": "http://x"}, "leave --url out, or use --backend openai or ollama"),
+        ({"browser": "/no"}, "--browser /no names a program of Chromium, but --controller is drawn; use chromium"),
     ],
 )
 def test_options_that_do_not_fit(options: Any, message: str, tmp_path: Path) -> None:
@@ -376,7 +393,9 @@ def test_whet_play_of_an_installed_package(
         registry._entry_points.cache_clear()
 
 
-def test_an_interrupted_game_leaves_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_game_leaves_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(question: Question) -> str:
         raise KeyboardInterrupt
 
@@ -384,6 +403,30 @@ def test_an_interrupted_game_leaves_its_result(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         game("number-game", tmp_path)
     assert result_in(tmp_path / "out")["error"] == "KeyboardInterrupt"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"result: {tmp_path}/out/result_")
+
+
+def test_each_game_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [play.new_folder("a", tmp_path / "runs").name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot make .*choose another folder with --output"):
+        play.new_folder("a", tmp_path / "file")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        game("number-game", tmp_path, rounds=1, output=None)
+    assert len([*(tmp_path / "runs/play").glob("*/result_*.json")]) == 2
+
+
+def test_the_hint_of_a_refusal_fits_the_question() -> None:
+    image, words, compact = (
+        Question("decide", "x", b"png"),
+        Question("decide", "x"),
+        Question("decide", "x", None, False),
+    )
+    assert backends.refused_hint(image).endswith("or play with --observe words")
+    assert "--observe words" not in backends.refused_hint(words) and "vocabulary" in backends.refused_hint(words)
+    assert backends.refused_hint(compact) == ""
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -418,6 +461,17 @@ def test_the_answers_of_a_model_are_read_leniently() -> None:
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("controller", ["drawn", "chromium"])
+def test_without_pillow(controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    message = "with Pillow, which is not installed; pip install './examples/environments[devices]'"
+    with pytest.raises(DeviceError, match=re.escape(message)):
+        game("number-game", tmp_path, controller=controller)
+    with pytest.raises(DeviceError, match=re.escape(message)):
+        DrawnNumberGame(0).png()
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_browser_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from whet_environments.devices import play
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.chromium import NAMES, ChromiumScreen
 from whet_environments.devices.controllers import AdbController
+from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
 from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.page_server import PageServer
 from whet_environments.devices.reading import open_image, read_number_game, read_tree_game
@@ -123,7 +124,14 @@ def test_the_tree_game_by_adb_in_chromium(phone: AdbServer, screen: ChromiumScre
 
 @pytest.mark.parametrize("game", ["number-game", "tree-game"])
 def test_both_games_in_chromium_by_their_pixels(game: str, tmp_path: Path) -> None:
-    options = {**OPTIONS, "controller": "chromium", "backend": "scripted", "output": tmp_path, "settle": None}
+    options = {
+        **OPTIONS,
+        "controller": "chromium",
+        "backend": "scripted",
+        "model": None,
+        "output": tmp_path,
+        "settle": None,
+    }
     result = play.play_game(game, **options)
     assert result["completed_rounds"] == 10 and result["error"] is None
     assert result["right_cards" if game == "number-game" else "right_decisions"] == 10
@@ -192,6 +200,24 @@ def test_the_pages_follow_their_address(screen: ChromiumScreen, pages: PageServe
     assert screen.evaluate("state()")["isOver"]
 
 
+def test_a_seed_is_the_same_game_in_chromium_and_drawn(screen: ChromiumScreen, pages: PageServer) -> None:
+    for seed in (0, 5, 2**31 + 7, 2**32 + 5):
+        screen.open(pages.url("number-game", seed))
+        drawn = DrawnNumberGame(seed)
+        for _ in range(3):
+            state = screen.evaluate("state()")
+            assert (state["cards"], state["lamp"]) == (drawn.game.cards, drawn.game.lamp)
+            for each in (screen, drawn):
+                each.tap(at.CARDS_X[0], at.CARDS_Y)
+                each.tap(*at.NEXT)
+        screen.open(pages.url("tree-game", seed))
+        tree = DrawnTreeGame(seed)
+        for each in (screen, tree):
+            each.tap(*at.AXE)
+        state = screen.evaluate("state()")
+        assert (state["power"], tuple(state["changes"])) == (tree.game.power, tuple(tree.game.changes))
+
+
 def test_keys_and_a_page_that_hangs(screen: ChromiumScreen, pages: PageServer) -> None:
     screen.open(pages.url("number-game", 1))
     screen.open(pages.url("number-game", 2))
@@ -220,7 +246,9 @@ def test_a_browser_that_dies_or_hangs(pages: PageServer) -> None:
         shown.close()
         shown.close()
     assert time.monotonic() - start < 10
-    with pytest.raises(DeviceError, match=r"Chromium \(.*false\) cannot start"):
+    with pytest.raises(
+        DeviceError, match=r"Chromium \(.*false\) cannot start: .*; the program is no Chromium, .*--browser"
+    ):
         ChromiumScreen(pages.url("number-game", 1), browser=shutil.which("false"))
 
 

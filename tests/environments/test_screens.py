@@ -8,13 +8,21 @@ from whet_environments import rewards
 from whet_environments.actions import Action, parse_action, write_action
 from whet_environments.devices import layout as at
 from whet_environments.devices.digits import BLOCKS, draw_number, read_number
-from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
+from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame, PageRandom
 from whet_environments.devices.reading import open_image, read_number_game, read_power, read_tree_game
 
 image_module = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install pillow")
 draw_module = pytest.importorskip("PIL.ImageDraw", reason="needs Pillow: pip install pillow")
 
 SIZES = [(720, 1280), (1080, 2400), (540, 960)]
+
+
+def test_a_seed_draws_the_cards_of_the_page() -> None:
+    """The numbers are those of `generator(7)` in screen.js."""
+    draws = PageRandom(7)
+    assert [draws.random() * 2**32 for _ in range(3)] == [50271532, 266108690, 4195786334]
+    game = DrawnNumberGame(7).game
+    assert (game.cards, game.lamp) == ([1, 2, 9], "green")
 
 
 def test_numbers_are_read_as_they_are_drawn() -> None:

@@ -146,7 +146,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             TextWorldGames(game="simple", settings={"depth": 1})
     monkeypatch.setattr(textworld_games, "textworld", None)
-    with pytest.raises(ConfigError, match="needs TextWorld: pip install textworld"):
+    with pytest.raises(ConfigError, match=r"needs TextWorld: pip install './examples/environments\[textworld\]'"):
         TextWorldGames()
 
 

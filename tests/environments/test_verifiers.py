@@ -61,7 +61,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="env=user-sim needs an installed taskset; expected its name, not a:B"):
         Verifiers(taskset="a:B", env="user-sim")
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigError, match=r"needs verifiers 0\.4 or newer .*: pip install verifiers"):
+    with pytest.raises(
+        ConfigError, match=r"needs verifiers 0\.4 or newer .*: pip install './examples/environments\[verifiers\]'"
+    ):
         played((), taskset="none-such")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import html
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -175,12 +176,13 @@ def test_the_command_prints_its_address() -> None:
     folder = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "whet_environments.webshop.server", "--products", "50"]
     where = {"PYTHONPATH": f"{folder}:{folder / 'examples' / 'environments'}", "PATH": "/usr/bin:/bin"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=where) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=where) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         try:
             answer = httpx.get(f"{address}/?seed=3", follow_redirects=True, trust_env=False, timeout=10)
             assert answer.status_code == 200 and "Find me" in answer.text
         finally:
-            process.terminate()
-        process.wait(10)
+            process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert (process.wait(10), process.stderr.read()) == (0, "")  # Ctrl-C leaves no traceback

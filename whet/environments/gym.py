@@ -39,7 +39,14 @@ class Gymnasium:
             raise ConfigError("environment.name=gymnasium needs gymnasium: pip install gymnasium") from error
 
         options: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "ansi"} if render is True else {})}
-        self.env = gymnasium.make(env_id, **options)
+        try:
+            self.env = gymnasium.make(env_id, **options)
+        except ModuleNotFoundError as error:
+            absent = error.name or env_id.partition(":")[0]
+            what = (
+                f"environment.options.env_id={env_id} needs a package that is absent ({str(error).partition('. ')[0]}):"
+            )
+            raise ConfigError(f"{what} pip install {absent}, or put its folder on PYTHONPATH") from error
         count = getattr(self.env.action_space, "n", None)
         if count is None:
             raise ConfigError(

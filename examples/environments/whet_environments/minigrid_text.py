@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of MiniGrid, whose observations are arrays: a function for the option `render` of `gymnasium`.
 
+    pip install './examples/environments[minigrid]'
     whet env play gymnasium --option env_id=minigrid:MiniGrid-Empty-5x5-v0 \\
         --option "actions=[left,right,forward,pickup,drop,toggle,done]" \\
         --option render=whet_environments.minigrid_text:whole

@@ -72,7 +72,7 @@ class Nim(Game):
             self._num_to_win += 1
             self._num_right += count == self._perfect()
         if count is None or not 1 <= count <= min(self.most, self.heap):
-            return self._end(winner=1 - mover, said="That is not in the game.")
+            return self._end(winner=1 - mover, said="That is not in the game: it loses the game.")
         self._take(count)
         if self.heap and self.opponent != "policy":
             self._take(self._perfect() if self.opponent == "perfect" else self._draws.choice(self._counts()))

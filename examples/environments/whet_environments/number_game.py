@@ -59,6 +59,8 @@ class NumberGame(Game):
         taken = self._read(text)
         is_right = taken == self.right_card
         said = f"{'Right' if is_right else 'Wrong'}: the card was {self.right_card}."
+        if taken is None:
+            said = f"That is no card: answer with select(0), select(1) or select(2). The card was {self.right_card}."
         self.num_played, self.num_right = self.num_played + 1, self.num_right + is_right
         is_done = self.num_played == self.rounds
         self.is_won = self.num_right == self.rounds

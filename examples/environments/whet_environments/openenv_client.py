@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments behind OpenEnv servers, by OpenEnv's WebSocket protocol: a session for each episode.
 
-    pip install websockets
+    pip install './examples/environments[openenv]'
     whet env play openenv --option url=http://127.0.0.1:8000
 
 Messages are {"type": "reset" | "step" | "close", "data": ...}; a reply has the type "observation", with observation,
@@ -33,7 +33,9 @@ from whet.registry import register_environment
 from whet.types import Message, Prompt
 
 OWN = "WhetObservation"  # the title of the observations of `openenv_server`, which have all that whet's have
+INSTALL = "pip install './examples/environments[openenv]'"
 MOST_READ = 20_000  # characters of an answer
+MOST_TOLD = 240  # characters of the output of a server that failed; a message of a failure has room for few
 FENCED = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 POLL_SECONDS = 0.1
 Schema = Mapping[str, Any]
@@ -234,7 +236,7 @@ async def connect(url: str, seconds: float) -> Any:
     try:
         from websockets.asyncio.client import connect as open_socket
     except ImportError as error:
-        raise ConfigError("environment.name=openenv needs websockets: pip install websockets") from error
+        raise ConfigError(f"environment.name=openenv needs websockets: {INSTALL}") from error
     address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
     try:
         return await open_socket(address, open_timeout=seconds, max_size=100 * 2**20, proxy=None)
@@ -288,7 +290,7 @@ class Server:
                 if ended is not None or time.monotonic() > until:
                     self.stop()
                     self.output.seek(0)
-                    said = self.output.read()[-500:].decode("utf-8", "replace").strip()
+                    said = last_lines(self.output.read()[-MOST_READ:].decode("utf-8", "replace"))
                     what = f"ended with exit code {ended}" if ended is not None else f"{error} within {seconds:g} s"
                     raise ConnectionError(
                         f"the server of environment.options.command {what}; it wrote: {said}"
@@ -300,6 +302,19 @@ class Server:
         atexit.unregister(self.stop)
         self.process.kill()
         self.process.wait()
+
+
+def last_lines(text: str, most: int = MOST_TOLD) -> str:
+    """The last lines of an output, `most` characters at most, without those that underline: the reason is there."""
+    kept = ""
+    for line in reversed(text.splitlines()):
+        found = line.strip()
+        if not found.strip("^~ "):
+            continue
+        if kept and len(found) + len(kept) >= most:
+            break
+        kept = f"{found[:most]}\n{kept}".strip()
+    return kept
 
 
 _SERVERS: dict[str, tuple[Server, asyncio.Task[str]]] = {}  # by command, for all episodes of this process

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves an environment of whet as an OpenEnv server: any OpenEnv client plays it.
 
-    pip install openenv-core
+    pip install './examples/environments[openenv-server]'
     python -m whet_environments.openenv_server frozen_lake --option size=3 --port 8000
 
 An action has the `text` of a turn. An observation has the `text` that a player reads, and all that whet's observations
@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +36,7 @@ try:
     from openenv.core.env_server.types import Action, State
     from openenv.core.env_server.types import Observation as OpenEnvObservation
 except ImportError as error:
-    what = f"serving as OpenEnv needs openenv-core ({error}): pip install openenv-core"
+    what = f"serving as OpenEnv needs openenv-core ({error}): pip install './examples/environments[openenv-server]'"
     raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
 from whet.cli.serve import read_options
@@ -212,8 +213,16 @@ def make_app(name: str, options: Mapping[str, Any], *, max_sessions: int, step_s
     return app, pump
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.  Raises: ConfigError where the port is taken, or the host is not of this machine."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"port {port} of {host} cannot be used: {error}; choose another one, or 0") from error
+
+
 def main() -> int:
-    """Serves until it is interrupted."""
+    """Serves until it is interrupted: by Ctrl-C without a traceback."""
     parser = argparse.ArgumentParser(description="Serves an environment of whet as an OpenEnv server.")
     parser.add_argument("name", help="a name that `whet env list` prints, or path/file.py:Class")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="option of the environment")
@@ -224,10 +233,11 @@ def main() -> int:
     given = parser.parse_args()
     try:
         limits = {"max_sessions": given.max_sessions, "step_seconds": given.step_seconds}
+        listening = listen(given.host, given.port)
         app, pump = make_app(given.name, read_options(given.option), **limits)
     except WhetError as error:
         parser.error(str(error))
-    with socket.create_server((given.host, given.port)) as listening:
+    with listening, suppress(KeyboardInterrupt):  # uvicorn raises it once more after its own end
         print(f"{given.name} is served at http://{given.host}:{listening.getsockname()[1]}", flush=True)
         # OpenEnv's server raises for every client that closes first; uvicorn would write each as an error.
         uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listening])

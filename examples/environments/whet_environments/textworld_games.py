@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text adventures that TextWorld generates from a seed: rooms, doors, keys, food, and commands in plain words.
 
-pip install textworld
+pip install './examples/environments[textworld]'
 whet env play textworld --option game=treasure_hunter --seed 1
 """
 
@@ -29,6 +29,7 @@ try:  # here, not in `reset`: the processes of episodes are forked from one that
 except ImportError:
     textworld = None
 
+INSTALL = "pip install './examples/environments[textworld]'"
 # The settings of TextWorld's challenges that `settings` changes.
 GAMES: Mapping[str, Mapping[str, Any]] = {
     "coin_collector": {"level": 5},
@@ -80,7 +81,7 @@ class TextWorldGames:
         folder: str | None = None,
     ) -> None:
         if textworld is None:
-            raise ConfigError("environment.name=textworld needs TextWorld: pip install textworld")
+            raise ConfigError(f"environment.name=textworld needs TextWorld: {INSTALL}")
         if unknown := [name for name in settings or {} if name not in GAMES[game]]:
             raise ConfigError(
                 f"environment.options.settings has {unknown[0]!r}; expected settings of {game}: "

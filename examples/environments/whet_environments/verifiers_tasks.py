@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of verifiers (v1), scored by their own rewards: whet plays the turns, and a `vf.Trace` is made of them.
 
-    pip install verifiers
+    pip install './examples/environments[verifiers]'
     whet env play verifiers --option taskset=my_package:MyTaskset
 
 No harness, runtime or server of verifiers starts. A task has one turn; where the taskset comes with an `Env`, such as a
@@ -24,6 +24,8 @@ from whet.errors import ConfigError
 from whet.options import Count, Positive
 from whet.registry import load_target, register_environment
 from whet.types import Message, Prompt
+
+INSTALL = "pip install './examples/environments[verifiers]'"
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def load(taskset: str, settings: Mapping[str, Any], env: str, num_tasks: int) ->
             from verifiers.v1.utils.generic import concrete_type
             from verifiers.v1.utils.loaders import resolve_env_config
         except ImportError as error:
-            what = f"environment.name=verifiers needs verifiers 0.4 or newer ({error}): pip install verifiers"
+            what = f"environment.name=verifiers needs verifiers 0.4 or newer ({error}): {INSTALL}"
             raise ConfigError(what) from error
         if ":" in taskset:
             made = load_target(taskset)

@@ -56,6 +56,7 @@ class Agent(ABC):
         self.setup, self.controller = setup, setup.controller
         self.turns = list[dict[str, Any]]()
         self.num_calls = self.num_late = self.num_collected = self.num_unlabelled = 0
+        self.result_file: Path | None = None  # once it is written
         self._make_folder(setup.output)
 
     @abstractmethod

@@ -75,15 +75,16 @@ class OpenAIBackend:
         body: dict[str, Any] = {"model": self.model, "temperature": self.temperature, "max_tokens": question.max_tokens}
         base = self.url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        hint = refused_hint(question)
         if not question.is_chat:
-            reply = post(f"{base}/v1/completions", {**body, "prompt": question.text}, headers, self.seconds)
+            reply = post(f"{base}/v1/completions", {**body, "prompt": question.text}, headers, self.seconds, hint)
             return _text_at(reply, ("choices", 0, "text"), base)
         content: str | list[dict[str, Any]] = question.text
         if question.png is not None:
             image = f"data:image/png;base64,{base64.b64encode(question.png).decode()}"
             content = [{"type": "text", "text": question.text}, {"type": "image_url", "image_url": {"url": image}}]
         messages = [{"role": "user", "content": content}]
-        reply = post(f"{base}/v1/chat/completions", {**body, "messages": messages}, headers, self.seconds)
+        reply = post(f"{base}/v1/chat/completions", {**body, "messages": messages}, headers, self.seconds, hint)
         return _text_at(reply, ("choices", 0, "message", "content"), base)
 
 
@@ -105,11 +106,22 @@ class OllamaBackend:
             body["images"] = [base64.b64encode(question.png).decode()]
         if not question.is_chat:
             body["raw"] = True
-        return _text_at(post(f"{self.url.rstrip('/')}/api/generate", body, {}, self.seconds), ("response",), self.url)
+        url = f"{self.url.rstrip('/')}/api/generate"
+        return _text_at(post(url, body, {}, self.seconds, refused_hint(question)), ("response",), self.url)
 
 
-def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds: float) -> Any:
-    """Posts JSON and returns the JSON of the reply; `seconds` is the deadline of the whole call.
+def refused_hint(question: Question) -> str:
+    """What else to check where a server refuses a question."""
+    if question.png is not None:
+        return ", and that the server takes images, or play with --observe words"
+    if question.is_chat:
+        return ", and that its vocabulary has all characters; a model of compact states plays with --observe compact"
+    return ""
+
+
+def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds: float, hint: str = "") -> Any:
+    """Posts JSON and returns the JSON of the reply; `seconds` is the deadline of the whole call, `hint` is added to the
+    message where the server refuses.
 
     Raises: BackendError if the server cannot be reached, refuses, or answers with something else."""
     import httpx
@@ -140,8 +152,7 @@ def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds:
     text = read.decode(errors="replace")
     if reply.status_code != 200:
         raise BackendError(
-            f"{url} refused with status {reply.status_code}: {text[:300].strip()!r}; check --model, and that the "
-            "server takes images, or play with --observe words"
+            f"{url} refused with status {reply.status_code}: {text[:300].strip()!r}; check --model{hint}"
         )
     try:
         return json.loads(text)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from whet_environments.devices.drawn import to_png
-from whet_environments.devices.errors import DeviceError
+from whet_environments.devices.errors import INSTALL, DeviceError, check_pillow
 from whet_environments.devices.layout import BARS, HEIGHT, WIDTH
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ NO_BROWSER = (
     "no Chromium on the PATH (looked for {names}); install it (apt-get install chromium), or name the program with "
     "--browser PATH; --controller drawn needs no browser"
 )
-NO_PLAYWRIGHT = "Chromium is driven by playwright, which is not installed; pip install playwright"
+NO_START = (
+    "Chromium ({program}) cannot start: {why}; the program is no Chromium, or ended before it answered: try it by "
+    "itself ({program} --version), name another one with --browser PATH, or use --controller drawn"
+)
+NO_PLAYWRIGHT = f"Chromium is driven by playwright, which is not installed; {INSTALL}"
 
 
 def find_browser(path: str | None = None) -> str:
@@ -48,6 +53,7 @@ class ChromiumScreen:
     size = (WIDTH, HEIGHT)
 
     def __init__(self, url: str, browser: str | None = None, call_seconds: float = CALL_SECONDS) -> None:
+        check_pillow()
         self._program, self._seconds = find_browser(browser), call_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chromium")
         self._playwright: Any = None
@@ -72,8 +78,7 @@ class ChromiumScreen:
         except DeviceError:
             raise
         except Exception as error:  # playwright's, and those of its driver
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise DeviceError(f"Chromium ({self._program}) cannot {what}: {lines[0]}") from error
+            raise DeviceError(f"Chromium ({self._program}) cannot {what}: {_first_line(error)}") from error
 
     def _start(self) -> None:
         try:
@@ -81,13 +86,18 @@ class ChromiumScreen:
         except ImportError as error:
             raise DeviceError(NO_PLAYWRIGHT) from error
         self._playwright = sync_playwright().start()
+        with suppress(RuntimeError):  # calls raise their errors; Ctrl-C, which also ends the driver, leaves others
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         is_root = os.geteuid() == 0
-        self._browser = self._playwright.chromium.launch(
-            executable_path=self._program,
-            chromium_sandbox=not is_root,
-            args=["--disable-dev-shm-usage", "--disable-gpu"],
-            timeout=START_SECONDS * 1000,
-        )
+        try:
+            self._browser = self._playwright.chromium.launch(
+                executable_path=self._program,
+                chromium_sandbox=not is_root,
+                args=["--disable-dev-shm-usage", "--disable-gpu"],
+                timeout=START_SECONDS * 1000,
+            )
+        except Exception as error:  # playwright's
+            raise DeviceError(NO_START.format(program=self._program, why=_first_line(error))) from error
         processes = self._browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
         self._pid = next(each["id"] for each in processes if each["type"] == "browser")
         context = self._browser.new_context(
@@ -153,3 +163,7 @@ class ChromiumScreen:
         finally:
             if playwright is not None:
                 playwright.stop()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import io
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from whet_environments.actions import Action
 from whet_environments.devices import layout as at
 from whet_environments.devices.digits import centred, draw_number
+from whet_environments.devices.errors import check_pillow
 from whet_environments.devices.layout import CARDS_X, CARDS_Y, COLOURS, NEXT, box, is_inside
 from whet_environments.number_game import NumberGame
 from whet_environments.tree_game import ATTRIBUTES, TreeGame
@@ -19,7 +21,36 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
+T = TypeVar("T")
 __all__ = ["CARDS_X", "CARDS_Y", "COLOURS", "NEXT", "Drawn", "DrawnNumberGame", "DrawnTreeGame"]
+
+
+class PageRandom(random.Random):
+    """The generator of the pages (mulberry32, `screen.js`): a seed begins the same game on a drawn screen and there."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._state = seed % 2**32
+
+    def random(self) -> float:
+        """A number in [0, 1)."""
+        self._state = (self._state + 0x6D2B79F5) % 2**32
+        mixed = (self._state ^ self._state >> 15) * (self._state | 1) % 2**32
+        mixed ^= (mixed + (mixed ^ mixed >> 7) * (mixed | 61)) % 2**32
+        return (mixed ^ mixed >> 14) / 2**32
+
+    def randint(self, a: int, b: int) -> int:
+        """A whole number from `a` to `b`."""
+        return a + int(self.random() * (b - a + 1))
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        """One of a sequence."""
+        return seq[self.randint(0, len(seq) - 1)]
+
+    def sample(self, population: Sequence[T], k: int) -> list[T]:  # type: ignore[override]
+        """`k` of a sequence, each at most once."""
+        left = list(population)
+        return [left.pop(self.randint(0, len(left) - 1)) for _ in range(k)]
 
 
 class Drawn:
@@ -48,6 +79,7 @@ class Drawn:
 
     def png(self) -> bytes:
         """The screen as a PNG file."""
+        check_pillow()
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", self.size, at.PAPER)
@@ -66,7 +98,7 @@ class DrawnNumberGame(Drawn):
     def begin(self, seed: int, rounds: int) -> None:
         """Begins the game of a seed."""
         self.game = NumberGame(rounds=rounds)
-        self.game.begin(random.Random(seed))
+        self.game.begin(PageRandom(seed))
         self.taken: int | None = None
 
     @property
@@ -123,7 +155,7 @@ class DrawnTreeGame(Drawn):
     def begin(self, seed: int, rounds: int) -> None:
         """Begins the game of a seed."""
         self.game = TreeGame(chops=rounds)
-        self.game.begin(random.Random(seed))
+        self.game.begin(PageRandom(seed))
 
     @property
     def is_over(self) -> bool:

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from whet.errors import WhetError
+
+INSTALL = "pip install './examples/environments[devices]'"
 
 
 class DeviceError(WhetError, RuntimeError):
     """A device that is absent, lost or too slow; the message names it, and what to change."""
+
+
+def check_pillow() -> None:
+    """Checks that Pillow is there.  Raises: DeviceError."""
+    if find_spec("PIL") is None:
+        raise DeviceError(f"screens are drawn and read with Pillow, which is not installed; {INSTALL}")
 
 
 class BackendError(WhetError, RuntimeError):

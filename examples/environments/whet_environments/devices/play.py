@@ -6,16 +6,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from difflib import get_close_matches
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StorageError
 from whet.options import NonNegative, fits
 from whet.options import words as describe
 from whet_environments.devices import number_agent, tree_agent
@@ -30,6 +31,7 @@ from whet_environments.devices.controllers import (
     check_controller,
     make_screen,
 )
+from whet_environments.devices.errors import check_pillow
 from whet_environments.devices.page_server import FILES, PageServer
 
 AGENTS: dict[str, tuple[type[Agent], Callable[[Question], str]]] = {
@@ -40,6 +42,7 @@ SETTLE_SECONDS = {"adb": 1.0, "chromium": 0.05, "drawn": 0.0}
 OBSERVE = ("image", "words", "compact")
 CHECKS = ("model", "pixels")
 NO_PAGE = "none"
+RUNS = Path("runs/play")
 
 app = typer.Typer(
     help="Let a model play a game on a phone, in Chromium, or on a drawn screen.",
@@ -101,16 +104,19 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
     controller, backend = options["controller"], options["backend"]
     check_controller(controller)
     check_backend(backend)
-    observe = "image" if backend == "scripted" else _chosen("--observe", options["observe"], OBSERVE)
+    observe = _chosen("--observe", options["observe"], OBSERVE)
     check = _chosen("--check", options["check"] or ("model" if observe == "image" else "pixels"), CHECKS)
     lang, page = _chosen("--lang", options["lang"], ("en", "zh")), options["page"]
     if options["serial"] and controller != "adb":
         raise ConfigError(
             f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb"
         )
+    _check_browser(options["browser"], "--controller", controller)
+    _check_scripted(backend, {**options, "observe": None if observe == "image" else observe})
     for option in ("temperature", "call_seconds", "settle"):
         if options[option] is not None and not fits(options[option], NonNegative):
             raise ConfigError(f"--{option.replace('_', '-')} {options[option]}: expected {describe(NonNegative)}")
+    check_pillow()
     kind, rule = AGENTS[game]
     brain = make_backend(
         backend,
@@ -122,7 +128,6 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
         api_key=os.environ.get("OPENAI_API_KEY", ""),
     )
     seed, rounds = options["seed"], options["rounds"]
-    output = options["output"] or Path("runs/play") / f"{game}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{seed}"
     settle = SETTLE_SECONDS[controller] if options["settle"] is None else options["settle"]
     with ExitStack() as stack:
         server = stack.enter_context(PageServer())
@@ -131,7 +136,7 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
         setup = Setup(
             device,
             brain,
-            output,
+            options["output"] or new_folder(f"{game}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{seed}"),
             rounds,
             observe,  # type: ignore[arg-type]
             checks_by_model=check == "model",
@@ -144,9 +149,39 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
             notes={"controller": controller, "seed": seed, "page": page},
         )
         agent = kind(setup)
-        result = agent.play()
-    typer.echo(f"result: {agent.result_file}")
-    return result
+        try:
+            return agent.play()
+        finally:  # also after an error or Ctrl-C
+            if agent.result_file:
+                typer.echo(f"result: {agent.result_file}")
+
+
+def new_folder(name: str, parent: Path = RUNS) -> Path:
+    """Makes a folder that did not exist: `name`, `name-2`, `name-3` and so on.  Raises: StorageError."""
+    for number in count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise StorageError(f"cannot make {folder}: {error}; choose another folder with --output") from error
+        return folder
+    raise AssertionError("count has no end")
+
+
+def _check_browser(browser: str | None, option: str, kind: str) -> None:
+    if browser and kind != "chromium":
+        raise ConfigError(f"--browser {browser} names a program of Chromium, but {option} is {kind}; use chromium")
+
+
+def _check_scripted(backend: str, options: Mapping[str, Any]) -> None:
+    for option in ("observe", "model", "url"):
+        if backend == "scripted" and options[option]:
+            raise ConfigError(
+                f"--{option} {options[option]} is for a model, but --backend scripted is a rule that reads the pixels; "
+                f"leave --{option} out, or use --backend openai or ollama"
+            )
 
 
 def open_device(
@@ -174,9 +209,10 @@ def open_device(
             raise
         return phone
     if page is not None and (kind == "drawn" or "://" not in page):
-        raise ConfigError(
-            f"--page {page}: --controller {kind} shows {'URLs' if kind == 'chromium' else 'its own page'} only"
-        )
+        shown = "URLs" if kind == "chromium" else "its own page"
+        what = "a screen as it is" if page == NO_PAGE else "another page" if "://" in page else "an app"
+        other = "chromium or adb" if "://" in page else "adb"
+        raise ConfigError(f"--page {page}: --controller {kind} shows {shown} only; for {what} use --controller {other}")
     return ScreenController(make_screen(kind, game, page or url, seed, rounds, browser), kind)
 
 
@@ -205,6 +241,8 @@ def device(
     """Start a device that speaks ADB and shows a game."""
     _chosen("GAME", game, list(FILES))
     _chosen("--screen", screen, [each for each in CONTROLLERS if each != "adb"])
+    _check_browser(browser, "--screen", screen)
+    check_pillow()
     with ExitStack() as stack:
         server = stack.enter_context(PageServer())
         shown = make_screen(screen, game, server.url(game, seed, rounds), seed, rounds, browser)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from whet_environments.actions import Action
 from whet_environments.devices import layout as at
 from whet_environments.devices.digits import is_near, pixel, read_digit, read_number
+from whet_environments.devices.errors import check_pillow
 from whet_environments.devices.layout import CARDS_X, CARDS_Y, COLOURS
 from whet_environments.number_game import LAMPS
 
@@ -122,7 +123,8 @@ class TreeState:
 
 
 def open_image(png: bytes) -> Image:
-    """Opens a screenshot.  Raises: OSError if it is no image."""
+    """Opens a screenshot.  Raises: OSError if it is no image, DeviceError without Pillow."""
+    check_pillow()
     from PIL import Image
 
     return Image.open(io.BytesIO(png)).convert("RGB")

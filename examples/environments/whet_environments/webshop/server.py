@@ -27,7 +27,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from typing import Any
 
@@ -237,7 +237,7 @@ def running(shop: Catalogue, port: int = 0) -> Iterator[str]:
 
 
 def main() -> int:
-    """Serves until a signal."""
+    """Serves until a signal; Ctrl-C ends it without a traceback."""
     parser = argparse.ArgumentParser(prog="whet_environments.webshop.server", description="The shop as a web server.")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--products", type=int, default=10_000)
@@ -249,10 +249,11 @@ def main() -> int:
         bound = bind(options.port)
     except ConfigError as error:
         parser.error(str(error))
-    server = _uvicorn(catalogue(options.products, options.seed))
-    sys.stdout.write(f"http://{HOST}:{bound.getsockname()[1]}\n")
-    sys.stdout.flush()
-    server.run([bound])
+    with suppress(KeyboardInterrupt):  # uvicorn raises it once more after its own end
+        server = _uvicorn(catalogue(options.products, options.seed))
+        sys.stdout.write(f"http://{HOST}:{bound.getsockname()[1]}\n")
+        sys.stdout.flush()
+        server.run([bound])
     return 0
 
 
