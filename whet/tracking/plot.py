@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-COLOURS = ("#3366cc", "#dc6b2f", "#2e9e6b", "#9b59b6", "#c0392b", "#7f8c8d")
+COLOURS = ("#3366cc", "#dc6b2f", "#2e9e6b", "#9b59b6", "#c0392b", "#7f8c8d", "#17a2b8", "#000000", "#d4a017")
 SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
 
 
