@@ -360,18 +360,9 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
     ]
 
 
-def installed_command(name: str, shipped: Sequence[str]) -> Callable[[Sequence[str]], int]:
-    """Returns the function of a command that an installed package adds to `whet`: it gets the words after the name and
-    returns an exit status. `shipped` are whet's own commands, for errors.  Raises: RegistryError."""
-    installed = _entry_points().get("whet.command", {})
-    if name in installed:
-        return load_target(installed[name])
-    if name == "play":
-        hint = "it comes with a package of games: pip install -e ./examples/environments"
-    else:
-        near = difflib.get_close_matches(name, [*shipped, *installed, "play"], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`whet --help` lists the commands"
-    raise RegistryError(f"whet has no command {name!r}; {hint}")
+def installed_commands() -> Mapping[str, str]:
+    """The targets of the commands that installed packages add to `whet`, by name."""
+    return _entry_points().get("whet.command", {})
 
 
 @cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,37 @@ def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
     assert failed.failure is not None and failed.failure.timed_out and failed.limit is None
     [cut] = play("Slow", "1", "2", limits=Limits(fails_at=frozenset()), **settings)
     assert cut.failure is None and cut.limit == "time" and len(cut.turns) == 2
+
+
+@pytest.mark.parametrize("first", ["manager", "worker"])
+def test_an_episode_and_its_tasks_that_are_late_together(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, first: str
+) -> None:
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    collector = Collector(
+        Scripted(tokenizer, "1", "2", "2"),  # of the manager, and of its workers, which then hang
+        tokenizer,
+        stage=Stage(f"{tmp_path / 'worlds.py'}:Manager"),
+        agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Slow")},
+        apply_chat_template=False,
+    )
+    driver, done, now = collector.driver, list[Trajectory](), 0.0
+    driver._clock = lambda: now
+    try:
+        driver.add(collector.episodes([text_prompt(tokenizer)], 1, PARAMS, step=1), done.append)
+        until = time.monotonic() + 60.0
+        while sorted(driver._stepping.values()) != ["worker", "worker"] or len(driver.engine.requests) < 3:  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            driver.turn(0.1)
+        if first == "worker":
+            driver._late_at = dict(reversed(driver._late_at.items()))
+        now = 3601.0
+        driver.turn(0.0)
+    finally:
+        collector.close()
+    [late] = done
+    assert late.failure is not None and late.failure.message == "the episode took longer than 3600 s"
+    assert driver.is_idle and driver._stepping == {} and driver._late_at == {"": {}, "worker": {}}
 
 
 def test_tokens_of_turns_and_episodes(play: Any) -> None:

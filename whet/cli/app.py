@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -24,10 +25,11 @@ from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import quickstart, sft, train, train_reward
-from whet.errors import WhetError, exit_error
-from whet.registry import installed_command
+from whet.errors import RegistryError, WhetError, exit_error
+from whet.registry import installed_commands, load_target
 from whet.threads import yield_soon
 
+COME_WITH = {"play": "it comes with a package of games: pip install -e ./examples/environments"}
 START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
 
 
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises
     try:
         if words and not words[0].startswith("-") and words[0] not in _own_commands():
-            sys.exit(installed_command(words[0], _own_commands())(words[1:]))
+            sys.exit(_installed_command(words[0])(words[1:]))
         app(args=[word for word in words if word != "--debug"], prog_name="whet")
     except WhetError as error:
         if debug:
@@ -126,6 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _own_commands() -> list[str]:
     return [*(str(each.name) for each in app.registered_commands), *(str(each.name) for each in app.registered_groups)]
+
+
+def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command that an installed package adds.  Raises: RegistryError."""
+    installed = installed_commands()
+    if name in installed:
+        return load_target(installed[name])
+    near = get_close_matches(name, [*_own_commands(), *installed, *COME_WITH], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`whet --help` lists the commands"
+    raise RegistryError(f"whet has no command {name!r}; {COME_WITH.get(name, hint)}")
 
 
 def _is_below(error: SystemExit) -> bool:

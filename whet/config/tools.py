@@ -19,10 +19,6 @@ ENTRIES = (
     "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
     "{mcp: {command: [...]}}, {mcp: {url: http://...}}, {mcp: {python: path/file.py:server}}"
 )
-LIMITS = (
-    "limits of tools: seconds of a call (30), start_seconds of the sessions of an episode (60), calls an episode (32), "
-    "characters of a result (8000)"
-)
 ROLE = "role of results: tool, or user for chat templates that know no tools, which then are told in the system message"
 
 
@@ -34,6 +30,13 @@ class ToolLimits:
     start_seconds: float = 60.0  # of all sessions of an episode together
     calls: float = 32  # of an episode
     characters: float = 8000  # of one result
+
+
+LIMITS = (
+    f"limits of tools: seconds of a call ({ToolLimits.seconds:g}), start_seconds of the sessions of an episode "
+    f"({ToolLimits.start_seconds:g}), calls an episode ({ToolLimits.calls:g}), characters of a result "
+    f"({ToolLimits.characters:g})"
+)
 
 
 class ToolsConfig(Section):
@@ -49,7 +52,7 @@ class ToolsConfig(Section):
 
 def tool_rule(section: Any, at: Place) -> Iterator[str]:
     """Checks entries and limits without running user code."""
-    known = {each.name: each.default for each in dataclasses.fields(ToolLimits)}
+    known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):
         yield f"{at.of('tool_limits')} has {unknown[0]!r}; expected {', '.join(known)}; correct the name"
         return

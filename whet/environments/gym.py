@@ -53,23 +53,24 @@ class Gymnasium:
                 f"environment.options.env_id={env_id} has the actions {self.env.action_space}; expected discrete ones: "
                 "write an environment of your own that reads them from the text"
             )
-        self.first = int(getattr(self.env.action_space, "start", 0))
-        self.words = list(actions) or [str(self.first + number) for number in range(int(count))]
-        if len(self.words) != int(count):
+        first = int(getattr(self.env.action_space, "start", 0))
+        words = list(actions) or [str(first + number) for number in range(int(count))]
+        self.actions = {word.lower(): first + number for number, word in enumerate(words)}
+        if not len(words) == len(self.actions) == int(count):
             raise ConfigError(
-                f"environment.options.actions has {len(self.words)} words; expected one for each of the {count} "
-                f"actions of {env_id}, in their order"
+                f"environment.options.actions has {len(words)} words; expected one for each of the {count} "
+                f"actions of {env_id}, in their order, all different"
             )
         self.invalid_reward, self.invalid_text, self.role, self.is_over = invalid_reward, invalid_text, role, False
         self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
-        longest_first = sorted(map(re.escape, self.words), key=len, reverse=True)
+        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Begins; the seed is that of the map and of all draws."""
         seen, _ = self.env.reset(seed=seed % 2**31)
         self.is_over = False
-        return Observation(done=False, messages=self._messages(seen), state_key=self._text(seen))
+        return Observation(done=False, **self._shown(seen))
 
     def step(self, answer: Answer) -> Observation:
         """Takes the action of a turn.  Raises: RuntimeError after the end."""
@@ -79,27 +80,23 @@ class Gymnasium:
         if not found:
             messages = (Message(self.role, self.invalid_text),)
             return Observation(done=False, messages=messages, reward=self.invalid_reward, fields={"invalid": 1.0})
-        words = [word.lower() for word in self.words]
-        seen, reward, terminated, truncated, _ = self.env.step(self.first + words.index(found[-1].lower()))
+        seen, reward, terminated, truncated, _ = self.env.step(self.actions[found[-1].lower()])
         self.is_over = bool(terminated or truncated)
         return Observation(
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
-            messages=self._messages(seen),
             reward=float(reward),
             fields={"success": float(float(reward) > 0)},
-            state_key=self._text(seen),
+            **self._shown(seen),
         )
 
     def close(self) -> None:
         """Closes the environment."""
         self.env.close()
 
-    def _messages(self, seen: Any) -> tuple[Message, ...]:
-        return (Message(self.role, self._text(seen)),)
-
-    def _text(self, seen: Any) -> str:
-        return str(self.render(self.env) if self.render else seen)
+    def _shown(self, seen: Any) -> dict[str, Any]:
+        text = str(self.render(self.env) if self.render else seen)
+        return {"messages": (Message(self.role, text),), "state_key": text}
 
 
 def _rendered(env: Any) -> Any:

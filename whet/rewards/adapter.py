@@ -182,8 +182,8 @@ class _Form:
 
 
 def _trajectory(item: RewardItem) -> dict[str, Any]:
-    turn = {"messages": [{"role": "assistant", "content": item.solution_str}], "turn_rewards": [0.0], "fields": {}}
-    return dict(item.trajectory) or {**turn, "limit": None}
+    messages = [{"role": "assistant", "content": item.solution_str}]
+    return dict(item.trajectory) or {"messages": messages, "turn_rewards": [0.0], "fields": {}, "limit": None}
 
 
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
@@ -196,12 +196,7 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "predict_str": attrgetter("solution_str"),
     "trajectory": _trajectory,
 }
-_RESPONSE_FIELDS = {
-    "solution_str",
-    "predict",
-    "predict_str",
-    "trajectory",
-}  # a score function takes at least one of them
+_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
 # The forms whose first parameter holds everything, by its usual name. Annotations are read as text: they may name
@@ -224,9 +219,8 @@ def _recognise(parameters: Sequence[inspect.Parameter], *, takes_batch: bool) ->
         whole = _recognise_whole(named[0].name, _annotation_text(named[0]), names)
         if whole is not None:
             return whole
-    if names & {_plural(name) for name in _RESPONSE_FIELDS} or (
-        takes_batch and common and not names & _RESPONSE_FIELDS
-    ):
+    of_batch = {_plural(name) for name in _RESPONSE_FIELDS}
+    if names & of_batch or (takes_batch and common and not names & _RESPONSE_FIELDS):
         passed = names & columns.keys() | {_plural(name) for name in common}
         return _Form({name: partial(_column, columns[name]) for name in passed}, takes_batch=True)
     if names & _RESPONSE_FIELDS or common:

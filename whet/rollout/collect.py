@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -197,7 +196,7 @@ class Driver:
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at: list[tuple[float, str]] = []  # a heap
+        self._late_at = {agent: dict[str, float]() for agent in environments}  # by sub-agent and id, the oldest first
         self._unsent = deque[Sample]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
@@ -236,7 +235,8 @@ class Driver:
         drop(self.engine, list(self._sampling))
         for uid, each in self._open.items():
             self.environments[each.episode.agent].close(uid)
-        self._open, self._sampling, self._stepping, self._late_at = {}, {}, {}, []
+            del self._late_at[each.episode.agent][uid]
+        self._open, self._sampling, self._stepping = {}, {}, {}
         self._unsent.clear()
 
     def note_partials(self) -> None:
@@ -248,7 +248,7 @@ class Driver:
 
     def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
         self._open[episode.id] = _Open(episode, on_done)
-        heappush(self._late_at, (self._clock() + self.episode_seconds[episode.agent], episode.id))
+        self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
         self._carry_out(episode.start())
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -259,7 +259,7 @@ class Driver:
             opened = self._open[command.episode]
             host, agent = self.environments[opened.episode.agent], opened.episode.agent
             if isinstance(command, Score):
-                del self._open[command.episode]
+                del self._open[command.episode], self._late_at[agent][command.episode]
                 opened.on_done(command.trajectory)
             elif isinstance(command, Close):
                 self._abandon([child for child in opened.children if child in self._open])
@@ -285,6 +285,7 @@ class Driver:
             if opened is not None:
                 self._abandon(opened.children)
                 self.environments[opened.episode.agent].close(uid)
+                del self._late_at[opened.episode.agent][uid]
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
@@ -325,15 +326,16 @@ class Driver:
 
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over."""
-        now, late = self._clock(), list[Episode]()
-        while self._late_at and now > self._late_at[0][0]:
-            _, uid = heappop(self._late_at)
-            if uid in self._open:
-                late.append(self._open[uid].episode)
-        self._stop_calls([episode.id for episode in late])
-        for episode in late:
-            why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
-            self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+        now, late = self._clock(), list[str]()
+        for deadlines in self._late_at.values():
+            late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
+        self._stop_calls(late)
+        for uid in late:
+            if uid in self._open:  # else it was a task of another late one
+                self._stepping.pop(uid, None)  # a late task may just have given it a turn
+                episode = self._open[uid].episode
+                why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
+                self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
         """Aborts the requests of episodes, and listens to no more results of their environments."""

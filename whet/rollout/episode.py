@@ -79,7 +79,6 @@ class Reset:
     episode: str  # its id
     prompt: Prompt
     seed: int
-    agent: str = ""  # the sub-agent whose environment it is
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class Episode:
 
     def start(self) -> list[Command]:
         """Begins."""
-        return [Reset(self.id, self.prompt, self.seed, self.agent)]
+        return [Reset(self.id, self.prompt, self.seed)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""

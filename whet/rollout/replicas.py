@@ -19,7 +19,7 @@ from whet.rollout.protocol import Event, Lost, Request, Status, Weights
 from whet.rollout.router import Abort, Command, Give, Replica, Router, Tell
 
 log = logging.getLogger(__name__)
-GATHER_SECONDS = 0.02  # a rank in another process gathers events for this time: a call costs a fraction of it
+GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time: a call costs a fraction of it
 
 
 class Replicas:

@@ -15,12 +15,12 @@ from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
 from whet.rollout.build import stage_of
+from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
+from whet.rollout.replicas import GATHER_SECONDS
 from whet.types import Prompt
 
 ROLE = "environment"
-GATHER_SECONDS = 0.02  # a rank waits this long for a first result
-SHORT_SECONDS = 0.005  # for each of several hosts
 
 Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode, arguments
 
@@ -83,7 +83,7 @@ class PlacedEnvironments:
                 self._open[rank] = self._group.start_on(rank, "serve", calls, GATHER_SECONDS)
         wait(
             [reply for call in self._open.values() for reply in call.replies.values()],
-            timeout=timeout_seconds + GATHER_SECONDS,
+            timeout=timeout_seconds,
             return_when=FIRST_COMPLETED,
         )
         for rank in [rank for rank, call in self._open.items() if call.done()]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from whet.config.tools import ToolLimits
@@ -92,8 +92,7 @@ class ToolEnvironment:
     def _counted(self, observation: Observation) -> Observation:
         """The observation with the counts of the episode so far."""
         fields = {f"tools/{name}": float(self._counts[name]) for name in COUNTS}
-        made = {**vars(observation), "fields": {**fields, **observation.fields}}
-        return Observation(**made)
+        return replace(observation, fields={**fields, **observation.fields})
 
     async def _result(self, call: Mapping[str, Any]) -> str:
         """The text that answers a call.  Raises: ToolError where the session is lost, which fails the episode."""
