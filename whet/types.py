@@ -24,12 +24,31 @@ def last_versions(versions: Versions, count: int) -> Versions:
 
 
 @dataclass(frozen=True)
+class MediaTokens:
+    """How one model reads an image or a video: the text in its place, and the tokens of its patches."""
+
+    placeholder: str  # what the chat template writes for it
+    text: tuple[tuple[str, int], ...]  # what takes the placeholder's place: pieces, each so many times
+    token_id: int  # of every patch
+    grids: tuple[tuple[int, int, int], ...]  # (time, height, width) of each run of patch tokens
+    size: tuple[int, int]  # (height, width) in pixels to which it is resized
+    time_step: int | None = None  # multimodal rotary positions between two times; None: positions count tokens
+
+    @property
+    def count(self) -> int:
+        """Patch tokens in all runs."""
+        return sum(time * height * width for time, height, width in self.grids)
+
+
+@dataclass(frozen=True)
 class Media:
     """An image, video or audio of a prompt or an observation, identified by the digest of its bytes."""
 
     kind: Literal["image", "video", "audio"]
-    digest: str
-    source: Any = field(compare=False)  # the object, or the path or URL of its bytes
+    digest: str  # of the bytes, and of the limits within which they are read
+    source: Any = field(compare=False)  # encoded bytes, a path, or a tuple of either: the frames of a video
+    frames: tuple[int, ...] = field(default=(), compare=False)  # numbers of those that are read, of a video
+    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's vision has measured it
 
 
 @dataclass(frozen=True)
