@@ -63,6 +63,8 @@ TABLE = (
     Column("input_ids", "B, L", "rollout", "prompt and response"),
     Column("attention_mask", "B, L", "rollout", "1 on tokens, 0 on padding"),
     Column("position_ids", "B, L", "rollout", "positions, padding not counted; [B, 3, L] for multimodal rotary ones"),
+    Column("media", "B objects", "rollout", "images and videos of the prompt, in order; where some row has any"),
+    Column("response_media", "B objects", "rollout", "images and videos that were read after the prompt, in order"),
     Column("turn_ids", "B, R", "rollout", "turn that sampled a token, -1 on text that was not sampled"),
     Column("policy_version", "B, R", "rollout", "version of the weights that sampled a token"),
     Column("rollout_log_probs", "B, R", "rollout", "log pi of the rollout engine, before top-p, top-k and penalties"),

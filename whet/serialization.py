@@ -25,10 +25,10 @@ import torch
 
 from whet import files
 from whet.errors import DataError
-from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
+from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Trajectory, Turn
 
 _VERSION = 1
-_TYPES = {cls.__name__: cls for cls in (Message, Prompt, Turn, Failure, Trajectory, Group)}
+_TYPES = {cls.__name__: cls for cls in (Media, MediaTokens, Message, Prompt, Turn, Failure, Trajectory, Group)}
 _TAG = "$type"
 
 

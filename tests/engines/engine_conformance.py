@@ -63,7 +63,7 @@ def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
     log_probs = -torch.rand(rows, response, generator=draw) * response_mask - 3.0 * response_mask
     objects = {
         "names": [f"row {row}" for row in range(rows)],
-        "media_digests": [("of two",) * (row % 3 == 2) for row in range(rows)],
+        "pictures": [("of two",) * (row % 3 == 2) for row in range(rows)],
     }
     return DataProto.from_dict(
         {

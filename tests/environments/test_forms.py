@@ -153,7 +153,10 @@ def test_gymnasium_by_name() -> None:
     ("options", "error"),
     [
         ({"env_id": "FrozenLake-v1", "actions": ["a", "b"]}, r"actions has 2 words; expected one for each of the 4"),
-        ({"env_id": "FrozenLake-v1", "actions": ["a", "b", "c", "A"]}, "4 actions of FrozenLake-v1, in their order, all different"),
+        (
+            {"env_id": "FrozenLake-v1", "actions": ["a", "b", "c", "A"]},
+            "4 actions of FrozenLake-v1, in their order, all different",
+        ),
         ({"env_id": "MountainCarContinuous-v0"}, r"env_id=MountainCarContinuous-v0 has the actions Box"),
         ({"env_id": "NoSuchLake-v1"}, r"NoSuchLake"),
     ],

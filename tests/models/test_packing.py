@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from whet.errors import DataError
-from whet.models.packing import DIGESTS, layout, same_prompt
+from whet.models.packing import LATER_MEDIA, MEDIA, layout, same_prompt
+from whet.types import Media
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -140,13 +141,18 @@ def test_a_prompt_is_another_with_another_token_padding_or_position(name: str) -
 def test_a_prompt_with_other_media_is_another_prompt() -> None:
     """Rows 0, 2 and 3 have one prompt by their tokens; the image of row 2 is another one."""
     rows = answers_to_one_prompt()
-    digests = np.array([("a",), (), ("b",), ("a",)], dtype=object)
-    assert same_prompt({**rows, DIGESTS: digests}).tolist() == [0, 1, 2, 0]
-    shared, apart = (layout({**rows, **more}, share_prompts=True) for more in ({}, {DIGESTS: digests}))
+    a, b, c = (Media("image", name, source=None) for name in "abc")
+    seen = np.array([(a,), (), (b,), (a,)], dtype=object)
+    assert same_prompt({**rows, MEDIA: seen}).tolist() == [0, 1, 2, 0]
+    shared, apart = (layout({**rows, **more}, share_prompts=True) for more in ({}, {MEDIA: seen}))
     assert len(apart.input_ids) == len(shared.input_ids) + 2  # the prompt of row 2 is read once more
+    assert sorted(each.digest for each in apart.media) == ["a", "b"]
+    later = np.array([(), (c,), (), (c, b)], dtype=object)
+    both = layout({**rows, MEDIA: seen, LATER_MEDIA: later}, share_prompts=True).media
+    assert sorted(each.digest for each in both) == ["a", "b", "b", "c", "c"]
     left_out = {**rows, "response_mask": rows["response_mask"].clone()}
-    left_out["response_mask"][0] = 0  # rows that are not read leave the others their own digests
-    assert len(layout({**left_out, DIGESTS: digests}, share_prompts=True).input_ids) == len(apart.input_ids) - 1
+    left_out["response_mask"][0] = 0  # rows that are not read leave the others their own media
+    assert len(layout({**left_out, MEDIA: seen}, share_prompts=True).input_ids) == len(apart.input_ids) - 1
 
 
 @pytest.mark.parametrize("window", [None, 3])

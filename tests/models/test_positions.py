@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from whet.models.packing import next_position, position_ids
+from whet.models.positions import next_position, position_ids
 
 # Two tokens of text, an image of 2 x 3 patches, one token of text: time, height and width of each, as in Qwen2-VL.
 # The image takes as many positions as its longer side.

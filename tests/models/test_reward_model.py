@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from whet.errors import EngineError, ModelError
 from whet.models.load import load_policy, load_reward_model, new_head
 from whet.models.outputs import ForwardSettings, model_outputs
-from whet.models.packing import position_ids
+from whet.models.positions import position_ids
 
 
 def classifier(folder: Path, out: Path, **changes: object) -> Path:

@@ -404,7 +404,7 @@ def test_equal_uids_are_refused(engine: RolloutEngine, model: PreTrainedModel) -
 def test_media_are_refused_by_an_engine_that_reads_text(engine: RolloutEngine, model: PreTrainedModel) -> None:
     engine.attach(model, 0)
     [request] = suite.requests(groups=1, n=1)
-    with pytest.raises(EngineError, match="has images, and this rollout engine reads text"):
+    with pytest.raises(EngineError, match="has images, and the model reads text"):
         engine.submit(replace(request, media=(Media("image", "d1", None),)))
 
 

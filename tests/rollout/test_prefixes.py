@@ -108,20 +108,22 @@ def test_tokens_of_two_versions_are_not_kept(model: PreTrainedModel) -> None:
     while not engine.poll(0.0):
         pass
     _, prefixes = engine._require_cache()
-    assert prefixes.share(((3,) * 20, ())) == []
+    assert prefixes.share((3,) * 20) == []
 
 
 def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
     cache = BlockCache(model.config, dtype=torch.float32, budget_bytes=2**20, device=torch.device("cpu"))
     prefixes, total = Prefixes(cache), cache.num_free
     blocks = cache.take(3)
-    prefixes.keep((tuple(range(40)), ("digest",)), blocks)  # two whole blocks
+    text, seen = tuple(range(40)), (*range(20), "digest", *range(21, 40))
+    prefixes.keep(seen, blocks)  # two whole blocks
     cache.release(blocks)
     assert cache.num_free == total - 2
-    assert prefixes.share((tuple(range(40)), ())) == []
-    assert prefixes.share((tuple(range(32)), ("digest",))) == blocks[:1]  # its last token has to be computed
-    assert prefixes.share((tuple(range(33)), ("digest",))) == blocks[:2]
+    assert prefixes.share((*range(15), "digest", *range(16, 40))) == []
+    assert prefixes.share(text) == blocks[:1]  # the image comes after it
+    assert prefixes.share(seen[:32]) == blocks[:1]  # its last token has to be computed
+    assert prefixes.share(seen[:33]) == blocks[:2]
     prefixes.free(total)
-    assert cache.num_free == total - 2  # shared by the two calls
+    assert cache.num_free == total - 2  # shared by the calls
     cache.release([blocks[0], *blocks[:2]])
     assert cache.num_free == total

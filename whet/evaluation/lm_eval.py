@@ -25,7 +25,8 @@ from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
-from whet.models.packing import layout, position_ids
+from whet.models.packing import layout
+from whet.models.positions import position_ids
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
 from whet.types import Message

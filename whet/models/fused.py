@@ -2,7 +2,7 @@
 """Replacement of a model's RMS norms and gated MLPs by versions that save less memory for the backward pass.
 
 A module is replaced only if it computes the same: its parts have the expected names, and a small copy with random
-weights (its own may not be loaded yet) X"""
+weights (its own may not be loaded yet) gives the same results."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
+from whet.models.vision import vision_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ForwardSettings:
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
     token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
+    is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
 
 
 def model_outputs(
@@ -138,21 +140,42 @@ def _wide_states(model: PreTrainedModel) -> Iterator[None]:
 def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
     """The last hidden state of each of the T real tokens, [T, H]. With packing, rows of padding follow; with split
     tokens, only this rank's tokens."""
-    body, share = model.base_model, settings.token_share
+    body, share = cast(PreTrainedModel, model.base_model), settings.token_share
+    extra, unseen = _media(body, where, settings)
     if settings.packing:
         num_tokens = _padded_tokens(where) if share is None else share.padded(_padded_tokens(where))
         ids, positions = (F.pad(x, (0, num_tokens - x.shape[-1])) for x in (where.input_ids, where.position_ids))
-        extra = {}
         if share is not None:
-            ids, positions, extra = share.own(ids), share.own(positions), {"token_share": share}
+            ids, positions, extra = share.own(ids), share.own(positions), {**extra, "token_share": share}
         # [1, T], or [3, 1, T]
         out = body(input_ids=ids[None], position_ids=positions[..., None, :], use_cache=False, packed=where, **extra)
         flat: torch.Tensor = out.last_hidden_state[0]
-        return flat
+        return flat if unseen is None else flat + unseen
     positions = where.position_ids
     grid = where.pad(positions) if positions.dim() == 1 else torch.stack([where.pad(axis) for axis in positions])
-    out = body(input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False)
-    return where.unpad(out.last_hidden_state)
+    out = body(input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False, **extra)
+    flat = where.unpad(out.last_hidden_state)
+    return flat if unseen is None else flat + unseen
+
+
+def _media(
+    body: PreTrainedModel, where: Layout, settings: ForwardSettings
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Arguments of the forward pass for the rows' media; without any, on a sharded model, a zero that the vision tower
+    has computed."""
+    vision = vision_of(body)
+    if where.media and vision is None:
+        raise EngineError(
+            f"a row has {where.media[0].kind}s, and {type(body).__name__} reads text; use a model that sees"
+        )
+    if where.media and settings.token_share is not None:
+        raise EngineError(
+            "rows with images or videos cannot be split over ranks by tokens; set sequence_parallel_size=1 in the "
+            "options of the engine"
+        )
+    if vision is None or (not where.media and not settings.is_sharded):
+        return {}, None
+    return (vision.encode(body, where.media), None) if where.media else ({}, vision.idle(body))
 
 
 def _padded_tokens(where: Layout) -> int:

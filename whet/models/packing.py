@@ -17,6 +17,7 @@ import torch
 
 from whet.devices import moved
 from whet.errors import DataError
+from whet.types import Media
 
 # Attention runs on bunches of rows of similar length: the shortest row has at least MIN_FRACTION of the longest's
 # tokens, and a bunch has at most BUNCH_PAIRS (query, key) pairs, which for few heads fit into a cache.
@@ -26,8 +27,8 @@ FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
-# Columns that must agree for two prompts to be the same, and the digests of their media (a tuple for each row).
-PROMPT_COLUMNS, DIGESTS = ("input_ids", "attention_mask", "position_ids"), "media_digests"
+# Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
+PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Layout(Grid):
     places: torch.Tensor  # [N] its index in the batch's flattened [B, R]
     shape: tuple[int, int]  # B, R
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
+    media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
 
     def to(self, device: torch.device) -> Layout:
         """Copies the layout to another device, all indices in one transfer."""
@@ -156,12 +158,13 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
     real = batch["attention_mask"].bool()[kept]
     own, first = real, row_at
     if share_prompts:
-        digests = {DIGESTS: [batch[DIGESTS][row] for row in kept.tolist()]} if DIGESTS in batch else {}
-        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | digests)
+        media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
+        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
         own = real.clone()
         own[first != row_at, :prompt_width] = False
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
+    has_prompt = (first == row_at)[by_length].tolist()
     kept, real, own, first = kept[by_length], real[by_length], own[by_length], by_length.argsort()[first[by_length]]
     input_ids, response_mask = batch["input_ids"][kept], response_mask[kept]
     lengths, prefix_lengths = own.sum(1), (real & ~own).sum(1)
@@ -191,7 +194,17 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
         places=kept[rows] * response_mask.shape[1] + columns,
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
         bunches=tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
+        media=tuple(_media(batch, kept.tolist(), has_prompt)),
     )
+
+
+def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:
+    """Yields the media of rows in order, those of a prompt where the row has its tokens."""
+    for row, has_own in zip(rows, has_prompt, strict=True):
+        if has_own and MEDIA in batch:
+            yield from batch[MEDIA][row]
+        if LATER_MEDIA in batch:
+            yield from batch[LATER_MEDIA][row]
 
 
 def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -199,8 +212,8 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
     first: dict[tuple[bytes, object], int] = {}
-    table, digests = torch.cat(prompts, 1).cpu().numpy(), batch.get(DIGESTS, [()] * rows)
-    found = [first.setdefault((prompt.tobytes(), digests[row]), row) for row, prompt in enumerate(table)]
+    table, media = torch.cat(prompts, 1).cpu().numpy(), batch.get(MEDIA, [()] * rows)
+    found = [first.setdefault((prompt.tobytes(), media[row]), row) for row, prompt in enumerate(table)]
     return torch.tensor(found, dtype=torch.int64, device=batch["input_ids"].device)
 
 
@@ -304,30 +317,3 @@ class Unpad(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         (slots,) = ctx.saved_tensors
         return grad.new_zeros((ctx.size, *grad.shape[1:])).index_copy_(0, slots, grad), None
-
-
-def position_ids(attention_mask: torch.Tensor, prompts: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
-    """[B, L] -> [B, L]: a row's real tokens are numbered from 0; left padding has 0, right padding the last number.
-
-    With multimodal rotary positions [B, L] -> [B, 3, L] (time, height, width): `prompts` holds for each row the
-    positions [3, n] of its first n real tokens, computed from its images and videos, or None. Text after them continues
-    from the largest, equal on all three axes, so an image of 4 x 6 patches takes 6 positions.
-    """
-    plain = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    if prompts is None:
-        return plain
-    positions = plain[:, None].repeat(1, 3, 1)
-    for row, prompt in zip(range(len(plain)), prompts, strict=True):
-        if prompt is None:
-            continue
-        real = attention_mask[row].nonzero()[:, 0]
-        count, after = prompt.shape[1], next_position(prompt)
-        positions[row, :, real[:count]] = prompt
-        positions[row, :, real[count:]] = after + torch.arange(len(real) - count)
-        positions[row, :, real[-1] :] = positions[row, :, real[-1]][:, None]
-    return positions
-
-
-def next_position(prompt: torch.Tensor) -> int:
-    """Position of the first token after a prompt with positions [n] or [3, n]."""
-    return int(prompt.max()) + 1 if prompt.numel() else 0

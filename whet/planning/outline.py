@@ -27,7 +27,8 @@ from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
 from whet.models.outputs import outputs_of
-from whet.models.packing import Layout, layout, position_ids
+from whet.models.packing import Layout, layout
+from whet.models.positions import position_ids
 
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
 _PASSES: dict[Hashable, Counter[str]] = {}

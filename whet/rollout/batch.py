@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 
 from whet.errors import DataError
-from whet.models.packing import position_ids
+from whet.models.packing import LATER_MEDIA, MEDIA
+from whet.models.positions import position_ids, rotary_positions
 from whet.protocol import DataProto
 from whet.rollout.groups import by_player
-from whet.types import Group, Trajectory, Turn
+from whet.types import Group, Media, Trajectory, Turn
 
 NOT_SAMPLED = -1  # turn id of text that the policy did not write
 
@@ -30,6 +32,8 @@ class Row:
     versions: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     agent: str = ""
+    media: tuple[Media, ...] = ()  # of the prompt
+    response_media: tuple[Media, ...] = ()  # of text that was read after it
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""
@@ -74,9 +78,10 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
         row, so_far = open_rows.get(who, (Row(()), ()))
         if who in open_rows and context[: len(so_far)] == so_far:
             row.read(context[len(so_far) :])
+            row.response_media = turn.media[len(row.media) :]
             rows.remove(row)
         else:
-            row = Row(context, agent=turn.agent)
+            row = Row(context, agent=turn.agent, media=turn.media)
         rows.append(row)
         if turn.is_trained:
             row.write(turn, turn_id)
@@ -112,7 +117,7 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention_mask,
-        "position_ids": position_ids(attention_mask),
+        "position_ids": position_ids(attention_mask, _positions(rows)),
         "turn_ids": _filled(real, [row.turn_ids for row in rows], NOT_SAMPLED),
         "policy_version": _filled(real, [row.versions for row in rows], 0, torch.int32),
         "rollout_log_probs": _filled(real, [row.log_probs for row in rows], 0.0, torch.float32),
@@ -120,14 +125,31 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
         "trajectory_uid": _numbered([t.uid for t in owners]),
         "truncated": torch.tensor([bool(t.turns) and t.turns[-1].finish_reason == "length" for t in owners]),
     }
-    objects = {
+    objects: dict[str, list[Any]] = {
         "uid_name": [t.prompt.uid for t in owners],
         "trajectory_uid_name": [t.uid for t in owners],
         "data_source": [t.prompt.data_source for t in owners],
         "domain": [t.prompt.domain for t in owners],
         "agent": [row.agent for row in rows],
     }
+    if any(row.media or row.response_media for row in rows):
+        objects |= {MEDIA: [row.media for row in rows], LATER_MEDIA: [row.response_media for row in rows]}
     return _with_scores(DataProto.from_dict(tensors, objects), rows, owners, columns)
+
+
+def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
+    """Positions of rows on three axes, those of a prompt computed once; None where no row needs them."""
+    prompts: dict[tuple[object, ...], torch.Tensor | None] = {}
+    found: list[torch.Tensor | None] = []
+    for row in rows:
+        if row.response_media:
+            ids, media = [*row.prompt_ids, *row.response_ids], row.media + row.response_media
+            found.append(rotary_positions(ids, media, len(row.prompt_ids)))
+            continue
+        if (prompt := (row.prompt_ids, row.media)) not in prompts:
+            prompts[prompt] = rotary_positions(*prompt)
+        found.append(prompts[prompt])
+    return None if all(row is None for row in found) else found
 
 
 def with_scores(
@@ -144,7 +166,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     rows: list[Row] = []
     owners: list[Trajectory] = []
     for trajectory in (each for group in by_player(groups) for each in group.trajectories):
-        own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids)]
+        own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids, media=trajectory.prompt.media)]
         for row in own:
             if not row.response_ids:
                 row.read([pad_token_id])

@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.models.attention import NAME
-from whet.models.packing import position_ids
+from whet.models.positions import position_ids, rotary_positions
+from whet.models.vision import vision_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -31,8 +32,10 @@ class Batch:
     counts: torch.Tensor  # [S] tokens of the responses so far
     going_on: torch.Tensor  # [S] bool
     ids: torch.Tensor  # [S, L] to be fed next
+    positions: torch.Tensor  # of these, [S, L] or [3, S, L]
     mask: torch.Tensor  # [S, L of all that was fed and is to be]
     cache: DynamicCache
+    seen: Mapping[str, Any]  # what the forward of these is given of their media
     found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
 
     @classmethod
@@ -40,7 +43,11 @@ class Batch:
         """Rows that start, or go on behind their tokens."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
-        width = max(map(len, fed))
+        width, media = max(map(len, fed)), [each for request in requests for each in request.media]
+        vision = vision_of(module) if media else None
+        rotary = [rotary_positions(request.prompt_ids, request.media, request.opening) for request in requests]
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in fed], device=device)
+        positions = position_ids(mask, rotary if any(each is not None for each in rotary) else None)
         longest = max(request.params.max_new_tokens for request in requests)
 
         def filled(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
@@ -54,8 +61,10 @@ class Batch:
             counts=torch.tensor([len(each.tokens) for each in rows], device=device),
             going_on=torch.ones(len(rows), dtype=torch.bool, device=device),
             ids=torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device),
-            mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in fed], device=device),
+            positions=positions if positions.dim() == 2 else positions.transpose(0, 1),
+            mask=mask,
             cache=DynamicCache(config=module.config),
+            seen={} if vision is None else vision.encode(module, media),
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -68,6 +77,7 @@ class Batch:
         self.log_probs[rows, at] = torch.where(self.going_on, log_probs, self.log_probs[rows, at])
         self.counts += self.going_on
         self.ids, self.mask = chosen[:, None], torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        self.positions, self.seen = self.positions[..., -1:] + 1, {}
         return is_stop(chosen, self.sampling)
 
     def read(self) -> None:
@@ -118,16 +128,17 @@ class HFEngine(InProcessEngine[LiveRequest]):
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
         batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
-        if (implementation := module.config._attn_implementation) == NAME:  # which works with whet's cache alone
-            module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-            self._restore.callback(module.set_attn_implementation, implementation)
-        positions = position_ids(batch.mask)[:, -batch.ids.shape[1] :]
+        text = module.config.get_text_config()
+        if text._attn_implementation == NAME:  # which works with whet's cache alone
+            text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
+            self._restore.callback(setattr, text, "_attn_implementation", NAME)
         out = module(
             batch.ids,
             attention_mask=batch.mask,
-            position_ids=positions,
+            position_ids=batch.positions,
             past_key_values=batch.cache,
             logits_to_keep=1,
+            **batch.seen,
         )
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
         for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import EngineError, WeightSyncError
 from whet.models.lora import plain_copy
+from whet.models.vision import vision_of
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import StopStrings
@@ -148,7 +149,7 @@ class InProcessEngine(ABC, Generic[L]):
         if len(self.unfinished) >= MAX_UNFINISHED:
             return False
         if request.media:
-            raise EngineError(f"request {request.uid} has {request.media[0].kind}s, and this rollout engine reads text")
+            self._check_media(request)
         if not request.prompt_ids or request.params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {request.uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens="
@@ -164,6 +165,13 @@ class InProcessEngine(ABC, Generic[L]):
             self._streaming[request.uid], live.num_streamed = live, len(request.sampled_ids)
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
+
+    def _check_media(self, request: Request) -> None:
+        vision = vision_of(self.policy.require())
+        for each in request.media:
+            if vision is None or each.kind not in vision.kinds or each.tokens is None:
+                reads = "text" if vision is None else f"text, {', '.join(f'{kind}s' for kind in sorted(vision.kinds))}"
+                raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads {reads}")
 
     @torch.no_grad()
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,9 +16,10 @@ from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError, WhetError
 from whet.metrics import counted
+from whet.models.positions import patches
 from whet.types import Failure, FinishReason, Media, Versions
 
-Identity = tuple[tuple[int, ...], tuple[str, ...]]  # of a prompt: token ids, digests of its media
+Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token
 Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
@@ -58,14 +60,22 @@ class Request:
     attempt: int = 0
     sampled_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()  # of the prompt
+    opening: int | None = None  # tokens of the prompt before the first response in it; unset: all
     deadline_seconds: float | None = None  # from submission; a request that takes longer fails
     keeps_cache: bool = False  # a request that begins with this prompt and its response may follow
     streams: bool = False  # new tokens come as Partial events while it runs, where the engine can; none comes twice
 
-    @property
+    @cached_property
     def identity(self) -> Identity:
-        """Token ids and media digests of the prompt: requests that agree in it share its computation."""
-        return self.prompt_ids, tuple(media.digest for media in self.media)
+        """Token ids and media digests of the prompt: requests share the computation of what they agree in.
+
+        Raises: DataError where ids and media do not agree."""
+        if not self.media:
+            return self.prompt_ids
+        ids: list[int | str] = list(self.prompt_ids)
+        for each, places in zip(self.media, patches(self.prompt_ids, self.media), strict=True):
+            ids[places[0]] = each.digest
+        return tuple(ids)
 
 
 @dataclass(frozen=True)

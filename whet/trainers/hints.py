@@ -20,7 +20,7 @@ from annotated_types import Ge
 from whet.data.prompts import PromptFormat, Template
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
-from whet.models.packing import position_ids
+from whet.models.positions import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
 from whet.protocol import DataProto

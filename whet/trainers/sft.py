@@ -21,7 +21,7 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
-from whet.models.packing import position_ids
+from whet.models.positions import position_ids
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto

@@ -18,7 +18,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
-from whet.models.packing import position_ids
+from whet.models.positions import position_ids
 from whet.protocol import DataProto
 from whet.tracking.console import Column
 from whet.trainers.frame import with_restarts

@@ -65,7 +65,8 @@ class FSDPEngine(Engine):
         )
         super().__init__(role.empty_model(device), role, self.ranks.group, device)
         self.rows_group = self.ranks.rows_group
-        model, optim, forward = self.model, role.optim, self.forward_settings
+        model, optim = self.model, role.optim
+        forward = self.forward_settings = replace(self.forward_settings, is_sharded=True)
         if sequence_parallel_size > 1:
             check_heads(body_of(model).config.get_text_config(), sequence_parallel_size)
             self.forward_settings = replace(forward, token_share=TokenShare(self.ranks.inner_group))

@@ -16,7 +16,7 @@ from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
 from whet.rollout.protocol import Identity
 
-Prefix = tuple[int, tuple[int, ...]]
+Prefix = tuple[int, Identity]
 
 
 def blocks_for(tokens: int) -> int:
@@ -108,7 +108,7 @@ class Prefixes:
         """The blocks of the longest part of a prompt that is kept, with an owner more; its last token is not in it: the
         logits after that are needed."""
         found = list[int]()
-        for prefix in _prefixes((identity[0][:-1], identity[1])) if self._blocks else ():
+        for prefix in _prefixes(identity[:-1]) if self._blocks else ():
             if prefix not in self._blocks:
                 break
             found.append(self._blocks[prefix])
@@ -128,10 +128,9 @@ class Prefixes:
 
 def _prefixes(identity: Identity) -> Iterator[Prefix]:
     """Names of the full blocks of a sequence: a hash of what is before a block, and its tokens."""
-    token_ids, media = identity
-    before = hash(media)
-    for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        prefix = before, token_ids[start : start + BLOCK_SIZE]
+    before = 0
+    for start in range(0, len(identity) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        prefix = before, identity[start : start + BLOCK_SIZE]
         yield prefix
         before = hash(prefix)
 

@@ -7,6 +7,7 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,18 @@ from transformers import PreTrainedModel
 from whet.errors import EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
+from whet.models.positions import patches
+from whet.models.vision import vision_of
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
 from whet.rollout.native.cache import BlockCache, PagedBatch, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
-from whet.rollout.native.scheduler import ScheduledRequest, Scheduler
+from whet.rollout.native.scheduler import ScheduledRequest, Scheduler, SharedPrompt
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.types import Media
 
 MIN_ROWS = 16
 PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
@@ -39,6 +43,26 @@ class Stretch:
     token_ids: Sequence[int]
     start: int  # where the first one stands
     blocks: list[int]  # of the sequence
+    prompt: SharedPrompt  # that it begins with
+
+    @property
+    def rotary(self) -> torch.Tensor:
+        """[3, n] the positions of its tokens."""
+        end, known = self.start + len(self.token_ids), self.prompt.rotary
+        places = torch.arange(self.start, end).expand(3, -1)
+        if known is None:
+            return places
+        inside = known[:, self.start : end]
+        return torch.cat([inside, places[:, inside.shape[1] :] + self.prompt.shift], 1)
+
+    @property
+    def media(self) -> Iterator[tuple[Media, slice]]:
+        """The media whose patches are among its tokens, with those of them that are."""
+        end, media = self.start + len(self.token_ids), self.prompt.request.media
+        for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
+            first, last = bisect_left(places, self.start), bisect_left(places, end)
+            if first < last:
+                yield each, slice(first, last)
 
 
 @register_rollout("native", compiles=True)
@@ -99,11 +123,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return 0 if self._scheduler is None else len(self._scheduler.running)
 
     def _use(self, module: PreTrainedModel) -> None:
-        if module.config._attn_implementation != NAME:
-            raise EngineError(
-                f"the model was loaded with {module.config._attn_implementation!r} attention, not {NAME!r}"
-            )
-        self._form = LogitForm.of(module.config.get_text_config())
+        config = module.config.get_text_config()
+        if config._attn_implementation != NAME:
+            raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
+        self._form = LogitForm.of(config)
         self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self._cache = None
 
@@ -165,13 +188,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
-        logits = self._compute([Stretch(prompt.uncomputed, prompt.num_computed, prompt.blocks) for prompt in prompts])
+        logits = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
         for prompt, after in zip(prompts, logits, strict=True):
             prompt.logits, prompt.uncomputed = after, ()
         resumed, started = ([each for each in admitted if bool(each.tokens) == goes_on] for goes_on in (True, False))
         starts = [each.prompt.num_full * BLOCK_SIZE for each in resumed]
         stretches = [
-            Stretch(each.cached_ids[start:], start, each.blocks) for each, start in zip(resumed, starts, strict=True)
+            Stretch(each.cached_ids[start:], start, each.blocks, each.prompt)
+            for each, start in zip(resumed, starts, strict=True)
         ]
         self._compute([stretch for stretch in stretches if stretch.token_ids])
         first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
@@ -196,31 +220,55 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for row, stretch in enumerate(stretches):
             tables[row, : len(stretch.blocks)] = torch.tensor(stretch.blocks, dtype=torch.int32)
         last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(stretches))))
-        inputs = self._padded(self._require_cache()[0], ids, rows, positions, tables.to(device))
-        return self._forward(*inputs, last)[: len(stretches)]
+        rotary = positions
+        if any(stretch.prompt.rotary is not None for stretch in stretches):
+            rotary = torch.cat([stretch.rotary for stretch in stretches], 1).to(device)
+        inputs = self._padded(self._require_cache()[0], ids, rotary, rows, positions, tables.to(device))
+        return self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
+
+    def _seen(self, stretches: Sequence[Stretch]) -> dict[str, Any]:
+        """What the model's forward is given of the media of stretches."""
+        media = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
+        module = self.policy.require()
+        vision = vision_of(module)
+        return vision.encoded(module, media, self.policy.version) if vision is not None and media else {}
 
     def _decode_step(self, cache: BlockCache, running: Running) -> None:
         """Feeds the last token of every running request and samples the next."""
         columns = running.columns
-        inputs = self._padded(cache, columns.tokens, columns.slots.int(), columns.positions, running.tables)
+        rotary = columns.positions + columns.shifts
+        inputs = self._padded(cache, columns.tokens, rotary, columns.slots.int(), columns.positions, running.tables)
         assert self._decode is not None
-        running.sample(self._decode(*inputs, None)[: len(running)])
+        running.sample(self._decode(*inputs, None, {})[: len(running)])
 
     def _padded(
-        self, cache: BlockCache, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor
+        self,
+        cache: BlockCache,
+        ids: torch.Tensor,
+        rotary: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
         """Inputs of `_forward`, padded to one of few sizes: an eighth more rows at the most, of many."""
         step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
         extra = -len(ids) % step
-        ids, positions, rows = F.pad(ids, (0, extra)), F.pad(positions, (0, extra)), F.pad(rows, (0, extra), value=-1)
-        return ids, positions, PagedBatch(cache, tables, rows, positions)
+        ids, rotary, positions = (F.pad(each, (0, extra)) for each in (ids, rotary, positions))
+        return ids, rotary, PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions)
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedBatch, keep: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        rotary: torch.Tensor,
+        paged: PagedBatch,
+        keep: torch.Tensor | None,
+        seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Logits after each token, or after those in `keep`: [T] -> [T, V]."""
+        """Logits after each token, or after those in `keep`: [T] -> [T, V]; rotary positions [T] or [3, T]."""
         module = self.policy.require()
-        out = module.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
+        # [1, T], or [3, 1, T]
+        places = rotary[..., None, :]
+        out = module.base_model(input_ids=ids[None], position_ids=places, use_cache=False, paged=paged, **seen)
         hidden = out.last_hidden_state[0]
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 

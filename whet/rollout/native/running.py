@@ -21,7 +21,8 @@ class Columns(NamedTuple):
     """Numbers of running requests   [n]"""
 
     tokens: torch.Tensor  # sampled last, to be fed next
-    positions: torch.Tensor  # of that token in its sequence
+    positions: torch.Tensor  # place of that token in its sequence
+    shifts: torch.Tensor  # from that to its rotary position
     counts: torch.Tensor  # tokens of the response so far
     slots: torch.Tensor  # row of the block tables and of the outputs
 
@@ -30,8 +31,9 @@ class Columns(NamedTuple):
         """The columns of requests that start or go on."""
         tokens = [each.tokens[-1] if each.tokens else 0 for each in live]
         positions = [len(each.prompt.token_ids) + len(each.tokens) - 1 for each in live]
+        shifts = [each.prompt.shift for each in live]
         counts = [len(each.tokens) for each in live]
-        columns = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, counts, slots))
+        columns = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, shifts, counts, slots))
         return cls(*(column.to(device) for column in columns))
 
     def joined(self, other: Columns) -> Columns:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from whet.errors import EngineError
+from whet.models.positions import next_position, rotary_positions
 from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
@@ -30,7 +31,7 @@ class SharedPrompt:
 
     It owns its blocks until its last request is done, or until they are needed while none of its requests runs."""
 
-    identity: Identity
+    request: Request  # any of them
     waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
     unfinished: int = 0
     running: int = 0
@@ -40,7 +41,10 @@ class SharedPrompt:
     logits: torch.Tensor | None = None  # [V]
 
     def __post_init__(self) -> None:
-        self.token_ids, _ = self.identity
+        self.token_ids, self.identity = self.request.prompt_ids, self.request.identity
+        # On three axes: a token at place t behind the prompt has the position t + shift.
+        self.rotary = rotary_positions(self.token_ids, self.request.media, self.request.opening)
+        self.shift = 0 if self.rotary is None else next_position(self.rotary) - len(self.token_ids)
         # Blocks that its requests share; each copies a last, partly filled one and goes on to fill it.
         self.num_full = len(self.token_ids) // BLOCK_SIZE
 
@@ -67,6 +71,11 @@ class ScheduledRequest(LiveRequest):
     def cached_ids(self) -> tuple[int, ...]:
         """The tokens whose keys and values it needs before it goes on: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
+
+    @property
+    def cached_identity(self) -> Identity:
+        """The identity of the sequence of `cached_ids`."""
+        return (*self.prompt.identity, *self.tokens[:-1])
 
 
 class Scheduler:
@@ -110,7 +119,7 @@ class Scheduler:
             prompt = live.prompt
             # All of a prompt is computed while some request has not started, later only its full, shared blocks.
             computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
-            found = [] if prompt.blocks else self.prefixes.share((computed, prompt.identity[1]))
+            found = [] if prompt.blocks else self.prefixes.share(prompt.identity[: len(computed)])
             first = 0 if prompt.blocks else blocks_for(len(computed)) - len(found)
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
@@ -157,7 +166,7 @@ class Scheduler:
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
             if keeps_cache:
-                self.prefixes.keep((live.cached_ids, prompt.identity[1]), live.blocks)
+                self.prefixes.keep(live.cached_identity, live.blocks)
             self.cache.release(live.blocks)
         elif live.tokens:
             self._begun.remove(live)
@@ -191,7 +200,7 @@ class Scheduler:
         """The prompt of a waiting request that is equal, or a new one; a request with tokens shares any equal one."""
         prompt = self._newest.get(request.identity)
         if prompt is None or not (prompt.waiting or request.sampled_ids):
-            prompt = self._newest[request.identity] = SharedPrompt(request.identity)
+            prompt = self._newest[request.identity] = SharedPrompt(request)
             self._prompts[prompt] = None
         return prompt
 
