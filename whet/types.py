@@ -32,7 +32,7 @@ class MediaTokens:
     token_id: int  # of every patch
     grids: tuple[tuple[int, int, int], ...]  # (time, height, width) of each run of patch tokens
     size: tuple[int, int]  # (height, width) in pixels to which it is resized
-    time_step: int | None = None  # multimodal rotary positions between two times; None: positions count tokens
+    time_step: float | None = None  # multimodal rotary positions between two times; None: positions count tokens
 
     @property
     def count(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from whet.models.attention import NAME
+from whet.models.attention import NAME, implementation
 from whet.models.packing import position_ids
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
@@ -118,9 +118,9 @@ class HFEngine(InProcessEngine[LiveRequest]):
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
         batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
-        if (implementation := module.config._attn_implementation) == NAME:  # which works with whet's cache alone
+        if module.config.get_text_config()._attn_implementation == NAME:  # which works with whet's cache alone
             module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-            self._restore.callback(module.set_attn_implementation, implementation)
+            self._restore.callback(module.set_attn_implementation, implementation(module.config))
         positions = position_ids(batch.mask)[:, -batch.ids.shape[1] :]
         out = module(
             batch.ids,
