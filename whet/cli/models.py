@@ -25,6 +25,9 @@ class Arch(StrEnum):
     gemma = "gemma"
     gemma2 = "gemma2"
     phi = "phi"
+    qwen2_vl = "qwen2_vl"
+    qwen2_5_vl = "qwen2.5_vl"
+    qwen3_vl = "qwen3_vl"
 
 
 def init_model(

@@ -24,6 +24,14 @@ NAME = "whet"
 SHORT = 8
 
 
+def implementation(config: Any) -> str | dict[str, str]:
+    """The argument `attn_implementation` for a model with this transformers config: whet's attention for the text, and
+    torch's for a vision tower, whose tokens attend in both directions."""
+    if config.get_text_config() is config:
+        return NAME
+    return {"text_config": NAME, **{name: "sdpa" for name in config.sub_configs if name != "text_config"}}
+
+
 def head_size(config: Any) -> int:
     """The size D of an attention head of a model with this transformers config."""
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)

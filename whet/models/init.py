@@ -2,7 +2,8 @@
 """New model folders: random weights, a freshly trained tokenizer, a chat template.
 
 For quickstarts, tests and benchmarks on machines without access to a model hub. The folders load with plain
-`AutoModelForCausalLM` and `AutoTokenizer`; equal arguments write equal bytes.
+`AutoModelForCausalLM` (of a model that reads images `AutoModelForImageTextToText` and `AutoImageProcessor`) and
+`AutoTokenizer`; equal arguments write equal bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeGuard, cast, get_args
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -41,11 +42,14 @@ from transformers import (
 
 from whet.errors import ConfigError
 from whet.keyed import key
+from whet.models.init_vision import MARKERS, VisionArch, save_processor, vision_model, with_media
 from whet.models.load import without_weight_bars
 
 logger = logging.getLogger(__name__)
 
-Arch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+TextArch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+Arch = TextArch | VisionArch
+ARCHS = (*get_args(TextArch), *get_args(VisionArch))
 
 # ChatML. Later messages never change how an earlier one is rendered, so sampled tokens stay the same over many turns.
 # Tool results are put into a user turn, as in Qwen's templates.
@@ -55,7 +59,7 @@ SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt").read_text(encoding="ut
 END_OF_TEXT, END_OF_TURN, START_OF_TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 _TEMPLATE_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _ROWS_MULTIPLE = 8  # of embedding rows, for fast matrix products
-_MIN_BYTE_VOCABULARY = 256 + 3  # every byte, and the special tokens
+_SPECIAL = (END_OF_TEXT, END_OF_TURN, START_OF_TURN)
 
 
 @dataclass(frozen=True)
@@ -88,24 +92,27 @@ def init_model(
     hidden_size: int | None = None,
     num_layers: int | None = None,
     max_position_embeddings: int = 32768,
+    patch_size: int = 14,
 ) -> Path:
     """Writes a model folder with random weights to `out` and returns its path.
 
     The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample). With `alphabet` it has one token
     for each of its characters and for each word of the chat template instead, and refuses any other character.
     `vocab_size` is the number of embedding rows, an upper limit for the tokenizer; by default the number of tokens,
-    rounded up to a multiple of 8, with the limit of the size. Raises: ConfigError.
+    rounded up to a multiple of 8, with the limit of the size. `patch_size` is in pixels, for models that read images:
+    2 x 2 patches make a token. Raises: ConfigError.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder; choose another path, or remove it first")
     shape = _shape(arch, size, hidden_size, num_layers)
+    special = MARKERS[arch].special if arch in MARKERS else ()
     if alphabet is not None:
-        tokenizer = _alphabet_tokenizer(alphabet, arch, texts)
+        tokenizer = _alphabet_tokenizer(alphabet, arch, texts, special)
     else:
         texts = [SAMPLE_TEXT] if texts is None else texts
-        tokenizer = _byte_level_tokenizer(texts, shape.vocab_size if vocab_size is None else vocab_size)
-    tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer = _byte_level_tokenizer(texts, shape.vocab_size if vocab_size is None else vocab_size, special)
+    tokenizer.chat_template = with_media(CHAT_TEMPLATE, arch) if _sees(arch) else CHAT_TEMPLATE
     num_rows = _num_rows(len(tokenizer), vocab_size)
     end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     try:
@@ -115,13 +122,19 @@ def init_model(
         raise ConfigError(message) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "init-model"))
-        model = _random_model(arch, shape, num_rows, {"max_position_embeddings": max_position_embeddings, **end_ids})
+        options = _options(shape, num_rows, {"max_position_embeddings": max_position_embeddings, **end_ids})
+        if _sees(arch):
+            model = vision_model(arch, options, tokenizer, shape.head_dim, patch_size)
+        else:
+            model = _random_model(cast(TextArch, arch), shape, options)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=list(end_ids.values()), pad_token_id=tokenizer.pad_token_id
     )
     with without_weight_bars():
         model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    if _sees(arch):
+        save_processor(out, arch, patch_size)
     logger.info(
         "%s: %s with %.1f M parameters, %d embedding rows, %d tokens in the tokenizer",
         *(out, arch, model.num_parameters() / 1e6, num_rows, len(tokenizer)),
@@ -129,9 +142,13 @@ def init_model(
     return out
 
 
+def _sees(arch: Arch) -> TypeGuard[VisionArch]:
+    return arch in MARKERS
+
+
 def _shape(arch: str, size: str, hidden_size: int | None, num_layers: int | None) -> ModelSize:
-    if arch not in get_args(Arch):
-        raise ConfigError(f"arch={arch!r} is not known; expected one of {', '.join(get_args(Arch))}")
+    if arch not in ARCHS:
+        raise ConfigError(f"arch={arch!r} is not known; expected one of {', '.join(ARCHS)}")
     if size not in SIZES:
         raise ConfigError(f"size={size!r} is not known; expected one of {', '.join(SIZES)}")
     shape = SIZES[size]
@@ -160,21 +177,24 @@ def _num_rows(num_tokens: int, vocab_size: int | None) -> int:
     return vocab_size
 
 
-def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str, Any]) -> PreTrainedModel:
+def _options(shape: ModelSize, num_rows: int, options: dict[str, Any]) -> dict[str, Any]:
     num_heads = shape.hidden_size // shape.head_dim
-    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    options = {
+    return {
         "vocab_size": num_rows,
         "hidden_size": shape.hidden_size,
         "intermediate_size": 3 * shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads // 2,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": True,
         "dtype": "float32",
         **options,
     }
+
+
+def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> PreTrainedModel:
+    rope = options["rope_parameters"]
     head: dict[str, Any] = {"head_dim": shape.head_dim}
     no_bos: dict[str, Any] = {"bos_token_id": None}
     gemma = {
@@ -186,7 +206,7 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
     two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
     # The special features of each architecture are kept: windows, caps, norms, fused and partly rotated projections.
-    classes: dict[Arch, tuple[Any, Any, dict[str, Any]]] = {
+    classes: dict[TextArch, tuple[Any, Any, dict[str, Any]]] = {
         "qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {}),
         "qwen3": (Qwen3ForCausalLM, Qwen3Config, head),
         "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**head, **experts, "norm_topk_prob": True}),
@@ -200,21 +220,27 @@ def _random_model(arch: Arch, shape: ModelSize, num_rows: int, options: dict[str
     return cast(PreTrainedModel, model(config(**{**options, **own})))
 
 
-def _byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def _byte_level_tokenizer(
+    texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = ()
+) -> PreTrainedTokenizerBase:
     """Trains a BPE with Qwen's splitting (single digits) and Qwen's class, from which transformers reloads it."""
-    if vocab_size < _MIN_BYTE_VOCABULARY:
+    num_special = len(_SPECIAL) + len(special)
+    if vocab_size < 256 + num_special:
         raise ConfigError(
-            f"vocab_size={vocab_size} is too small for a byte-level tokenizer: 256 bytes and 3 special tokens need "
-            f"{_MIN_BYTE_VOCABULARY}; raise it, or give an alphabet"
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer: 256 bytes and {num_special} special "
+            f"tokens need {256 + num_special}; raise it, or give an alphabet"
         )
+    more = [START_OF_TURN, *special]
     untrained = Qwen2Tokenizer(
-        eos_token=END_OF_TURN, pad_token=END_OF_TEXT, unk_token=END_OF_TEXT, extra_special_tokens=[START_OF_TURN]
+        eos_token=END_OF_TURN, pad_token=END_OF_TEXT, unk_token=END_OF_TEXT, extra_special_tokens=more
     )
     trained = untrained.train_new_from_iterator(texts, vocab_size, show_progress=False)  # type: ignore[no-untyped-call]
     return cast(PreTrainedTokenizerBase, trained)
 
 
-def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
+def _alphabet_tokenizer(
+    alphabet: str, arch: Arch, texts: Iterable[str] | None, more: tuple[str, ...] = ()
+) -> PreTrainedTokenizerBase:
     if arch == "qwen2.5":
         raise ConfigError(
             "an alphabet needs another architecture than qwen2.5, such as qwen3: transformers loads every tokenizer "
@@ -224,7 +250,7 @@ def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) 
         raise ConfigError(
             "alphabet and texts are both given, but an alphabet is the whole vocabulary; remove one of them"
         )
-    special = [END_OF_TEXT, END_OF_TURN, START_OF_TURN]
+    special = [*_SPECIAL, *more]
     tokens = [*special, *_TEMPLATE_WORDS, *sorted({*alphabet, "\n"})]  # the template writes newlines too
     # The unknown token is not in the vocabulary, so that an unknown character is an error.
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unknown|>"))
@@ -236,5 +262,5 @@ def _alphabet_tokenizer(alphabet: str, arch: Arch, texts: Iterable[str] | None) 
         tokenizer_object=backend,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
-        extra_special_tokens=[START_OF_TURN],
+        extra_special_tokens=[START_OF_TURN, *more],
     )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -31,13 +32,11 @@ from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import merge_adapter
+from whet.models.vision.base import Vision
+from whet.models.vision.load import FAMILIES, attach, load_vision, sees
 
 log = logging.getLogger(__name__)
-OPTIONS = {
-    "dtype": torch.float32,
-    "attn_implementation": attention.NAME,
-    "experts_implementation": experts.NAME,
-}
+OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
 HEAD = "score.weight"  # of a reward model
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
@@ -52,24 +51,31 @@ def load_policy(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Loads the causal language model at `path` in float32, with whet's attention and without dropout.
+    """Loads the causal language model at `path` in float32, with whet's attention and without dropout. One that reads
+    images knows how (`vision_of`), and its vision tower has torch's attention.
 
     Adapters are merged into the weights: those of `path`, where it is an adapter's folder, and that at `adapter_path`.
     With dropout the updated policy would differ from the one that sampled, by random numbers without a seed.
     Raises: ModelError.
     """
     base, adapters = split_adapters(path)
-    load_config(base, trust_remote_code=trust_remote_code)
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    vision = load_vision(base, config, trust_remote_code=trust_remote_code)
     check_weights(base, allow_pickle=allow_pickle)
     with reading(base, "is not a causal language model that transformers can load"):
-        model, missing = _load_whole(AutoModelForCausalLM, base, None, allow_pickle, trust_remote_code)
+        model, missing = _load_whole(_class_of(config), base, config, allow_pickle, trust_remote_code)
     check_complete(model, base, missing)
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
     _disable_dropout(model)
     fuse(model)
+    attach(model, vision)
     return model
+
+
+def _class_of(config: Any) -> Any:
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 @torch.no_grad()
@@ -96,6 +102,7 @@ def _load_whole(
             use_safetensors=None if allow_pickle else True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            attn_implementation=attention.implementation(config),
             **OPTIONS,
         )
     model, report = loaded  # because of output_loading_info
@@ -217,12 +224,15 @@ def outline(
         config = load_config(path, trust_remote_code=trust_remote_code)
         kind = "is not the config of a causal language model"
     with reading(path, kind):
-        auto: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **OPTIONS)
+        auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(config)
+        options = {"attn_implementation": attention.implementation(config), **OPTIONS}
+        model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
         if is_reward_model:
             _check_causal(model)
     _disable_dropout(model)
     fuse(model)
+    if not is_reward_model:
+        attach(model, load_vision(split_adapters(path)[0], config, trust_remote_code=trust_remote_code))
     return _value_model(model) if is_value_model else model
 
 
@@ -275,6 +285,7 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
 
+    It knows how the first of `models`, or the model at `path`, reads images (`vision_of`).
     Raises: ModelError, also where one of `models` has fewer embedding rows than the tokenizer has tokens.
     """
     base, adapters = split_adapters(path)
@@ -301,7 +312,18 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
                 f"the tokenizer at {path} has token ids up to {needed - 1}, and the model at {model} only {rows} "
                 "embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
             )
+    attach(tokenizer, _vision_at(models[0] if models else base, trust_remote_code))
     return tokenizer
+
+
+def _vision_at(path: str | Path, trust_remote_code: bool) -> Vision | None:
+    """How the model at `path` reads images; None for a text model and for a folder with only a tokenizer."""
+    base, _ = split_adapters(path)
+    with suppress(OSError):
+        if PreTrainedConfig.get_config_dict(base)[0].get("model_type") in FAMILIES:
+            config = load_config(base, trust_remote_code=trust_remote_code)
+            return load_vision(base, config, trust_remote_code=trust_remote_code)
+    return None
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -19,7 +19,10 @@ from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
-from whet.models.vision import vision_of
+from whet.models.vision.load import vision_of
+
+
+FROZEN = "frozen"  # the version of a vision tower that is not trained
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,9 @@ def _media(
         )
     if vision is None or (not where.media and not settings.is_sharded):
         return {}, None
-    return (vision.encode(body, where.media), None) if where.media else ({}, vision.idle(body))
+    if not where.media:
+        return {}, vision.dummy(body)
+    return vision.encode(body, where.media, FROZEN if vision.is_frozen(body) else None), None
 
 
 def _padded_tokens(where: Layout) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import EngineError, WeightSyncError
 from whet.models.lora import plain_copy
-from whet.models.vision import vision_of
+from whet.models.vision.load import vision_of
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import StopStrings

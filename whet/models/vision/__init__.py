@@ -1,11 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that see images and videos."""
-
-from __future__ import annotations
-
-from typing import Any
-
-
-def vision_of(thing: Any) -> Any:
-    """The vision of a tokenizer or model; None where it reads text."""
-    return getattr(getattr(thing, "base_model", thing), "vision", None)
+"""Models that see: how each family reads images and videos, and the features of its vision tower."""

@@ -20,7 +20,7 @@ from whet.errors import EngineError
 from whet.models.attention import NAME
 from whet.models.log_probs import LogitForm
 from whet.models.positions import patches
-from whet.models.vision import vision_of
+from whet.models.vision.load import vision_of
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
@@ -92,6 +92,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: Running | None = None
+        self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -123,10 +124,16 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return 0 if self._scheduler is None else len(self._scheduler.running)
 
     def _use(self, module: PreTrainedModel) -> None:
+<<<<<<< HEAD
         config = module.config.get_text_config()
         if config._attn_implementation != NAME:
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
-        self._form = LogitForm.of(config)
+        self._form, self._tower = LogitForm.of(config), None
+=======
+        if (found := module.config.get_text_config()._attn_implementation) != NAME:
+            raise EngineError(f"the model was loaded with {found!r} attention, not {NAME!r}")
+        self._form = LogitForm.of(module.config.get_text_config())
+>>>>>>> families
         self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self._cache = None
 
@@ -226,12 +233,17 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         inputs = self._padded(self._require_cache()[0], ids, rotary, rows, positions, tables.to(device))
         return self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
 
-    def _seen(self, stretches: Sequence[Stretch]) -> dict[str, Any]:
-        """What the model's forward is given of the media of stretches."""
-        media = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
+    def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
+        """What the model's forward is given of the media of stretches, each encoded once for a version of the tower."""
+        parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
         module = self.policy.require()
-        vision = vision_of(module)
-        return vision.encoded(module, media, self.policy.version) if vision is not None and media else {}
+        vision = vision_of(module) if parts else None
+        if vision is None:
+            return {}
+        if self._tower is None or self._tower[0] != self.policy.version:
+            self._tower = self.policy.version, vision.fingerprint(module)
+        features = vision.features(module, [media for media, _ in parts], self._tower[1])
+        return vision.outputs([each.part(where) for each, (_, where) in zip(features, parts, strict=True)])
 
     def _decode_step(self, cache: BlockCache, running: Running) -> None:
         """Feeds the last token of every running request and samples the next."""

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common part of all families: pixel values of media, and features of the vision tower, both cached by digest."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from whet.errors import DataError, ModelError
+from whet.models.vision.cache import BoundedCache
+from whet.types import Media, MediaTokens
+
+Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
+PIXEL_CACHE_BYTES, FEATURE_CACHE_BYTES = 2**30, 2**30
+PIXEL_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Features:
+    """The tower's output for the patch tokens of one media, in the order of the tokens."""
+
+    kind: str
+    hidden: torch.Tensor  # [n, H]
+    deepstack: tuple[torch.Tensor, ...] = ()  # [n, H] for each of the first language layers, of Qwen3-VL
+
+    def part(self, tokens: slice) -> Features:
+        """The features of some of the media's tokens."""
+        return Features(self.kind, self.hidden[tokens], tuple(each[tokens] for each in self.deepstack))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in (self.hidden, *self.deepstack))
+
+
+@dataclass(frozen=True)
+class EncoderOutput:
+    """The fields of a tower's output that the body of a model reads."""
+
+    pooler_output: Any
+    deepstack_features: Any = None
+
+
+def body_of(model: Any) -> nn.Module:
+    """The module that holds the towers: the body of a language model or of a value model."""
+    found: nn.Module = model.base_model if isinstance(model, PreTrainedModel) else model.body
+    return found
+
+
+class Vision(ABC):
+    """How a model reads images and videos. Made by `load_vision`; holds no weights and pickles cheaply.
+
+    A file of a family gives `_measure`, `_pixels`, `_features` and `smallest`.
+    """
+
+    towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
+    both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
+
+    def __init__(self, config: Any, processor: Any, files: dict[str, Any], kinds: Iterable[str]) -> None:
+        self.config, self.processor, self.files = config, processor, files
+        self.kinds = frozenset(kinds)
+        self.identity = hashlib.sha256(f"{type(self).__name__} {processor.to_json_string()}".encode()).hexdigest()
+
+    @property
+    @abstractmethod
+    def forbidden(self) -> tuple[int, ...]:
+        """Token ids that must never be sampled: those of patches."""
+
+    def measured(
+        self,
+        media: Media,
+        height: int,
+        width: int,
+        seconds: Sequence[float] = (),
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Media:
+        """`media` with its `tokens`, from its height and width in pixels and the seconds of a video's chosen frames.
+
+        `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's own.
+        Raises: DataError for a kind that the model does not read, and for a shape that its processor refuses.
+        """
+        if media.kind not in self.kinds:
+            reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
+            raise DataError(
+                f"{self.config.model_type} reads {reads}, not a {media.kind}; remove it, or change the model"
+            )
+        if media.kind == "video" and not seconds:
+            raise DataError("the video has no frames; expected at least one: remove the row, or repair the file")
+        try:
+            return replace(media, tokens=self._measure(media.kind, (height, width), seconds, (min_pixels, max_pixels)))
+        except ValueError as error:
+            name = type(self.processor).__name__
+            raise DataError(
+                f"{name} refuses the {media.kind}'s {height} x {width} pixels (height x width): {error}; resize it, or "
+                "remove the row"
+            ) from error
+
+    def pixels(self, media: Media) -> Pixels:
+        """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
+        return PIXELS.get(self._pixels_key(media), lambda: self._pixels(media))
+
+    def prefetch(self, media: Iterable[Media]) -> None:
+        """Decodes and prepares media in threads, ahead of `pixels`."""
+        PIXELS.prefetch((self._pixels_key(each), lambda each=each: self._pixels(each)) for each in media)  # type: ignore[misc]
+
+    def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
+        """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
+        tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
+        if media and self.both_ways:
+            raise ModelError(
+                f"in {self.config.model_type} the tokens of an image attend to each other in both directions, and "
+                "whet's attention is causal; train and sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
+            )
+        return self.outputs(self.features(model, media, version))
+
+    def features(
+        self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None
+    ) -> list[Features]:
+        """The tower's features of each media, in one pass.
+
+        Without `version` they are differentiable. With the version of the weights they have no gradient, and are cached
+        until another version comes: give a constant one where the tower is frozen (`is_frozen`).
+        """
+        if version is None:
+            return self._fresh(model, media)
+        cache = _cache_of(body_of(model), version)
+        found = {each.digest: cache.find(each.digest) for each in media}
+        missing = {each.digest: each for each in media if found[each.digest] is None}
+        with torch.no_grad():
+            fresh = self._fresh(model, list(missing.values()))
+        found |= {digest: cache.put(digest, each) for digest, each in zip(missing, fresh, strict=True)}
+        cache.hits, cache.misses = cache.hits + len(media) - len(missing), cache.misses + len(missing)
+        return [found[each.digest] for each in media]  # type: ignore[misc]
+
+    def outputs(self, features: Sequence[Features]) -> dict[str, Any]:
+        """`encode` of features, or of slices of features."""
+        by_kind = {kind: [each for each in features if each.kind == kind] for kind in ("image", "video")}
+        found = {kind: self._output(group) for kind, group in by_kind.items() if group}
+        return {"mm_encoder_outputs": found} if found else {}
+
+    def dummy(self, model: PreTrainedModel) -> torch.Tensor:
+        """0, computed by the tower from its smallest image: for a rank of a sharded model whose batch has no media."""
+        (features,) = self._encoded(model, [("image", self.smallest())])
+        return torch.stack([each.sum() for each in (features.hidden, *features.deepstack)]).sum() * 0.0
+
+    @torch.no_grad()
+    def fingerprint(self, model: nn.Module) -> Hashable:
+        """Tells the weights of the towers from others: the exclusive or of each one's bits."""
+        body = body_of(model)
+        weights = [weight for name in self.towers for weight in body.get_submodule(name).parameters()]
+        return tuple(torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist())
+
+    def is_frozen(self, model: nn.Module) -> bool:
+        """True where no weight of the towers is trained."""
+        body = body_of(model)
+        return not any(weight.requires_grad for name in self.towers for weight in body.get_submodule(name).parameters())
+
+    @abstractmethod
+    def smallest(self) -> Pixels:
+        """The pixel values of the smallest image, all 0."""
+
+    @abstractmethod
+    def _measure(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        limits: tuple[int | None, int | None],
+    ) -> MediaTokens: ...
+
+    @abstractmethod
+    def _pixels(self, media: Media) -> Pixels: ...
+
+    @abstractmethod
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """The features of media whose pixel values are on the tower's device, in one pass of the tower."""
+
+    @abstractmethod
+    def _output(self, features: Sequence[Features]) -> EncoderOutput: ...
+
+    def _pixels_key(self, media: Media) -> Hashable:
+        assert media.tokens is not None
+        return self.identity, media.digest, media.tokens.size
+
+    def _fresh(self, model: PreTrainedModel, media: Sequence[Media]) -> list[Features]:
+        return self._encoded(model, [(each.kind, self.pixels(each)) for each in media]) if media else []
+
+    def _encoded(self, model: PreTrainedModel, pixels: Sequence[tuple[str, Pixels]]) -> list[Features]:
+        body = body_of(model)
+        device = next(body.get_submodule(self.towers[0]).parameters()).device
+        there = [{name: value.to(device) for name, value in each.items()} for _, each in pixels]
+        found = self._features(body, there)
+        return [Features(kind, *each) for (kind, _), each in zip(pixels, found, strict=True)]
+
+
+PIXELS: BoundedCache[Pixels] = BoundedCache(
+    PIXEL_CACHE_BYTES, lambda pixels: sum(each.nbytes for each in pixels.values()), PIXEL_THREADS
+)
+_FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]] = WeakKeyDictionary()
+
+
+def _cache_of(body: nn.Module, version: Hashable) -> BoundedCache[Features]:
+    """The features that `body` gave with this version of its weights; those of another version are forgotten."""
+    found, cache = _FEATURES.get(body, (None, None))
+    if cache is None:
+        cache = BoundedCache(FEATURE_CACHE_BYTES, lambda features: features.nbytes)
+    if found != version:
+        cache.clear()
+    _FEATURES[body] = version, cache
+    return cache

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, patches merged to tokens, multimodal rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.image_processing_backends import PilBackend
+from transformers.image_utils import SizeDict
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
+
+from whet.data.media import images
+from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
+from whet.types import Media, MediaTokens
+
+KINDS = ("image", "video")
+PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+FRAME = "<|vision_start|>", "<|vision_end|>"  # around each time of a Qwen3-VL video
+NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
+
+class QwenVision(Vision):
+    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL times are as far apart as in seconds."""
+
+    towers = ("visual",)
+    # of a video processor whose files give no limits, in pixels of a frame
+    frame_limits = (128 * 28 * 28, 768 * 28 * 28)
+
+    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+        super().__init__(config, processor, files, KINDS)
+        self.merge, self.factor = processor.merge_size, processor.patch_size * processor.merge_size
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """The ids of image and video patches."""
+        return self.config.image_token_id, self.config.video_token_id
+
+    def _measure(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        limits: tuple[int | None, int | None],
+    ) -> MediaTokens:
+        times = -(-len(seconds) // self.processor.temporal_patch_size) if kind == "video" else 1
+        height, width = self._resized(kind, size, limits, len(seconds))
+        grid = (times, height // self.factor, width // self.factor)
+        return self._tokens(kind, grid, (height, width), seconds)
+
+    def _resized(
+        self, kind: str, size: tuple[int, int], limits: tuple[int | None, int | None], num_frames: int
+    ) -> tuple[int, int]:
+        low, high = _within(limits, self._own_limits(kind))
+        height, width = smart_resize(*size, factor=self.factor, min_pixels=low, max_pixels=high)
+        return height, width
+
+    def _own_limits(self, kind: str) -> tuple[int, int]:
+        if kind == "image":
+            return self.processor.size["shortest_edge"], self.processor.size["longest_edge"]
+        size = self.files.get("size") or {}
+        low = self.files.get("min_pixels") or size.get("shortest_edge")
+        high = self.files.get("max_pixels") or size.get("longest_edge")
+        return low or self.frame_limits[0], high or self.frame_limits[1]
+
+    def _tokens(
+        self, kind: str, grid: tuple[int, int, int], size: tuple[int, int], seconds: Sequence[float]
+    ) -> MediaTokens:
+        pad = PLACEHOLDERS[kind]
+        count = grid[0] * grid[1] * grid[2]
+        return MediaTokens(pad, ((pad, count),), self._token_id(kind), (grid,), size, self._time_step(kind, seconds))
+
+    def _token_id(self, kind: str) -> int:
+        found: int = self.config.image_token_id if kind == "image" else self.config.video_token_id
+        return found
+
+    def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
+        """`tokens_per_second` times the seconds between two times, as in Qwen2.5-VL's `get_rope_index`."""
+        rate = self.config.vision_config.to_dict().get("tokens_per_second")
+        if kind == "image" or rate is None or len(seconds) < 2:
+            return 1.0
+        apart = round((seconds[-1] - seconds[0]) / (len(seconds) - 1), 6)
+        return float(rate * self.processor.temporal_patch_size * apart)
+
+    def _pixels(self, media: Media) -> Pixels:
+        assert media.tokens is not None
+        height, width = media.tokens.size
+        values, grid = NAMES[media.kind]
+        resized = [self._resize(image, height, width) for image in images(media)]
+        out = self.processor(resized, do_resize=False, input_data_format="channels_first", return_tensors="pt")
+        patches, grids = out["pixel_values"], out["image_grid_thw"]
+        if media.kind == "video":
+            patches = _in_time(patches, len(resized), self.processor.temporal_patch_size)
+            grids = grids[:1].clone()
+            grids[0, 0] = -(-len(resized) // self.processor.temporal_patch_size)
+        return {values: patches, grid: grids}
+
+    def _resize(self, image: Any, height: int, width: int) -> Any:
+        """An RGB image as an array [3, height, width], resized as the processor does."""
+        array = self.processor.process_image(image)
+        return PilBackend.resize(self.processor, array, SizeDict(height=height, width=width), self.processor.resample)
+
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        values = torch.cat([_first(each, "pixel_values") for each in pixels])
+        grids = torch.cat([_first(each, "grid_thw") for each in pixels])
+        out = body.get_image_features(values, grids, return_dict=True)
+        deep = out.get("deepstack_features") or []
+        return [(hidden, tuple(layer[place] for layer in deep)) for place, hidden in enumerate(out.pooler_output)]
+
+    def _output(self, features: Sequence[Features]) -> EncoderOutput:
+        deep = [tuple(layer) for layer in zip(*(each.deepstack for each in features), strict=True)]
+        return EncoderOutput(tuple(each.hidden for each in features), deep)
+
+    def smallest(self) -> Pixels:
+        """One token: `merge` x `merge` patches."""
+        own = self.processor
+        size = 3 * own.temporal_patch_size * own.patch_size**2
+        return {
+            "pixel_values": torch.zeros(self.merge**2, size),
+            "image_grid_thw": torch.tensor([[1, self.merge, self.merge]]),
+        }
+
+
+class Qwen3Vision(QwenVision):
+    """Qwen3-VL: before each time of a video its second is written as text, and the times are runs of their own."""
+
+    frame_limits = (128 * 32 * 32, 768 * 32 * 32)  # of all frames together
+
+    def _resized(
+        self, kind: str, size: tuple[int, int], limits: tuple[int | None, int | None], num_frames: int
+    ) -> tuple[int, int]:
+        if kind == "image":
+            return super()._resized(kind, size, limits, num_frames)
+        num_frames = max(num_frames, self.processor.temporal_patch_size)
+        low, high = _within(
+            tuple(each and each * num_frames for each in limits),  # type: ignore[arg-type]
+            self._own_limits(kind),
+        )
+        height, width = smart_resize_video(
+            num_frames, *size, self.processor.temporal_patch_size, self.factor, min_pixels=low, max_pixels=high
+        )
+        return height, width
+
+    def _tokens(
+        self, kind: str, grid: tuple[int, int, int], size: tuple[int, int], seconds: Sequence[float]
+    ) -> MediaTokens:
+        if kind == "image":
+            return super()._tokens(kind, grid, size, seconds)
+        pad, (start, end), (_, height, width) = PLACEHOLDERS[kind], FRAME, grid
+        text: list[tuple[str, int]] = []
+        for time in _times(seconds, self.processor.temporal_patch_size):
+            text += [(f"<{time:.1f} seconds>{start}", 1), (pad, height * width), (end, 1)]
+        return MediaTokens(pad, tuple(text), self._token_id(kind), ((1, height, width),) * grid[0], size, 1)
+
+    def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
+        return 1.0
+
+
+def _within(limits: tuple[int | None, int | None], own: tuple[int, int]) -> tuple[int, int]:
+    """The limits in pixels; the processor's `own` stand where none is given, and give way to the one that is."""
+    low, high = limits
+    if low is None:
+        low = own[0] if high is None else min(own[0], high)
+    if high is None:
+        high = max(own[1], low)
+    return low, high
+
+
+def _times(seconds: Sequence[float], step: int) -> list[float]:
+    """The mean second of the first and last frame of each `step` frames; the last frame is repeated to fill them."""
+    filled = [*seconds, *[seconds[-1]] * (-len(seconds) % step)]
+    return [(filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step)]
+
+
+def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
+    """[F h w, 3 step p p] with each frame repeated `step` times -> [T h w, 3 step p p] with `step` frames together.
+
+    T = ceil(F / step): the last frame is repeated to fill the last time."""
+    frames = patches.view(num_frames, -1, 3, step, patches.shape[1] // (3 * step))[:, :, :, 0]  # [F, h w, 3, p p]
+    frames = torch.cat([frames, frames[-1:].expand(-num_frames % step, -1, -1, -1)])
+    together = frames.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4)  # [T, h w, 3, step, p p]
+    return together.reshape(-1, patches.shape[1])
+
+
+def _first(pixels: Pixels, name: str) -> torch.Tensor:
+    """The tensor whose name has `name` in it, of an image or of a video."""
+    return next(value for key, value in pixels.items() if name in key)
