@@ -21,7 +21,6 @@ from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
 from whet.models.vision.load import vision_of
 
-
 FROZEN = "frozen"  # the version of a vision tower that is not trained
 
 

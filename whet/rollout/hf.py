@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-<<<<<<< HEAD
 from whet.models.attention import NAME
 from whet.models.positions import position_ids, rotary_positions
 from whet.models.vision.load import vision_of
-=======
-from whet.models.attention import NAME, implementation
-from whet.models.packing import position_ids
->>>>>>> families
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -133,17 +128,10 @@ class HFEngine(InProcessEngine[LiveRequest]):
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
         batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
-<<<<<<< HEAD
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
-=======
-        if module.config.get_text_config()._attn_implementation == NAME:  # which works with whet's cache alone
-            module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-            self._restore.callback(module.set_attn_implementation, implementation(module.config))
-        positions = position_ids(batch.mask)[:, -batch.ids.shape[1] :]
->>>>>>> families
         out = module(
             batch.ids,
             attention_mask=batch.mask,

@@ -124,16 +124,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return 0 if self._scheduler is None else len(self._scheduler.running)
 
     def _use(self, module: PreTrainedModel) -> None:
-<<<<<<< HEAD
         config = module.config.get_text_config()
         if config._attn_implementation != NAME:
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
         self._form, self._tower = LogitForm.of(config), None
-=======
-        if (found := module.config.get_text_config()._attn_implementation) != NAME:
-            raise EngineError(f"the model was loaded with {found!r} attention, not {NAME!r}")
-        self._form = LogitForm.of(module.config.get_text_config())
->>>>>>> families
         self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
         self._cache = None
 
