@@ -44,6 +44,7 @@ class Variant:
 
 VARIANTS = [Variant(True, 10**6), Variant(False, 10**6), Variant(True, 64), Variant(False, 64), Variant(True, 1)]
 MakeEngine = Callable[[Variant, OptimConfig], TrainEngine]
+BatchAt = Callable[..., DataProto]  # of a `seed`
 
 
 def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
@@ -106,21 +107,27 @@ def weights_of(engine: TrainEngine) -> torch.Tensor:
     return torch.cat([weight.cpu().clone().flatten() for _, weight in sorted(named, key=lambda pair: pair[0])])
 
 
-def check_forward(reference: TrainEngine, engine: TrainEngine) -> None:
+def check_forward(reference: TrainEngine, engine: TrainEngine, batch_at: BatchAt = ragged_batch) -> None:
     """Log-probs and entropy, whatever the micro-batches."""
-    batch, needs = ragged_batch(), frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
+    batch, needs = batch_at(), frozenset({"log_probs", "entropy", "sum_pi_squared", "vocab_log_probs"})
     expected, got = reference.forward(batch, needs, 0.9), engine.forward(batch, needs, 0.9)
     assert expected.keys() == got.keys() == needs
     for name in needs:
         torch.testing.assert_close(got[name], expected[name], atol=2e-5, rtol=0)
 
 
-def check_update(reference: TrainEngine, engine: TrainEngine, objective: object, steps: int = 3) -> None:
+def check_update(
+    reference: TrainEngine,
+    engine: TrainEngine,
+    objective: object,
+    steps: int = 3,
+    batch_at: BatchAt = ragged_batch,
+) -> None:
     """Loss, gradient norm and weights after a few steps of plain gradient descent-like size."""
     start = weights_of(reference)
     assert torch.equal(start, weights_of(engine))
     for step in range(steps):
-        batch = ragged_batch(seed=step)
+        batch = batch_at(seed=step)
         expected = reference.update(batch, objective).reduce()  # type: ignore[arg-type]
         got = engine.update(batch, objective).reduce()  # type: ignore[arg-type]
         assert expected.keys() == got.keys()
@@ -213,20 +220,24 @@ def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, Wor
 
 
 def drive(
-    group: WorkerGroup, objective: Objective | None = None, steps: range | None = None, needs: tuple[str, ...] = NEEDS
+    group: WorkerGroup,
+    objective: Objective | None = None,
+    steps: range | None = None,
+    needs: tuple[str, ...] = NEEDS,
+    batch_at: BatchAt = ragged_batch,
 ) -> Record:
     """Updates on one mini-batch a step, of 3 to 12 rows: some ranks have more micro-batches than others, or no row."""
     objective, metrics = objective or OBJECTIVES[1], []
     for step in steps if steps is not None else range(STEPS):
         rows = (12, 3, 9)[step % 3]
-        metrics.append(group.update(batch_of(step, rows), objective).reduce())
-    outputs = group.forward(ragged_batch()[:7], needs, 0.9)
+        metrics.append(group.update(batch_of(step, rows, batch_at), objective).reduce())
+    outputs = group.forward(batch_at()[:7], needs, 0.9)
     return Record(metrics, outputs, group.weights()[0])
 
 
-def batch_of(step: int, rows: int) -> DataProto:
+def batch_of(step: int, rows: int, batch_at: BatchAt = ragged_batch) -> DataProto:
     """The first rows of a ragged batch, with a column that value models read."""
-    batch = ragged_batch(seed=step)[:rows]
+    batch = batch_at(seed=step)[:rows]
     return batch.with_columns(returns=batch["advantages"] + 0.5, values=0.1 * batch["advantages"])
 
 

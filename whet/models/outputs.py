@@ -179,7 +179,9 @@ def _media(
         return {}, None
     if not where.media:
         return {}, vision.dummy(body)
-    return vision.encode(body, where.media, FROZEN if vision.is_frozen(body) else None), None
+    # Ranks of a sharded model run the tower alike: none may find in its cache what another has to compute.
+    version = FROZEN if vision.is_frozen(body) and not settings.is_sharded else None
+    return vision.encode(body, where.media, version), None
 
 
 def _padded_tokens(where: Layout) -> int:

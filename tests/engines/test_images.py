@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on rows with images: the same outputs and gradients whatever the split, on one process and on two."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engine_conformance as suite
+
+from tests import pictures
+from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.engines.single import SingleEngine
+from whet.errors import EngineError
+from whet.models.load import load_policy
+from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.vision.load import vision_of
+
+OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
+PADDED = suite.Variant(False, 10**6)
+
+
+@pytest.fixture(scope="module", params=pictures.QWEN)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
+
+
+def engine(folder: Path, variant: suite.Variant, **changes: object) -> SingleEngine:
+    given = EngineConfig(name="single", packing=variant.packing, logits_chunk_tokens=16)
+    changes = {"optim": OPTIM, "max_tokens_per_micro_batch": variant.max_tokens_per_micro_batch, **changes}
+    return SingleEngine(suite.settings(folder, given, **changes), None, torch.device("cpu"))
+
+
+def test_log_probs_are_those_of_transformers(folder: Path) -> None:
+    """Of each row alone, with the positions that the model itself computes. Rows of several turns too."""
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
+    model, batch = load_policy(folder), pictures.batch_of_rows(folder)
+    vision = vision_of(model)
+    assert vision is not None
+    needs, columns = frozenset({"log_probs"}), {**batch.tensors(), **batch.non_tensor_batch}
+    with torch.no_grad():
+        found = [
+            model_outputs(model, columns, needs, ForwardSettings(packing, share))["log_probs"]
+            for packing, share in ((True, True), (True, False), (False, False))
+        ]
+        for row in range(len(batch)):
+            real = columns["attention_mask"][row].bool()
+            ids = columns["input_ids"][row][real][None]
+            media = (*columns["media"][row], *columns["response_media"][row])
+            pixels = [vision.pixels(each) for each in media]
+            given = {name: torch.cat([each[name] for each in pixels]) for name in (pixels[0] if pixels else ())}
+            if media:
+                given["mm_token_type_ids"] = (ids == media[0].tokens.token_id).int()
+            plain.model.rope_deltas = None
+            log_probs = plain(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits.log_softmax(-1)
+            expected = log_probs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            mask = columns["response_mask"][row].bool()
+            expected = expected[-int(real.sum() - columns["prompts"].shape[1] + (~real).sum()) :][-len(mask) :]
+            own = real[columns["prompts"].shape[1] :]
+            for each in found:
+                got = each[row][own & mask]
+                torch.testing.assert_close(got, expected[-int(own.sum()) :][mask[own]], atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("variant", suite.VARIANTS[:1] + suite.VARIANTS[2:], ids=str)
+def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
+    batch_at = partial(pictures.batch_of_rows, folder)
+    suite.check_forward(engine(folder, PADDED), engine(folder, variant), batch_at)
+    for objective in suite.OBJECTIVES[1:3]:
+        suite.check_update(engine(folder, PADDED), engine(folder, variant), objective, 2, batch_at)
+
+
+def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
+    """Features are computed once then; the results are those of a tower that runs every time."""
+    pytest.importorskip("peft")
+    batch_at = partial(pictures.batch_of_rows, folder)
+    lora = {"lora": LoraConfig(rank=4), "seed": 1}
+    suite.check_update(
+        engine(folder, PADDED, **lora), engine(folder, suite.VARIANTS[2], **lora), suite.OBJECTIVES[1], 2, batch_at
+    )
+    frozen = engine(folder, suite.VARIANTS[0], freeze=("model.visual.*",))
+    before = {name: weight.clone() for name, weight in frozen.model.named_parameters()}
+    frozen.update(batch_at(), suite.OBJECTIVES[1])
+    moved = {name.split(".")[1] for name, weight in frozen.model.named_parameters() if not weight.equal(before[name])}
+    assert moved == {"language_model"}
+
+
+def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
+    """Some micro-batches have no image, and some ranks no row."""
+    batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)
+    one, two = suite.settings(folder), suite.settings(folder, fsdp)
+    [expected, got] = [
+        suite.drive(suite.launched({"actor": each}, ranks)["actor"], steps=range(4), batch_at=batch_at)
+        for each, ranks in ((one, 1), (two, 2))
+    ]
+    suite.check_records(expected, got)
+
+
+def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path) -> None:
+    with pytest.raises(EngineError, match=r"has images, and .* reads text"):
+        engine(model_folder, PADDED).forward(pictures.batch_of_rows(folder), frozenset({"log_probs"}))
