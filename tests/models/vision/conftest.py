@@ -25,7 +25,8 @@ MADE = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2.5_vl", "qwen3_vl": "qwen3_v
 FAMILIES = (*MADE, "qwen3_vl_moe", "internvl", "gemma3")
 OF_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 OF_TEXT |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0}
-OF_TEXT |= {"vocab_size": 512, "bos_token_id": None, "eos_token_id": 1}
+MARKS = ["<IMG_CONTEXT>", "<img>", "</img>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+OF_TEXT |= {"vocab_size": 520, "bos_token_id": None, "eos_token_id": 1}
 OF_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -39,6 +40,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if family in MADE:
             return init_model(out, MADE[family], "nano", num_layers=2, patch_size=8)  # type: ignore[arg-type]
         tokens = transformers.AutoTokenizer.from_pretrained(make("qwen3_vl"))
+        tokens.add_tokens(MARKS, special_tokens=True)  # 512, 513, ...
         torch.manual_seed(0)
         model, processor = (_moe if family == "qwen3_vl_moe" else _intern if family == "internvl" else _gemma)(make)
         for part in (model, tokens, processor):
@@ -51,7 +53,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def _moe(make: Callable[[str], Path]) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(make("qwen3_vl")).to_dict()
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    text = {**config["text_config"], **experts, "model_type": "qwen3_vl_moe_text"}
+    text = {**config["text_config"], **experts, "vocab_size": 520, "model_type": "qwen3_vl_moe_text"}
     tower = {**config["vision_config"], "model_type": "qwen3_vl_moe_vision"}
     kept = {name: value for name, value in config.items() if name.endswith("token_id")}
     made = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **kept)
@@ -63,7 +65,7 @@ def _intern(make: Callable[[str], Path]) -> tuple[Any, Any]:
     config = transformers.InternVLConfig(
         text_config={"model_type": "qwen2", **OF_TEXT},
         vision_config={**OF_TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
-        image_token_id=5,
+        image_token_id=512,
         image_seq_length=4,
         downsample_ratio=0.5,
     )
@@ -77,9 +79,9 @@ def _gemma(make: Callable[[str], Path]) -> tuple[Any, Any]:
         text_config={**OF_TEXT, "sliding_window": 512},
         vision_config={**OF_TOWER, "image_size": 32, "patch_size": 8},
         mm_tokens_per_image=4,
-        image_token_id=5,
-        boi_token_index=3,
-        eoi_token_index=4,
+        image_token_id=515,
+        boi_token_index=516,
+        eoi_token_index=517,
     )
     processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     return transformers.Gemma3ForConditionalGeneration(config), processor

@@ -79,10 +79,10 @@ class QwenVision(Vision):
     def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
         """`tokens_per_second` times the seconds between two times, as in Qwen2.5-VL's `get_rope_index`."""
         rate = self.config.vision_config.to_dict().get("tokens_per_second")
-        if kind == "image" or rate is None or len(seconds) < 2:
+        if kind == "image" or rate is None or seconds[-1] == seconds[0]:
             return 1.0
-        apart = round((seconds[-1] - seconds[0]) / (len(seconds) - 1), 6)
-        return float(rate * self.processor.temporal_patch_size * apart)
+        frames_per_second = round((len(seconds) - 1) / (seconds[-1] - seconds[0]), 6)
+        return float(rate * (self.processor.temporal_patch_size / frames_per_second))
 
     def _pixels(self, media: Media) -> Pixels:
         assert media.tokens is not None
