@@ -28,6 +28,7 @@ class Arch(StrEnum):
     qwen2_vl = "qwen2_vl"
     qwen2_5_vl = "qwen2.5_vl"
     qwen3_vl = "qwen3_vl"
+    smolvlm = "smolvlm"
 
 
 def init_model(

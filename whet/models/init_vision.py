@@ -17,14 +17,18 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from whet.models.vision.load import VIDEO_PROCESSOR
 
-VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl"]
+VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 MERGE, TIMES = 2, 2  # patches on a side of a token; frames of a time
 LARGEST = 256  # tokens of an image or a frame
+SIDE, CUTS = 4, 2  # SmolVLM: patches on a side of a tile, and tiles on a side of an image
 TEXT_ONLY = """{%- if part.type != 'text' %}{{- raise_exception('this model reads text only') }}{%- endif %}
             {{- part.text }}"""
 
@@ -41,7 +45,17 @@ _QWEN = Markers(
     ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")},
 )
-MARKERS: dict[str, Markers] = dict.fromkeys(("qwen2_vl", "qwen2.5_vl", "qwen3_vl"), _QWEN)
+_SMOL = Markers(
+    (
+        *("<image>", "<video>", "<fake_token_around_image>", "<global-img>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, CUTS + 1) for column in range(1, CUTS + 1)),
+    ),
+    {kind: f"<{kind}>" for kind in ("image", "video")},
+)
+MARKERS: dict[str, Markers] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2.5_vl", "qwen3_vl"), _QWEN),
+    "smolvlm": _SMOL,
+}
 
 
 def with_media(template: str, arch: VisionArch) -> str:
@@ -65,6 +79,8 @@ def vision_model(
     """A model with random weights. Its tower has as many layers and heads as the text, and 3/4 of its width."""
     hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
     width = 3 * hidden // 4
+    if arch == "smolvlm":
+        return _smolvlm(text, tokenizer, width, patch_size)
     rope = {**text["rope_parameters"], "mrope_section": [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]}
     text = {**text, "rope_parameters": rope, "bos_token_id": None}
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
@@ -91,8 +107,31 @@ def vision_model(
     return cast(PreTrainedModel, model(made))
 
 
+def _smolvlm(text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, width: int, patch_size: int) -> PreTrainedModel:
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": text["num_hidden_layers"],
+        "num_attention_heads": text["num_attention_heads"],
+        "image_size": SIDE * patch_size,
+        "patch_size": patch_size,
+    }
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "pad_token_id": text["pad_token_id"]}
+    text = {"model_type": "llama", "bos_token_id": None, **text}
+    tied = {"tie_word_embeddings": True, "dtype": text["dtype"], "eos_token_id": text["eos_token_id"]}
+    config = SmolVLMConfig(text_config=text, vision_config=tower, scale_factor=MERGE, **ids, **tied)  # type: ignore[arg-type]
+    return cast(PreTrainedModel, SmolVLMForConditionalGeneration(config))
+
+
 def save_processor(out: Path, arch: VisionArch, patch_size: int) -> None:
     """Writes the files of the image processor, and of the video processor that vLLM and SGLang read."""
+    if arch == "smolvlm":
+        side = SIDE * patch_size
+        tile, whole = {"longest_edge": side}, {"longest_edge": CUTS * side}
+        SmolVLMImageProcessorPil(size=whole, max_image_size=tile).save_pretrained(out)
+        tokens = {"processor_class": "SmolVLMProcessor", "image_seq_len": (SIDE // MERGE) ** 2}
+        (out / "processor_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+        return
     token = (patch_size * MERGE) ** 2
     sizes: dict[str, Any] = {"patch_size": patch_size, "merge_size": MERGE, "temporal_patch_size": TIMES}
     size = {"shortest_edge": token, "longest_edge": LARGEST * token}

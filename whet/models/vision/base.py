@@ -62,6 +62,10 @@ class Vision(ABC):
     """
 
     towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
+    streams: ClassVar[dict[str, str]] = {
+        "image": "image",
+        "video": "video",
+    }  # the encoder output that a kind is part of
     both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
 
     def __init__(self, config: Any, processor: Any, files: dict[str, Any], kinds: Iterable[str]) -> None:
@@ -144,8 +148,10 @@ class Vision(ABC):
 
     def outputs(self, features: Sequence[Features]) -> dict[str, Any]:
         """`encode` of features, or of slices of features."""
-        by_kind = {kind: [each for each in features if each.kind == kind] for kind in ("image", "video")}
-        found = {kind: self._output(group) for kind, group in by_kind.items() if group}
+        streams: dict[str, list[Features]] = {}
+        for each in features:
+            streams.setdefault(self.streams[each.kind], []).append(each)
+        found = {stream: self._output(group) for stream, group in streams.items()}
         return {"mm_encoder_outputs": found} if found else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:

@@ -15,12 +15,16 @@ from whet.errors import ModelError
 from whet.models.folder import reading
 from whet.models.vision.base import Vision, body_of
 from whet.models.vision.qwen import Qwen3Vision, QwenVision
+from whet.models.vision.tiles import Gemma3Vision, InternVision, SmolVision
 
 FAMILIES: dict[str, type[Any]] = {
     "qwen2_vl": QwenVision,
     "qwen2_5_vl": QwenVision,
     "qwen3_vl": Qwen3Vision,
     "qwen3_vl_moe": Qwen3Vision,
+    "smolvlm": SmolVision,
+    "internvl": InternVision,
+    "gemma3": Gemma3Vision,
 }
 PROCESSOR, VIDEO_PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
 

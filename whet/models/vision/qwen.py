@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor, sqrt
 from typing import Any
 
 import torch
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
 
 from whet.data.media import images
 from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
@@ -79,10 +79,10 @@ class QwenVision(Vision):
     def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
         """`tokens_per_second` times the seconds between two times, as in Qwen2.5-VL's `get_rope_index`."""
         rate = self.config.vision_config.to_dict().get("tokens_per_second")
-        if kind == "image" or rate is None or len(seconds) < 2:
+        if kind == "image" or rate is None or seconds[-1] == seconds[0]:
             return 1.0
-        apart = round((seconds[-1] - seconds[0]) / (len(seconds) - 1), 6)
-        return float(rate * self.processor.temporal_patch_size * apart)
+        frames_per_second = round((len(seconds) - 1) / (seconds[-1] - seconds[0]), 6)
+        return float(rate * (self.processor.temporal_patch_size / frames_per_second))
 
     def _pixels(self, media: Media) -> Pixels:
         assert media.tokens is not None
@@ -138,10 +138,7 @@ class Qwen3Vision(QwenVision):
             tuple(each and each * num_frames for each in limits),  # type: ignore[arg-type]
             self._own_limits(kind),
         )
-        height, width = smart_resize_video(
-            num_frames, *size, self.processor.temporal_patch_size, self.factor, min_pixels=low, max_pixels=high
-        )
-        return height, width
+        return _resized_video(num_frames, size, self.processor.temporal_patch_size, self.factor, low, high)
 
     def _tokens(
         self, kind: str, grid: tuple[int, int, int], size: tuple[int, int], seconds: Sequence[float]
@@ -166,6 +163,29 @@ def _within(limits: tuple[int | None, int | None], own: tuple[int, int]) -> tupl
     if high is None:
         high = max(own[1], low)
     return low, high
+
+
+def _resized_video(
+    num_frames: int, size: tuple[int, int], step: int, factor: int, fewest: int, most: int
+) -> tuple[int, int]:
+    """Height and width as multiples of `factor` with `fewest` to `most` pixels in all frames together.
+
+    As `smart_resize` in transformers' video_processing_qwen3_vl, which asks for torchvision in some versions.
+    Raises: ValueError.
+    """
+    height, width = size
+    if min(size) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError(f"the longer side is {max(height, width) / min(height, width):.0f} times the shorter, not 200")
+    sides = [round(side / factor) * factor for side in (height, width)]
+    pixels, filled = num_frames * height * width, round(num_frames / step) * step * sides[0] * sides[1]
+    if filled > most:
+        sides = [max(factor, floor(side / sqrt(pixels / most) / factor) * factor) for side in (height, width)]
+    elif filled < fewest:
+        sides = [ceil(side * sqrt(fewest / pixels) / factor) * factor for side in (height, width)]
+    return sides[0], sides[1]
 
 
 def _times(seconds: Sequence[float], step: int) -> list[float]:

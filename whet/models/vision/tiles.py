@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolVLM, InternVL and Gemma 3: square tiles, each a fixed number of tokens, and one-dimensional positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from math import isqrt
+from typing import Any, ClassVar
+
+import torch
+
+from whet.data.media import images
+from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
+from whet.types import Media, MediaTokens
+
+
+class TiledVision(Vision):
+    """A family whose tower takes tiles [n, 3, side, side]; all its media share one token id."""
+
+    streams: ClassVar[dict[str, str]] = {"image": "image", "video": "image"}
+    towers = ("vision_tower", "multi_modal_projector")
+    per_tile: int  # tokens
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """The id of the patches' token."""
+        return (self.config.image_token_id,)
+
+    @property
+    def side(self) -> int:
+        """Pixels of a tile's side."""
+        return int(self.processor.size["height"])
+
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        counts = [each["pixel_values"].shape[self._tile_axis] * self.per_tile for each in pixels]
+        joined = {name: torch.cat([each[name] for each in pixels], self._tile_axis) for name in pixels[0]}
+        out = body.get_image_features(**joined, return_dict=True).pooler_output
+        hidden = torch.cat(out) if isinstance(out, list | tuple) else out.flatten(0, 1)
+        return [(each, ()) for each in hidden.split(counts)]
+
+    _tile_axis = 0
+
+    def _output(self, features: Sequence[Features]) -> EncoderOutput:
+        return EncoderOutput(torch.cat([each.hidden for each in features]))
+
+    def smallest(self) -> Pixels:
+        """One tile."""
+        return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
+
+
+class SmolVision(TiledVision):
+    """SmolVLM: an image is enlarged or reduced to `longest_edge`, cut into rows and columns, and added as a whole.
+
+    `max_pixels` lowers the longest edge to its root, at least a tile's side; `min_pixels` has no effect.
+    """
+
+    towers = ("vision_model", "connector")
+    image, fence, whole = "<image>", "<fake_token_around_image>", "<global-img>"
+    intro = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
+    _tile_axis = 1  # after a batch of 1
+
+    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+        super().__init__(config, processor, files, ("image", "video"))
+        across = config.vision_config.image_size // config.vision_config.patch_size
+        self.per_tile = across**2 // config.scale_factor**2
+
+    @property
+    def side(self) -> int:
+        """Pixels of a tile's side."""
+        return int(self.processor.max_image_size["longest_edge"])
+
+    def _measure(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        limits: tuple[int | None, int | None],
+    ) -> MediaTokens:
+        longest = self.processor.size["longest_edge"]
+        if limits[1] is not None:
+            longest = min(longest, max(self.side, isqrt(limits[1])))
+        rows = columns = 0
+        if kind == "image" and self.processor.do_image_splitting:
+            _, rows, columns = self.processor.get_number_of_image_patches(*size, {"size": {"longest_edge": longest}})
+        text = self._video_text(seconds) if kind == "video" else self._image_text(rows, columns)
+        runs = sum(piece == self.image for piece, _ in text)
+        grids = ((1, 1, self.per_tile),) * runs
+        placeholder = "<video>" if kind == "video" else self.image
+        # A square of the longest edge: what else the size depends on is known from the image.
+        return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
+
+    def _image_text(self, rows: int, columns: int) -> list[tuple[str, int]]:
+        text: list[tuple[str, int]] = []
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                before = "\n" if row > 1 and column == 1 else ""
+                text += [(f"{before}{self.fence}<row_{row}_col_{column}>", 1), (self.image, self.per_tile)]
+        before = "\n\n" if rows else ""
+        return [*text, (f"{before}{self.fence}{self.whole}", 1), (self.image, self.per_tile), (self.fence, 1)]
+
+    def _video_text(self, seconds: Sequence[float]) -> list[tuple[str, int]]:
+        duration = timedelta(seconds=int(seconds[-1]))
+        text = [(self.intro.format(count=_in_words(len(seconds)), duration=duration), 1)]
+        for second in seconds:
+            text += [(f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:", 1), *self._image_text(0, 0)]
+        return [*text, ("\n\n", 1)]
+
+    def _pixels(self, media: Media) -> Pixels:
+        assert media.tokens is not None
+        split = self.processor.do_image_splitting and media.kind == "image"
+        size = {"longest_edge": media.tokens.size[0]}
+        out = self.processor([images(media)], size=size, do_image_splitting=split, return_tensors="pt")
+        return {name: out[name] for name in ("pixel_values", "pixel_attention_mask")}
+
+    def smallest(self) -> Pixels:
+        """One tile."""
+        side = self.side
+        mask = torch.ones(1, 1, side, side, dtype=torch.int64)
+        return {"pixel_values": torch.zeros(1, 1, 3, side, side), "pixel_attention_mask": mask}
+
+
+class InternVision(TiledVision):
+    """InternVL: an image is cut into the grid of tiles nearest to its shape, and added as a whole.
+
+    `max_pixels` lowers, and `min_pixels` raises, the number of tiles within the processor's own range.
+    """
+
+    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+        super().__init__(config, processor, files, ("image",))
+        self.per_tile = config.image_seq_length
+
+    def _measure(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        limits: tuple[int | None, int | None],
+    ) -> MediaTokens:
+        fewest, most = self.processor.min_patches, self.processor.max_patches
+        low, high = (None if each is None else max(1, min(most, each // self.side**2)) for each in limits)
+        most = max(fewest, most if high is None else high)
+        fewest = min(most, max(fewest, low or 1))
+        options = {"crop_to_patches": True, "min_patches": fewest, "max_patches": most}
+        tiles = self.processor.get_number_of_image_patches(*size, options)
+        text = (("<img>", 1), ("<IMG_CONTEXT>", tiles * self.per_tile), ("</img>", 1))
+        grid = (tiles, 1, self.per_tile)
+        cut = max(1, tiles - 1)  # without the whole image
+        return MediaTokens("<IMG_CONTEXT>", text, self.config.image_token_id, (grid,), (self.side, cut * self.side))
+
+    def _pixels(self, media: Media) -> Pixels:
+        assert media.tokens is not None
+        cut = media.tokens.size[1] // self.side
+        options = {"crop_to_patches": True, "min_patches": cut, "max_patches": cut}
+        return {"pixel_values": self.processor(images(media), **options, return_tensors="pt")["pixel_values"]}
+
+
+class Gemma3Vision(TiledVision):
+    """Gemma 3: every image is resized to one square, whose tokens attend to each other in both directions."""
+
+    both_ways = True
+
+    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+        super().__init__(config, processor, files, ("image",))
+        self.per_tile = config.mm_tokens_per_image
+
+    def _measure(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        limits: tuple[int | None, int | None],
+    ) -> MediaTokens:
+        start = "<start_of_image>"
+        text = ((f"\n\n{start}", 1), ("<image_soft_token>", self.per_tile), ("<end_of_image>\n\n", 1))
+        grid = (1, 1, self.per_tile)
+        return MediaTokens(start, text, self.config.image_token_id, (grid,), (self.side, self.side))
+
+    def _pixels(self, media: Media) -> Pixels:
+        out = self.processor(images(media), do_pan_and_scan=False, return_tensors="pt")
+        return {"pixel_values": out["pixel_values"]}
+
+
+_WORDS = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
+
+
+def _in_words(number: int) -> str:
+    """An English number up to 999, as num2words writes it."""
+    if number < 20:
+        return _WORDS[number]
+    if number < 100:
+        tens, ones = _TENS[number // 10 - 2], number % 10
+        return f"{tens}-{_WORDS[ones]}" if ones else tens
+    rest = f" and {_in_words(number % 100)}" if number % 100 else ""
+    return f"{_WORDS[number // 100]} hundred{rest}"
