@@ -56,8 +56,8 @@ class Zoom:
         y1, y2 = (min(max(0, round(y * down)), whole.height) for y in (box[1], box[3]))
         if min(x2 - x1, y2 - y1) < self._smallest:
             raise ValueError(
-                f"the part has {x2 - x1} x {y2 - y1} pixels; expected at least {self._smallest} a side, as [x1, y1, x2, "
-                f"y2] in an image of {width} x {height}"
+                f"the part has {x2 - x1} x {y2 - y1} pixels; expected at least {self._smallest} a side, as [x1, y1, "
+                f"x2, y2] in an image of {width} x {height}"
             )
         size = (round((x2 - x1) * self._scale), round((y2 - y1) * self._scale))
         return whole.crop((x1, y1, x2, y2)).resize(size, Image.Resampling.BICUBIC)
