@@ -32,7 +32,7 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.environments.protocol import Answer
 from whet.environments.running import EnvironmentSpec
 from whet.errors import ConfigError
-from whet.models.init import END_OF_TURN, init_model
+from whet.models.init import END_OF_TURN, Arch, init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
 from whet.trainers.quickstart import clear
@@ -59,6 +59,7 @@ class Plan:
     has_few_states: bool = False  # so that trained and held-out games begin in the same ones
     texts: Callable[[], Sequence[str]] | None = None
     warm_up: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe of the warm-up
+    arch: Arch = "qwen3"
 
 
 PLANS = {
@@ -82,6 +83,19 @@ PLANS = {
     "frozen_lake": Plan("P_OGudlr>X√", noise=1.0, warm_up_steps=150),
     "sokoban_grpo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
+    "sokoban_vision": Plan(
+        "udlr>",
+        noise=0.5,
+        warm_up_steps=300,
+        warm_up={
+            "data.apply_chat_template": True,
+            "data.max_length": 64,
+            "data.train_batch_size": 64,
+            "optim.name": "adamw",
+            "optim.lr": 2e-3,
+        },
+        arch="qwen2.5_vl",
+    ),
     "webshop_grpo": Plan(
         None,
         noise=0.3,
@@ -125,16 +139,24 @@ def begin(make: Callable[[Prompt], Any], row: Mapping[str, Any]) -> str | None:
 
 def turns(make: Callable[[Prompt], Any], row: Mapping[str, Any], noise: float, draws: random.Random) -> Rows:
     """A scripted game: what the model reads before each turn, and the answer, random with the probability `noise`."""
-    prompt, found = prompt_of(row), list[dict[str, str]]()
+    prompt, found = prompt_of(row), Rows()
     game: Game = make(prompt)
     observation, context = game.reset(prompt, 0), ""
     while not (observation.done or observation.truncated):
-        text = "".join(str(message.content) for message in observation.messages)
+        text = "".join(map(written, observation.messages))
         context = text if observation.context == "replace" else context + text
         answer = draws.choice(game.choices()) if draws.random() < noise else game.best()
-        found.append({"prompt": context, "response": answer})
+        images = {"images": [media.source for media in observation.media]} if observation.media else {}
+        found.append({"prompt": context, "response": answer, **images})
         observation, context = game.step(Answer(answer)), f"{context}{answer}{END_OF_TURN}"
     return found
+
+
+def written(message: Message) -> str:
+    """The text of a message, with the tag <image> for an image."""
+    if isinstance(message.content, str):
+        return message.content
+    return "".join("<image>" if part["type"] == "image" else part["text"] for part in message.content)
 
 
 def product_rows(noise: float, draws: random.Random) -> tuple[Rows, Rows, Rows]:
@@ -162,13 +184,14 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
     plan, draws = PLANS[name], random.Random(seed)
     init_model(
         run_dir / "model",
-        "qwen3",
+        plan.arch,
         "nano",
         alphabet=plan.alphabet,
         texts=plan.texts() if plan.texts is not None else None,
         vocab_size=None if plan.texts is None else MAX_WORDS,
         num_layers=2,
         max_position_embeddings=MAX_STATE,
+        patch_size=8,
         seed=seed,
     )
     if name == "calculator_quickstart":

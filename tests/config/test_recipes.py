@@ -7,6 +7,8 @@ import pytest
 
 from whet.config import EvalConfig, SFTConfig, TrainConfig, aggregation, load_config, uses_critic
 from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.sources import read_sources
+from whet.data.load import _call
 
 
 @pytest.fixture
@@ -53,3 +55,35 @@ def test_the_variants_keep_the_problem_and_change_the_algorithm(given: list[str]
     assert uses_critic(ppo.algorithm) and ppo.rollout.n == 1 and ppo.algorithm.kl.where == "reward"
     assert dapo.algorithm.filter.name == "dapo" and dapo.algorithm.loss_options == {"clip_ratio_high": 0.28}
     assert aggregation(dr_grpo.algorithm) == "seq-mean-token-sum-norm" and not uses_critic(dr_grpo.algorithm)
+
+
+VISION = {"vlm_quickstart": ("images", 1), "two_images": ("images", 2), "video_direction": ("videos", 1)}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_recipe_with_pictures_draws_its_data(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config(TrainConfig, name, [f"model.path={tmp_path}"]).config
+    field, count = VISION[name]
+    for key, entries in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        [source] = read_sources(key, entries, config.data)
+        rows = list(_call(source, {"split": key[5:-6], "seed": 0, "tokenizer": None}))
+        assert len(rows) == (4096 if key == "data.train_files" else 256)
+        for row in rows[:5]:
+            assert len(row[field]) == row["prompt"].count(f"<{field[:-1]}>") == count
+            assert len(row[config.data.answer_key]) < config.data.max_response_length
+
+
+def test_geometry_has_the_settings_of_easyr1(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    drawn = "whet.data.drawn.geometry:questions"
+    given = [f"model.path={tmp_path}", f"data.train_files={drawn}", f"data.val_files={drawn}"]
+    config = load_config(TrainConfig, "qwen2_5_vl_7b_geo3k_grpo", given).config
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.mini_batch_size) == (512, 5, 128)
+    assert (config.data.min_pixels, config.data.max_pixels) == (262144, 4194304)
+    kl = config.algorithm.kl
+    assert (kl.where, kl.form, kl.coef, config.actor.optim.lr) == ("loss", "k3", 0.01, 1e-6)
+    [source] = read_sources("data.train_files", config.data.train_files, config.data)
+    row = next(iter(_call(source, {"split": "train", "seed": 0, "tokenizer": None})))
+    assert {config.data.prompt_key, config.data.answer_key, "images"} == row.keys()
+    assert config.data.format_prompt is not None and r"\boxed{}" in config.data.format_prompt

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import random
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer
 from whet_environments.frozen_lake import FrozenLake
+from whet_environments.sokoban import TILES, Sokoban
+from whet_environments.tiles import draw_tiles
 
 from whet.config import TrainConfig, load_config
 from whet.environments.running import EnvironmentSpec
@@ -73,6 +77,25 @@ def test_held_out_games_begin_in_states_of_their_own(
     assert used <= set(plan.alphabet)
     assert max(len(row["prompt"]) for row in shown) <= config.data.max_prompt_length
     assert max(len(row["response"]) for row in shown) < config.data.max_response_length
+
+
+def test_a_room_that_is_seen_is_shown_as_a_picture(games: ModuleType, tmp_path: Path) -> None:
+    config = recipe("sokoban_vision", tmp_path)
+    assert config.data.apply_chat_template and games.PLANS["sokoban_vision"].arch == "qwen2.5_vl"
+    make = EnvironmentSpec(config.environment.name, config.environment.options).load()
+    row = {"prompt": ">", "seed": 5}
+    played = games.turns(make, row, 0.0, random.Random(0))
+    rooms = games.turns(
+        lambda _: Sokoban(**{**config.environment.options, "render": "text"}), row, 0.0, random.Random(0)
+    )
+    assert [turn["response"] for turn in played] == [turn["response"] for turn in rooms]
+    assert {turn["prompt"] for turn in played} == {"<image>>"} and "images" not in rooms[0]
+    for turn, room in zip(played, rooms, strict=True):
+        [png] = turn["images"]
+        picture = Image.open(io.BytesIO(png))
+        assert picture.size == (64, 48)
+        cells = [[room["prompt"][4 * y + x] for x in range(4)] for y in range(3)]
+        assert picture.tobytes() == draw_tiles(cells, TILES, 16).tobytes()
 
 
 def test_the_shop_is_read_in_words_of_its_tokenizer(

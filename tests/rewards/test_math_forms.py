@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
 
 from whet.registry import REWARDS
@@ -31,3 +33,20 @@ def test_weighted_accuracy_and_format(name, rewards):
     found = [geo3k(text, "7", **REWARDS[name].options) for text in RESPONSES[name]]
     assert [each["reward"] for each in found] == pytest.approx(rewards)
     assert [(each["accuracy"], each["format"]) for each in found] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(text for texts in RESPONSES.values() for text in texts),
+        "<think>a</think>",
+        r"\boxed{7}</think>",
+        "<think>a</think> <answer>7</answer>\n",
+        "a<think>b</think><answer>7</answer>",
+    ],
+)
+def test_the_format_is_that_of_easyr1_and_verl(text):
+    boxed = float(bool(re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", text.strip(), re.DOTALL)))
+    tagged = float(bool(re.fullmatch(r"<think>.*?</think>\s*<answer>.*?</answer>", text.strip(), re.DOTALL)))
+    assert geo3k(text, "7")["format"] == boxed
+    assert geo3k(text, "7", style="answer")["format"] == tagged

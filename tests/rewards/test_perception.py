@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from whet.rewards.perception import detection, ocr, relative_error, rouge_l
+from whet.rewards.perception import counting, detection, grounding, ocr, relative_error, rouge_l
 
 
 def box(*corners, label="cat", **more):
@@ -106,6 +106,60 @@ def test_word_errors(response, truth, wer):
 
 
 @pytest.mark.parametrize(
+    ("response", "truth", "cer"),
+    [
+        ("stop", "stop", 0.0),
+        ("st0p", "stop", 0.25),
+        ("sto", "stop", 0.25),
+        ("sttop", "stop", 0.25),
+        ("go\n  on", "go on", 0.0),
+        ("goon", "go on", 0.2),
+        ("kitten", "sitting", 3 / 7),
+    ],
+)
+def test_character_errors(response, truth, cer):
+    found = ocr(f"<answer>{response}</answer>", truth, unit="character")
+    assert found == {"reward": pytest.approx(1 - cer), "accuracy": float(cer == 0), "cer": pytest.approx(cer)}
+
+
+@pytest.mark.parametrize(
+    ("response", "iou"),
+    [
+        ("[0, 0, 10, 10]", 1.0),
+        ("<think>[9, 9, 10, 10]</think> the box (0,0,10,5)", 0.5),
+        ('{"bbox_2d": [5.0, 0, 15, 10]}', 1 / 3),
+        ("[50, 50, 60, 60] or rather [ 0,0 , 10,10 ]", 1.0),
+        ("[10, 10, 0, 0]", 0.0),
+        ("[0, 0, 10]", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_overlap_of_one_box(response, iou):
+    for truth in ([0, 0, 10, 10], "[0, 0, 10, 10]", {"bbox_2d": [0, 0, 10, 10]}):
+        found = grounding(response, truth)
+        assert found == {"reward": pytest.approx(iou), "accuracy": float(iou >= 0.5), "iou": pytest.approx(iou)}
+        assert grounding(response, truth, metric="accuracy")["reward"] == float(iou >= 0.5)
+    assert grounding(response, [0, 0, 10, 10], threshold=0.3)["accuracy"] == float(iou > 0.3)
+
+
+@pytest.mark.parametrize(
+    ("response", "tolerance", "reward", "accuracy"),
+    [
+        ("4", 0, 1.0, 1.0),
+        ("5", 0, 0.0, 0.0),
+        ("I see 2 and 2, so 4.", 0, 1.0, 1.0),
+        ("<think>4</think><answer>3 cats</answer>", 1, 0.5, 0.0),
+        ("<answer>6</answer>", 1, 0.0, 0.0),
+        ("6", 3, 0.5, 0.0),
+        ("many", 3, 0.0, 0.0),
+    ],
+)
+def test_counts(response, tolerance, reward, accuracy):
+    found = counting(response, "4", tolerance=tolerance)
+    assert (found["reward"], found["accuracy"]) == (pytest.approx(reward), accuracy)
+
+
+@pytest.mark.parametrize(
     ("response", "truth", "score"),
     [
         ("A man, running!", "a man running", 1.0),
@@ -154,7 +208,7 @@ def test_the_tolerance_of_the_accuracy():
     assert [relative_error("38", 40, tolerance=each)["accuracy"] for each in (0.04, 0.05)] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("function", [ocr, rouge_l, relative_error])
+@pytest.mark.parametrize("function", [ocr, rouge_l, relative_error, counting, grounding])
 def test_an_empty_ground_truth_is_an_error(function):
     with pytest.raises(ValueError, match=r"the ground truth is ''; expected a .*; correct the row"):
         function("a", "")
@@ -164,5 +218,6 @@ def test_an_empty_ground_truth_is_an_error(function):
 def test_a_long_response_is_read_at_once(unit):
     start = time.perf_counter()
     detection(unit * (100_000 // len(unit)), ONE)
-    ocr(unit * (100_000 // len(unit)), "a short sign")
+    ocr(unit * (100_000 // len(unit)), "a short sign", unit="character")
+    grounding(unit * (100_000 // len(unit)), [0, 0, 1, 1])
     assert time.perf_counter() - start < 2.0

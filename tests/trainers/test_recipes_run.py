@@ -13,8 +13,8 @@ from whet.config import TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes
 from whet.trainers.build import train
 
-# The calculator has turns and rows of its own: tests/environments/test_game_recipes.py.
-OTHERS = {"calculator_quickstart"}
+# They have turns or a model of their own: tests/environments/test_game_recipes.py, tests/config/test_recipes.py.
+OTHERS = {"calculator_quickstart", "vlm_quickstart"}
 RECIPES = [name for name in shipped_recipes() if name.endswith("_quickstart") and name not in OTHERS]
 
 

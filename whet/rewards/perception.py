@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
-from whet.options import Share
+from whet.options import Number, Share
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
 from whet.rewards.result import after_thought, number_text
@@ -16,6 +17,7 @@ from whet.rewards.search_qa import extract_answer
 
 _ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
 _LIST = re.compile(r"\[\s*[{\]]")
+_CORNERS = re.compile(r"[\[(]" + r"\s*,".join([r"\s*(-?\d{1,9}(?:\.\d{1,9})?)"] * 4) + r"\s*[\])]")
 Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), score
 
 
@@ -60,14 +62,41 @@ def detection(
     return {"reward": iou if metric == "iou" else mean, "accuracy": float(exact), "iou": iou, "map": mean}
 
 
+@register_reward(
+    "grounding",
+    examples=(("<answer>[0, 0, 10, 10]</answer>", [0, 0, 10, 10], 1.0), ("It is at [5, 5].", [0, 0, 10, 10], 0.0)),
+)
+def grounding(
+    solution_str: str, ground_truth: Any, *, metric: Literal["iou", "accuracy"] = "iou", threshold: Share = 0.5
+) -> dict[str, float]:
+    """IoU of the last box of a response and the box of the ground truth; 0 without a box. `detection` takes several.
+
+    A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 where the
+    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.
+    Raises: ValueError for a ground truth without a box.
+    """
+    truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
+    if not truths:
+        raise ValueError(
+            f"the ground truth is {ground_truth!r:.80}; expected a box as [x1, y1, x2, y2]; correct the row"
+        )
+    box, truth = (("", [float(each) for each in (boxes or [(0, 0, 0, 0)])[-1]], 1.0) for boxes in (found, truths))
+    iou = _overlap(box, truth)
+    accuracy = float(iou >= threshold and bool(found))
+    return {"reward": iou if metric == "iou" else accuracy, "accuracy": accuracy, "iou": iou}
+
+
 @register_reward("ocr", examples=(("Stop here", "Stop here", 1.0), ("Go", "Stop here", 0.0)))
-def ocr(solution_str: str, ground_truth: str) -> dict[str, float]:
+def ocr(solution_str: str, ground_truth: str, *, unit: Literal["word", "character"] = "word") -> dict[str, float]:
     """1 - WER, at least 0: the word error rate is the number of word edits divided by the words of the ground truth.
 
-    The answer is the content of the last `<answer>`, else the text after the last `</think>`.
+    With `unit=character` it is the character error rate, and the part is `cer`; a run of white space is one space. The
+    answer is the content of the last `<answer>`, else the text after the last `</think>`.
     Raises: ValueError for a ground truth without words.
     """
     truth, answer = _words_of(ground_truth), (extract_answer(solution_str, needs_tag=False) or "").split()
+    if unit == "character":
+        truth, answer = list(" ".join(truth)), list(" ".join(answer))
     row = list(range(len(truth) + 1))  # edits from the words so far to the first words of the truth
     for count, word in enumerate(answer, start=1):
         diagonal, row[0] = row[0], count
@@ -75,7 +104,7 @@ def ocr(solution_str: str, ground_truth: str) -> dict[str, float]:
             best = min(row[position] + 1, row[position - 1] + 1, diagonal + (word != expected))
             diagonal, row[position] = row[position], best
     rate = row[-1] / len(truth)
-    return {"reward": max(0.0, 1 - rate), "accuracy": float(answer == truth), "wer": rate}
+    return {"reward": max(0.0, 1 - rate), "accuracy": float(answer == truth), f"{unit[0]}er": rate}
 
 
 @register_reward("rouge_l", examples=(("a man runs", "A man runs.", 1.0), ("nothing", "A man runs.", 0.0)))
@@ -107,14 +136,37 @@ def relative_error(
     relative error of at most `tolerance`. For t = 0 the error is 0 or 1. `pred` is x.
     Raises: ValueError for a ground truth without a number.
     """
-    truth = last_number(str(ground_truth))
-    if truth is None:
-        raise ValueError(f"the ground truth is {ground_truth!r}; expected a number; correct the row")
-    found = last_number(extract_answer(solution_str, needs_tag=False) or "")
+    found, truth = _numbers(solution_str, ground_truth)
     if found is None:
         return {"reward": 0.0, "accuracy": 0.0, "pred": None}
     error = float(abs(found - truth) / abs(truth)) if truth else float(found != truth)
     return {"reward": max(0.0, 1 - error), "accuracy": float(error <= tolerance), "pred": number_text(found)}
+
+
+@register_reward("counting", examples=(("There are 4.", 4, 1.0), ("There are 5.", 4, 0.0)))
+def counting(
+    solution_str: str, ground_truth: str | int | float, *, tolerance: Number = 0
+) -> dict[str, float | str | None]:
+    """1 - |x - t| / (tolerance + 1), at least 0, for the last number x of the answer and t of the ground truth.
+
+    So only the exact number pays by default, and with `tolerance=1` a number beside it pays 1/2. The answer is the
+    content of the last `<answer>`, else the text after the last `</think>`. The accuracy is 1 for the exact number.
+    `pred` is x.
+    Raises: ValueError for a ground truth without a number.
+    """
+    found, truth = _numbers(solution_str, ground_truth)
+    if found is None:
+        return {"reward": 0.0, "accuracy": 0.0, "pred": None}
+    reward = max(0.0, 1 - float(abs(found - truth)) / (tolerance + 1))
+    return {"reward": reward, "accuracy": float(found == truth), "pred": number_text(found)}
+
+
+def _numbers(solution_str: str, ground_truth: str | int | float) -> tuple[Decimal | None, Decimal]:
+    """The last numbers of the answer and of the ground truth.  Raises: ValueError."""
+    truth = last_number(str(ground_truth))
+    if truth is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}; expected a number; correct the row")
+    return last_number(extract_answer(solution_str, needs_tag=False) or ""), truth
 
 
 def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:

@@ -5,15 +5,30 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import TYPE_CHECKING
 
 from whet.errors import ConfigError
 from whet.options import Count, NonNegative, Share
 from whet.registry import register_environment
-from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome
+from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome, Render
+from whet_environments.tiles import TILE, Tile, draw_tiles
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SIDES = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
 MOST_DRAWS = 10_000  # of a map, until one has a path
 Cell = tuple[int, int]
+TILES: dict[str, Tile] = {
+    "_": (("square", "ice", 1.0),),
+    "P": (("square", "ice", 1.0), ("circle", "blue", 0.75)),
+    "O": (("square", "ice", 1.0), ("circle", "black", 0.75)),
+    "G": (("square", "green", 1.0),),
+    "X": (("square", "ice", 1.0), ("circle", "black", 0.75), ("circle", "blue", 0.4)),
+    "√": (("square", "green", 1.0), ("circle", "blue", 0.75)),
+}
+SYMBOLS = "P is you, _ is ice, O is a hole, G is the goal."
+COLOURS = "The blue circle is you, black circles are holes, and the green square is the goal."
 
 
 @register_environment("frozen_lake", pure=True)
@@ -22,7 +37,8 @@ class FrozenLake(Game):
 
     P player, _ ice, O hole, G goal, X player in a hole, √ player at the goal. Player and goal are drawn first, each
     other cell is ice with probability `ice`, and maps without a path from the player to the goal are drawn again. On
-    `slippery` ice a move goes in its direction or to either side of it, each with probability 1/3.
+    `slippery` ice a move goes in its direction or to either side of it, each with probability 1/3. With
+    `render=picture` the map is an image, each cell of `tile` pixels.
     """
 
     def __init__(
@@ -36,13 +52,16 @@ class FrozenLake(Game):
         encoding: Encoding = "words",
         context: Context = "replace",
         max_tokens: Count | None = None,
+        render: Render = "text",
+        tile: Count = TILE,
     ) -> None:
-        super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens)
+        super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens, render=render)
         if size < 2:
             raise ConfigError(f"size={size} has no room for player and goal; set size to 2 or more")
         self.size, self.ice, self.slippery, self.format_penalty = size, ice, slippery, format_penalty
+        self.tile = tile
         self.rules = (
-            f"You walk on a frozen lake of {size} x {size} cells. P is you, _ is ice, O is a hole, G is the goal. "
+            f"You walk on a frozen lake of {size} x {size} cells. {COLOURS if render == 'picture' else SYMBOLS} "
             f"Reach the goal and stay out of the holes{'; the ice is slippery' if slippery else ''}. {HOW_TO_MOVE}"
         )
 
@@ -78,9 +97,14 @@ class FrozenLake(Game):
 
     def board(self) -> str:
         """The map."""
-        return self.show_cells(
-            [[self._symbol((row, column)) for column in range(self.size)] for row in range(self.size)]
-        )
+        return self.show_cells(self._cells())
+
+    def picture(self) -> Image:
+        """The map as an image."""
+        return draw_tiles(self._cells(), TILES, self.tile)
+
+    def _cells(self) -> list[list[str]]:
+        return [[self._symbol((row, column)) for column in range(self.size)] for row in range(self.size)]
 
     def _symbol(self, cell: Cell) -> str:
         if cell == self.player:

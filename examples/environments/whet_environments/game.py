@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of a game: seeds, turns, the end, and how a state is written as an observation."""
+"""The frame of a game: seeds, turns, the end, and how a state is written or drawn as an observation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import random
 import re
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from whet.environments.protocol import Answer, Observation
 from whet.types import Message, Prompt
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 Encoding = Literal["compact", "words"]
 Context = Literal["append", "replace"]
+Render = Literal["text", "picture"]
 DIRECTIONS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 LETTERS = {"u": "Up", "d": "Down", "l": "Left", "r": "Right"}
 MOVE = re.compile(r"<answer>\s*(up|down|left|right)\s*</answer>", re.IGNORECASE)
@@ -35,14 +39,24 @@ class Game(ABC):
     """A game of one player. A subclass has `begin`, `play`, `board` and `rules`; its constructor has the options.
 
     `encoding=compact` writes a state as one character a cell and ">"; `words` adds the rules and lines. With
-    `context=replace` each observation has the whole state and replaces what came before. A row of the data set may fix
-    its game by a field `seed`; otherwise whet gives the seed, the same one to all episodes of a group.
+    `context=replace` each observation has the whole state and replaces what came before. With `render=picture` an image
+    takes the place of the written state. A row of the data set may fix its game by a field `seed`; otherwise whet gives
+    the seed, the same one to all episodes of a group.
     """
 
     rules: str  # for encoding=words
     is_won: bool  # set by `begin` and `play`
 
-    def __init__(self, *, max_steps: int, encoding: Encoding, context: Context, max_tokens: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        max_steps: int,
+        encoding: Encoding,
+        context: Context,
+        max_tokens: int | None,
+        render: Render = "text",
+    ) -> None:
+        self.render = render
         self.max_steps, self.encoding, self.context, self.max_tokens = max_steps, encoding, context, max_tokens
         self._steps_left, self._is_over = 0, True
 
@@ -65,6 +79,10 @@ class Game(ABC):
     @abstractmethod
     def choices(self) -> list[str]:
         """The answers that the state allows, in the encoding."""
+
+    def picture(self) -> Image | bytes:
+        """The state as an image, for render=picture."""
+        raise NotImplementedError
 
     def state_key(self) -> str:
         """Names the state for estimators that compare the turns of a group in the same state."""
@@ -93,14 +111,20 @@ class Game(ABC):
 
     def _observe(self, reward: float, said: str, *, is_first: bool) -> Observation:
         is_whole = is_first or self.context == "replace"
-        state = self.board()
+        state, content, media = "" if self.render == "picture" else self.board(), list[dict[str, Any]](), ()
         if self.encoding == "compact":
             text = f"{state}>"
         else:
             text = "\n\n".join(part for part in (self.rules if is_whole else "", said, state) if part)
+        if self.render == "picture":
+            from whet.data.media import image
+
+            media = (image(self.picture()),)
+            content = [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
         return Observation(
             done=False,
-            messages=(Message("user", text),),
+            messages=(Message("user", content or text),),
+            media=media,
             reward=reward,
             fields=self.numbers(),
             context=self.context,

@@ -9,15 +9,34 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from whet.errors import ConfigError
 from whet.options import Count, NonNegative, Share
 from whet.registry import register_environment
-from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome
+from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome, Render
+from whet_environments.tiles import TILE, Tile, draw_tiles
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Cell = tuple[int, int]
 MOST_DRAWS = 2_000  # of a room, until one is as asked for
 MOST_STATES = 300_000  # that `solve` visits
+TILES: dict[str, Tile] = {
+    "#": (("square", "grey", 1.0),),
+    "_": (),
+    "O": (("ring", "red", 0.5),),
+    "X": (("square", "brown", 0.75),),
+    "√": (("square", "green", 0.75),),
+    "P": (("circle", "blue", 0.75),),
+    "S": (("circle", "blue", 0.75), ("ring", "red", 0.5)),
+}
+SYMBOLS = "P is you, X is a box, O is a target, √ is a box on a target, S is you on a target, # is a wall, _ is floor."
+COLOURS = (
+    "The blue circle is you, brown squares are boxes, red rings are targets, a green square is a box on a target, and "
+    "grey is wall."
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,8 @@ class Sokoban(Game):
 
     # wall, _ floor, O target, X box, √ box on a target, P player, S player on a target. `rows` and `columns` count the
     floor inside of the outer wall, which `border` draws; `walls` is the share of inner walls. A room is made with up to
-    `pulls` backward moves of boxes. An answer that is no move changes nothing and costs `format_penalty`.
+    `pulls` backward moves of boxes. An answer that is no move changes nothing and costs `format_penalty`. With
+    `render=picture` the room is an image, each cell of `tile` pixels.
     """
 
     def __init__(
@@ -51,19 +71,20 @@ class Sokoban(Game):
         encoding: Encoding = "words",
         context: Context = "replace",
         max_tokens: Count | None = None,
+        render: Render = "text",
+        tile: Count = TILE,
     ) -> None:
-        super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens)
+        super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens, render=render)
         if 2 * boxes + 1 > rows * columns:
             raise ConfigError(
                 f"boxes={boxes} do not fit into rows={rows} x columns={columns}: boxes, targets and player need a cell "
                 "each; lower boxes, or raise rows or columns"
             )
         self.rows, self.columns, self.num_boxes, self.walls, self.pulls = rows, columns, boxes, walls, pulls
-        self.border, self.format_penalty = border, format_penalty
+        self.border, self.format_penalty, self.tile = border, format_penalty, tile
         self.rules = (
-            "You push boxes onto targets in a room. P is you, X is a box, O is a target, √ is a box on a target, S is "
-            "you on a target, # is a wall, _ is floor. A box can be pushed, one at a time, and not pulled. "
-            f"{HOW_TO_MOVE}"
+            f"You push boxes onto targets in a room. {COLOURS if render == 'picture' else SYMBOLS} A box can be "
+            f"pushed, one at a time, and not pulled. {HOW_TO_MOVE}"
         )
 
     def begin(self, draws: random.Random) -> None:
@@ -143,13 +164,18 @@ class Sokoban(Game):
 
     def board(self) -> str:
         """The room."""
+        return self.show_cells(self._cells())
+
+    def picture(self) -> Image:
+        """The room as an image."""
+        return draw_tiles(self._cells(), TILES, self.tile)
+
+    def _cells(self) -> list[list[str]]:
         edge = int(self.border)
-        return self.show_cells(
-            [
-                [self._symbol((row, column)) for column in range(-edge, self.columns + edge)]
-                for row in range(-edge, self.rows + edge)
-            ]
-        )
+        return [
+            [self._symbol((row, column)) for column in range(-edge, self.columns + edge)]
+            for row in range(-edge, self.rows + edge)
+        ]
 
     def _symbol(self, cell: Cell) -> str:
         if cell not in self.floor:

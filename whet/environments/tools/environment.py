@@ -13,9 +13,9 @@ from whet.config.tools import ToolLimits
 from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, Running
 from whet.environments.tools.schema import ToolSchema
-from whet.environments.tools.sources import BadCallError, Session, Source, open_source
+from whet.environments.tools.sources import BadCallError, Part, Session, Source, open_source
 from whet.errors import ToolError, describe
-from whet.types import Failure, Message, Prompt
+from whet.types import Failure, Media, Message, Prompt
 
 COUNTS = ("calls", "errors", "malformed", "late", "cut")  # in the fields of a trajectory, as tools/calls, ...
 Role = Literal["tool", "user"]
@@ -74,7 +74,8 @@ class ToolEnvironment:
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
-        return self._counted(Observation(done=False, messages=self._messages(answer.tool_calls, results)))
+        media = tuple(part for parts in results for part in parts if isinstance(part, Media))
+        return self._counted(Observation(done=False, messages=self._messages(answer.tool_calls, results), media=media))
 
     async def close(self) -> None:
         """Ends the sessions and the environment inside."""
@@ -94,8 +95,8 @@ class ToolEnvironment:
         fields = {f"tools/{name}": float(self._counts[name]) for name in COUNTS}
         return replace(observation, fields={**fields, **observation.fields})
 
-    async def _result(self, call: Mapping[str, Any]) -> str:
-        """The text that answers a call.  Raises: ToolError where the session is lost, which fails the episode."""
+    async def _result(self, call: Mapping[str, Any]) -> Sequence[Part]:
+        """The parts that answer a call.  Raises: ToolError where the session is lost, which fails the episode."""
         limits = self._limits
         self._counts["calls"] += 1
         try:
@@ -107,7 +108,7 @@ class ToolEnvironment:
             if call["name"] not in self._by_tool:
                 raise BadCallError(f"there is no tool {call['name']!r}; the tools are {', '.join(self._by_tool)}")
             session = self._by_tool[call["name"]]
-            text = await asyncio.wait_for(session.call(call["name"], call["arguments"]), limits.seconds)
+            parts = await asyncio.wait_for(session.call(call["name"], call["arguments"]), limits.seconds)
         except ToolError:
             raise
         except BadCallError as error:
@@ -117,11 +118,11 @@ class ToolEnvironment:
             return self._failed(f"the call took longer than {limits.seconds:g} s")
         except Exception as error:  # the code of the tool may raise anything
             return self._failed(f"{type(error).__name__}: {error}")
-        return self._fitting(text)
+        return [self._fitting(part) if isinstance(part, str) else part for part in parts]
 
-    def _failed(self, message: str) -> str:
+    def _failed(self, message: str) -> Sequence[Part]:
         self._counts["errors"] += 1
-        return self._fitting(f"error: {message}")
+        return [self._fitting(f"error: {message}")]
 
     def _fitting(self, text: str) -> str:
         text, most = text.encode("utf-8", "replace").decode(), self._limits.characters
@@ -132,11 +133,20 @@ class ToolEnvironment:
             f"{text[: int(most)]}\n[cut: the result has {len(text)} characters, of which the first {most:g} are shown]"
         )
 
-    def _messages(self, calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> tuple[Message, ...]:
+    def _messages(self, calls: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Part]]) -> tuple[Message, ...]:
         if self._role == "user":  # one message, since many templates want user and assistant in turns
-            shown = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
-            return (Message("user", "\n".join(shown)),)
+            shown: list[Part] = []
+            for parts in results:
+                shown += ["\n<tool_response>\n" if shown else "<tool_response>\n", *parts, "\n</tool_response>"]
+            return (Message("user", _content(shown)),)
         return tuple(
-            Message("tool", result, {"tool_call_id": call["id"], "name": call["name"]})
-            for call, result in zip(calls, results, strict=True)
+            Message("tool", _content(parts), {"tool_call_id": call["id"], "name": call["name"]})
+            for call, parts in zip(calls, results, strict=True)
         )
+
+
+def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or a list of parts where one is an image or a video."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return [{"type": part.kind} if isinstance(part, Media) else {"type": "text", "text": part} for part in parts]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.environments.tools.schema import ToolSchema
-from whet.environments.tools.sources import BadCallError, Session, Source
+from whet.environments.tools.sources import BadCallError, Part, Session, Source
 from whet.errors import ConfigError, ToolError, describe, pip_install
 from whet.registry import load_target
 from whet.types import Prompt
@@ -84,13 +84,13 @@ class McpSession(Session):
             if cursor is None:
                 return found
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         """Implements `Session.call`."""
         result = await self._request(self._client.call_tool(name, dict(arguments)))
         parts = [each.text if each.type == "text" else f"[{each.type}]" for each in result.content]
         if result.is_error:
             raise BadCallError("\n".join(parts))
-        return "\n".join(parts)
+        return ["\n".join(parts)]
 
     async def close(self) -> None:
         """Implements `Session.close`."""

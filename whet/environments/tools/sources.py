@@ -12,13 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from PIL import Image
 from pydantic import BaseModel
 
 from whet.config.tools import read_entry
+from whet.data.media import image
 from whet.environments.tools.schema import ToolSchema, checked, schema_of
 from whet.errors import ConfigError, describe
 from whet.registry import TOOLS
-from whet.types import Prompt
+from whet.types import Media, Prompt
+
+Part = str | Media  # of the result of a call
 
 
 class BadCallError(Exception):
@@ -32,9 +36,9 @@ class Session(ABC):
         """Opens what the session needs.  Raises: ToolError."""
 
     @abstractmethod
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Runs a tool and returns its result.  Raises: BadCallError; ToolError where the session is lost; what the tool
-        raises."""
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
+        """Runs a tool and returns the parts of its result.  Raises: BadCallError; ToolError where the session is lost;
+        what the tool raises."""
 
     async def close(self) -> None:  # noqa: B027
         """Releases it."""
@@ -133,7 +137,7 @@ class PythonSession(Session):
     ) -> None:
         self._tools, self._close = tools, close
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         """Implements `Session.call`."""
         function, model = self._tools[name]
         try:
@@ -141,7 +145,8 @@ class PythonSession(Session):
         except ValueError as error:
             raise BadCallError(str(error)) from error
         result = await _run(lambda: function(**given), is_async=inspect.iscoroutinefunction(inspect.unwrap(function)))
-        return result if isinstance(result, str) else _as_json(result)
+        is_mixed = isinstance(result, list | tuple) and any(isinstance(each, Media | Image.Image) for each in result)
+        return [_part(each) for each in (result if is_mixed else [result])]
 
     async def close(self) -> None:
         """Implements `Session.close`."""
@@ -179,6 +184,13 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     threading.Thread(target=work, daemon=True).start()
     result = await asyncio.wrap_future(done)
     return await result if inspect.isawaitable(result) else result
+
+
+def _part(result: Any) -> Part:
+    """Text, images and videos stay, anything else becomes JSON."""
+    if isinstance(result, str | Media):
+        return result
+    return image(result) if isinstance(result, Image.Image) else _as_json(result)
 
 
 def _as_json(result: Any) -> str:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures on a white canvas, PNG files, and rows whose pictures belong to one split only."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from whet.errors import DataError
+from whet.keyed import key
+
+Row = dict[str, Any]
+Colour = tuple[int, int, int]
+WHITE: Colour = (255, 255, 255)
+COLOURS: dict[str, Colour] = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 40),
+    "blue": (40, 60, 220),
+    "yellow": (230, 220, 40),
+}
+SHAPES = ("circle", "square", "triangle")
+NUM_TRAINED, NUM_HELD_OUT = 4096, 256  # rows, by default
+MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held out
+
+
+def draw_rows(split: str, seed: int, num_rows: int | None, draw: Callable[[random.Random], Row]) -> Iterator[Row]:
+    """Yields `num_rows` rows (by default 4096 of the split train, 256 of another) from `draw`, which gets a generator.
+
+    The digest of a row's pictures assigns it to the split train or to the others, so that with any seeds no picture of
+    one is in the other.
+    Raises: DataError where too few rows are in the split.
+    """
+    is_train = split == "train"
+    draws = random.Random(key(seed, "drawn rows", split))
+    for number in range(num_rows or (NUM_TRAINED if is_train else NUM_HELD_OUT)):
+        for _ in range(MOST_DRAWS):
+            row = draw(draws)
+            if is_train != _is_held_out(row):
+                yield row
+                break
+        else:
+            raise DataError(
+                f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}; expected more different "
+                "pictures: raise pixels or the number of figures"
+            )
+
+
+def _is_held_out(row: Row) -> bool:
+    pictures = [*row.get("images", []), *(frame for video in row.get("videos", []) for frame in video)]
+    return hashlib.sha256(b"".join(pictures)).digest()[0] < 64
+
+
+def canvas(width: int, height: int | None = None) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """A white image, and the object that draws on it."""
+    image = Image.new("RGB", (width, height or width), WHITE)
+    return image, ImageDraw.Draw(image)
+
+
+def draw_figure(draw: ImageDraw.ImageDraw, shape: str, colour: Colour, left: int, top: int, side: int) -> None:
+    """Draws a circle, square or triangle that fills a square with `side` pixels."""
+    box = (left, top, left + side - 1, top + side - 1)
+    if shape == "circle":
+        draw.ellipse(box, colour)
+    elif shape == "square":
+        draw.rectangle(box, colour)
+    else:
+        draw.polygon(((left + (side - 1) / 2, top), (box[0], box[3]), (box[2], box[3])), colour)
+
+
+def to_png(image: Image.Image) -> bytes:
+    """The image as a PNG file; equal images give equal bytes."""
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def check_room(pixels: int, cells: int, smallest: int) -> None:
+    """Checks that each of `cells` cells in a row gets `smallest` pixels.  Raises: DataError."""
+    if pixels < cells * smallest:
+        raise DataError(
+            f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row; expected at least "
+            f"{smallest}: set pixels to {cells * smallest} or more"
+        )
