@@ -21,7 +21,8 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.errors import no_exit
 from whet.metrics import Metrics
-from whet.models.positions import position_ids
+from whet.models.packing import LATER_MEDIA
+from whet.models.positions import position_ids, rotary_positions
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
@@ -216,11 +217,14 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
         return [*values, *[value] * (width - len(values))]
 
     attention_mask = torch.tensor([padded([1] * len(example.input_ids), 0) for example in examples])
+    positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
+    media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
     return DataProto.from_dict(
         {
             "input_ids": torch.tensor([padded(example.input_ids, pad_token_id) for example in examples]),
             "attention_mask": attention_mask,
-            "position_ids": position_ids(attention_mask),
+            "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
             "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
-        }
+        },
+        media,
     )
