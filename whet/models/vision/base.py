@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -62,13 +64,14 @@ class Vision(ABC):
     """
 
     towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
+    processor_name: ClassVar[str]  # of its image processor's class, without the back end
     streams: ClassVar[dict[str, str]] = {
         "image": "image",
         "video": "video",
     }  # the encoder output that a kind is part of
     both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any], kinds: Iterable[str]) -> None:
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any], kinds: Iterable[str]) -> None:
         self.config, self.processor, self.files = config, processor, files
         self.kinds = frozenset(kinds)
         self.identity = hashlib.sha256(f"{type(self).__name__} {processor.to_json_string()}".encode()).hexdigest()
@@ -170,6 +173,17 @@ class Vision(ABC):
         """True where no weight of the towers is trained."""
         body = body_of(model)
         return not any(weight.requires_grad for name in self.towers for weight in body.get_submodule(name).parameters())
+
+    def tower_weights(self, model: nn.Module) -> list[str]:
+        """Names of the towers' weights in the model, tied ones under each name."""
+        parts = [f".{tower}." for tower in self.towers]
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        return [name for name in names if any(part in f".{name}" for part in parts)]
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of the processor into a model's folder, as they were read."""
+        for name, content in self.files.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @abstractmethod
     def smallest(self) -> Pixels:
