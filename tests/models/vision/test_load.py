@@ -81,7 +81,9 @@ def test_processors_in_one_file_are_read_too(folder_of: Folders, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_towers_and_adapters_of_the_language_model(family: str, folder_of: Folders) -> None:
+def test_frozen_towers_and_adapters_of_the_language_model(
+    family: str, folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_policy(folder_of(family))
     vision = vision_of(model)
     assert vision is not None and not vision.is_frozen(model)
@@ -94,6 +96,7 @@ def test_frozen_towers_and_adapters_of_the_language_model(family: str, folder_of
     add_adapter(model, LoraConfig(rank=2), seed=0)
     layers = adapted_layers(model)
     assert layers and not any(name.startswith(towers) for name in layers)
+    monkeypatch.setattr(type(vision), "both_ways", False)
     media = vision.measured(image_of(picture(1, 40, 40)), 40, 40)
     before = vision.features(load_policy(folder_of(family)), [media])[0].hidden
     assert torch.equal(vision.features(model, [media])[0].hidden, before)

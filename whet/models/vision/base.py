@@ -23,6 +23,10 @@ from whet.types import Media, MediaTokens
 Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
 PIXEL_CACHE_BYTES, FEATURE_CACHE_BYTES = 2**30, 2**30
 PIXEL_THREADS = 2
+BOTH_WAYS = (
+    "in {} the tokens of an image attend to each other in both directions, and whet's attention is causal; train and "
+    "sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,8 @@ class Vision(ABC):
 
     towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
     processor_name: ClassVar[str]  # of its image processor's class, without the back end
-    streams: ClassVar[dict[str, str]] = {
-        "image": "image",
-        "video": "video",
-    }  # the encoder output that a kind is part of
+    # the encoder output that a kind is part of
+    streams: ClassVar[dict[str, str]] = {"image": "image", "video": "video"}
     both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any], kinds: Iterable[str]) -> None:
@@ -101,6 +103,8 @@ class Vision(ABC):
             raise DataError(
                 f"{self.config.model_type} reads {reads}, not a {media.kind}; remove it, or change the model"
             )
+        if self.both_ways:
+            raise DataError(BOTH_WAYS.format(self.config.model_type))
         if media.kind == "video" and not seconds:
             raise DataError("the video has no frames; expected at least one: remove the row, or repair the file")
         try:
@@ -124,10 +128,7 @@ class Vision(ABC):
         """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
         tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
         if media and self.both_ways:
-            raise ModelError(
-                f"in {self.config.model_type} the tokens of an image attend to each other in both directions, and "
-                "whet's attention is causal; train and sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
-            )
+            raise ModelError(BOTH_WAYS.format(self.config.model_type))
         return self.outputs(self.features(model, media, version))
 
     def features(
