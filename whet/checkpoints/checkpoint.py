@@ -32,6 +32,7 @@ from whet import files
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.folder import split_adapters
+from whet.models.vision.load import vision_of
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -68,6 +69,8 @@ def save(
                 roles[role].save(str(partial / f"{role}.state"))
         tokenizer.save_pretrained(partial / "model")
         model_config.save_pretrained(partial / "model")
+        if (vision := vision_of(tokenizer)) is not None:
+            vision.save(partial / "model")
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")

@@ -30,7 +30,9 @@ class LoraConfig(Section):
 
     rank: PositiveInt | None = key(None, "rank of the adapter; unset: no adapter, all weights are trained")
     alpha: PositiveFloat | None = key(None, "the adapter's output is multiplied by alpha / rank; unset: 2 rank")
-    target_modules: list[str] = key([], "linear layers that get an adapter, by name; empty: all but the output head")
+    target_modules: list[str] = key(
+        [], "linear layers that get an adapter, by name; empty: all of the language model but its head"
+    )
     path: str | None = key(None, "existing adapter, merged into the model when it is loaded")
 
 
@@ -42,7 +44,9 @@ class ModelConfig(Section):
     dtype: Dtype = key("float32", "dtype of forward and backward passes; bfloat16 keeps float32 master weights")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass, which saves memory")
     lora: LoraConfig = LoraConfig()
-    freeze: list[str] = key([], "weights that are not trained: model.embed_tokens.*, model.layers.[0-3].*, ...")
+    freeze: list[str] = key(
+        [], "weights that are not trained: model.embed_tokens.*, model.layers.[0-3].*, vision (the tower), ..."
+    )
     allow_pickle: bool = key(False, "load weights stored as pickles, which can run code")
     trust_remote_code: bool = key(False, "run Python code from the folder of the model or tokenizer")
 

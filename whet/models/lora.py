@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from whet.errors import ModelError, pip_install
 from whet.keyed import key
 from whet.models.folder import check_weights, reading
+from whet.models.vision.load import vision_of
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 TRAINED_PARTS = ("lora_A", "lora_B")
@@ -65,12 +67,15 @@ def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
-    """Converts the settings to peft's. Targets are names of linear layers, by default all except the head."""
+    """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
+    its head; those of a vision tower are for a target that the language model lacks."""
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    names = sorted({name.rpartition(".")[2] for name in linear})
+    tower = _tower(model)
+    language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
+    names = sorted({name.rpartition(".")[2] for name in language})
     for target in settings.target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
+        if not _has(linear, target):
             raise ModelError(
                 f"model.lora.target_modules names {target!r}, but no linear layer of {type(model).__name__} has that "
                 f"name; it has {', '.join(names)}"
@@ -79,8 +84,19 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
         r=settings.rank,
         lora_alpha=_alpha(settings),
         target_modules=sorted(settings.target_modules) or names,
+        exclude_modules=tower if all(_has(language, target) for target in settings.target_modules) else None,
         task_type="CAUSAL_LM",
     )
+
+
+def _has(layers: Iterable[str], target: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in layers)
+
+
+def _tower(model: PreTrainedModel) -> str | None:
+    """A pattern for the names of the modules of the model's vision tower."""
+    vision = vision_of(model)
+    return None if vision is None else rf"(.*\.)?({'|'.join(vision.towers)})\..*"
 
 
 def fingerprint(model: nn.Module) -> str:

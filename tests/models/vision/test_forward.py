@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.models.vision.conftest import FAMILIES, image_of, picture, text_of, video_of
-from whet.errors import ModelError
+from whet.errors import DataError, ModelError
 from whet.models.load import load_policy, load_tokenizer, load_value_model, outline
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
@@ -83,12 +83,18 @@ def test_log_probs_and_gradients_equal_transformers_own(family: str, folder_of: 
     )
 
 
-def test_the_forward_of_gemma_3_holds_with_transformers_mask_and_its_images_are_refused(folder_of: Folders) -> None:
+def test_the_forward_of_gemma_3_holds_with_transformers_mask_and_its_images_are_refused(
+    folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of("gemma3")
     model, reference = load_policy(folder), AutoModelForImageTextToText.from_pretrained(folder)
     vision = vision_of(model)
     assert vision is not None and vision.both_ways
-    media = measured(vision)
+    with pytest.raises(DataError, match=r"attend to each other in both directions.*train and sample on text alone"):
+        measured(vision)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(vision), "both_ways", False)
+        media = measured(vision)
     ids = ids_of(folder, media)
     stock = stock_inputs(vision, media, ids)
     expected = reference(**stock).logits
@@ -120,7 +126,7 @@ def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str,
         torch.testing.assert_close(alone.hidden, features.hidden, atol=2e-6, rtol=0)
         for one, other in zip(alone.deepstack, features.deepstack, strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-    cut = together[1].slice(3, 7)
+    cut = together[1].part(slice(3, 7))
     assert torch.equal(cut.hidden, together[1].hidden[3:7])
     assert [len(layer) for layer in cut.deepstack] == [4] * len(cut.deepstack)
     token = {"image": vision.forbidden[0], "video": vision.forbidden[-1]}
@@ -128,7 +134,7 @@ def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str,
     ids = torch.tensor([[token[kind] for kind, count in counts for _ in range(count)] + [300]])
     places = torch.arange(ids.shape[1])[None]
     whole = model.base_model(input_ids=ids, position_ids=places, **vision.outputs(together))[0]
-    halves = [half for each in together for half in (each.slice(0, 2), each.slice(2, len(each.hidden)))]
+    halves = [half for each in together for half in (each.part(slice(2)), each.part(slice(2, None)))]
     again = model.base_model(input_ids=ids, position_ids=places, **vision.outputs(halves))[0]
     torch.testing.assert_close(again, whole, atol=1e-6, rtol=0)
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,10 @@ from whet.types import Media, MediaTokens
 Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
 PIXEL_CACHE_BYTES, FEATURE_CACHE_BYTES = 2**30, 2**30
 PIXEL_THREADS = 2
+BOTH_WAYS = (
+    "in {} the tokens of an image attend to each other in both directions, and whet's attention is causal; train and "
+    "sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,12 @@ class Vision(ABC):
     """
 
     towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
-    streams: ClassVar[dict[str, str]] = {
-        "image": "image",
-        "video": "video",
-    }  # the encoder output that a kind is part of
+    processor_name: ClassVar[str]  # of its image processor's class, without the back end
+    # the encoder output that a kind is part of
+    streams: ClassVar[dict[str, str]] = {"image": "image", "video": "video"}
     both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any], kinds: Iterable[str]) -> None:
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any], kinds: Iterable[str]) -> None:
         self.config, self.processor, self.files = config, processor, files
         self.kinds = frozenset(kinds)
         self.identity = hashlib.sha256(f"{type(self).__name__} {processor.to_json_string()}".encode()).hexdigest()
@@ -98,6 +103,8 @@ class Vision(ABC):
             raise DataError(
                 f"{self.config.model_type} reads {reads}, not a {media.kind}; remove it, or change the model"
             )
+        if self.both_ways:
+            raise DataError(BOTH_WAYS.format(self.config.model_type))
         if media.kind == "video" and not seconds:
             raise DataError("the video has no frames; expected at least one: remove the row, or repair the file")
         try:
@@ -121,10 +128,7 @@ class Vision(ABC):
         """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
         tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
         if media and self.both_ways:
-            raise ModelError(
-                f"in {self.config.model_type} the tokens of an image attend to each other in both directions, and "
-                "whet's attention is causal; train and sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
-            )
+            raise ModelError(BOTH_WAYS.format(self.config.model_type))
         return self.outputs(self.features(model, media, version))
 
     def features(
@@ -170,6 +174,17 @@ class Vision(ABC):
         """True where no weight of the towers is trained."""
         body = body_of(model)
         return not any(weight.requires_grad for name in self.towers for weight in body.get_submodule(name).parameters())
+
+    def tower_weights(self, model: nn.Module) -> list[str]:
+        """Names of the towers' weights in the model, tied ones under each name."""
+        parts = [f".{tower}." for tower in self.towers]
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        return [name for name in names if any(part in f".{name}" for part in parts)]
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of the processor into a model's folder, as they were read."""
+        for name, content in self.files.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @abstractmethod
     def smallest(self) -> Pixels:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoImageProcessor, BaseImageProcessor
+from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedModel
 from transformers.utils import cached_file
 
 from whet.errors import ModelError
@@ -26,7 +26,11 @@ FAMILIES: dict[str, type[Any]] = {
     "internvl": InternVision,
     "gemma3": Gemma3Vision,
 }
-PROCESSOR, VIDEO_PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
+PROCESSOR, VIDEO_PROCESSOR, TOGETHER = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 def sees(config: Any) -> bool:
@@ -41,8 +45,11 @@ def load_vision(path: str | Path, config: Any, *, trust_remote_code: bool = Fals
     """
     if not sees(config):
         return None
-    video = _read(path, VIDEO_PROCESSOR)
-    own = _read(path, PROCESSOR)
+    files = {
+        name: content for name in (PROCESSOR, VIDEO_PROCESSOR, TOGETHER) if (content := _read(path, name)) is not None
+    }
+    together = files.get(TOGETHER, {})
+    own = files.get(PROCESSOR) or together.get("image_processor")
     if own is None:
         raise ModelError(
             f"{path} is a model that reads images ({config.model_type}) without {PROCESSOR}; copy this file from the "
@@ -53,7 +60,7 @@ def load_vision(path: str | Path, config: Any, *, trust_remote_code: bool = Fals
             path, backend="pil", trust_remote_code=trust_remote_code
         )
     _check_fits(path, config, processor)
-    found: Vision = FAMILIES[config.model_type](config, processor, video or own)
+    found: Vision = FAMILIES[config.model_type](config, processor, files)
     return found
 
 
@@ -64,7 +71,9 @@ def attach(thing: Any, vision: Vision | None) -> None:
 
 def vision_of(thing: Any) -> Vision | None:
     """How the model that `load_policy` loaded, or the model of a tokenizer from `load_tokenizer`, reads images."""
-    found = getattr(body_of(thing) if isinstance(thing, nn.Module) else thing, "vision", None)
+    if isinstance(thing, nn.Module):
+        thing = thing.base_model if isinstance(thing, PreTrainedModel) else getattr(thing, "body", None)
+    found = getattr(thing, "vision", None)
     return found if isinstance(found, Vision) else None
 
 
@@ -84,7 +93,11 @@ def _read(path: str | Path, name: str) -> dict[str, Any] | None:
 
 
 def _check_fits(path: str | Path, config: Any, processor: Any) -> None:
-    """Checks that the sizes of patches agree.  Raises: ModelError."""
+    """Checks that the processor is the family's, and that the sizes of patches agree.  Raises: ModelError."""
+    expected, found = FAMILIES[config.model_type].processor_name, type(processor).__name__
+    way_out = "copy the processor's file from the folder that the model comes from"
+    if not found.startswith(expected):
+        raise ModelError(f"{path} is {config.model_type} with a {found}, and expected a {expected}; {way_out}")
     made, vision = processor.to_dict(), config.vision_config.to_dict()
     pairs = {
         "patch_size": "patch_size",
@@ -92,9 +105,14 @@ def _check_fits(path: str | Path, config: Any, processor: Any) -> None:
         "merge_size": "spatial_merge_size",
     }
     for own, other in pairs.items():
-        expected = vision.get(other)
-        if own in made and expected is not None and made[own] != expected:
+        if own in made and vision.get(other) not in (None, made[own]):
             raise ModelError(
-                f"{path}: {PROCESSOR} has {own}={made[own]}, and the model's vision_config {other}={expected}; copy "
-                "the processor's file from the folder that the model comes from"
+                f"{path}: {PROCESSOR} has {own}={made[own]}, and the model's vision_config {other}={vision[other]}; "
+                f"{way_out}"
             )
+    if "max_image_size" in made and made["max_image_size"]["longest_edge"] != vision["image_size"]:
+        side = made["max_image_size"]["longest_edge"]
+        raise ModelError(
+            f"{path}: {PROCESSOR} cuts tiles of {side} pixels, and the model's vision_config has "
+            f"image_size={vision['image_size']}; {way_out}"
+        )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil, floor, sqrt
 from typing import Any
 
@@ -26,10 +26,11 @@ class QwenVision(Vision):
     """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL times are as far apart as in seconds."""
 
     towers = ("visual",)
+    processor_name = "Qwen2VLImageProcessor"
     # of a video processor whose files give no limits, in pixels of a frame
     frame_limits = (128 * 28 * 28, 768 * 28 * 28)
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
         super().__init__(config, processor, files, KINDS)
         self.merge, self.factor = processor.merge_size, processor.patch_size * processor.merge_size
 
@@ -60,9 +61,12 @@ class QwenVision(Vision):
     def _own_limits(self, kind: str) -> tuple[int, int]:
         if kind == "image":
             return self.processor.size["shortest_edge"], self.processor.size["longest_edge"]
-        size = self.files.get("size") or {}
-        low = self.files.get("min_pixels") or size.get("shortest_edge")
-        high = self.files.get("max_pixels") or size.get("longest_edge")
+        together = self.files.get("processor_config.json", {})
+        made = self.files.get("video_preprocessor_config.json") or together.get("video_processor") or {}
+        made = made or self.files.get("preprocessor_config.json") or {}
+        size = made.get("size") or {}
+        low = made.get("min_pixels") or size.get("shortest_edge")
+        high = made.get("max_pixels") or size.get("longest_edge")
         return low or self.frame_limits[0], high or self.frame_limits[1]
 
     def _tokens(

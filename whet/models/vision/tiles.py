@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from math import isqrt
+from math import ceil, isqrt
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
 
 from whet.data.media import images
 from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
@@ -57,11 +59,12 @@ class SmolVision(TiledVision):
     """
 
     towers = ("vision_model", "connector")
+    processor_name = "SmolVLMImageProcessor"
     image, fence, whole = "<image>", "<fake_token_around_image>", "<global-img>"
     intro = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
     _tile_axis = 1  # after a batch of 1
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
         super().__init__(config, processor, files, ("image", "video"))
         across = config.vision_config.image_size // config.vision_config.patch_size
         self.per_tile = across**2 // config.scale_factor**2
@@ -83,13 +86,27 @@ class SmolVision(TiledVision):
             longest = min(longest, max(self.side, isqrt(limits[1])))
         rows = columns = 0
         if kind == "image" and self.processor.do_image_splitting:
-            _, rows, columns = self.processor.get_number_of_image_patches(*size, {"size": {"longest_edge": longest}})
+            rows, columns = self._cuts(size, longest)
         text = self._video_text(seconds) if kind == "video" else self._image_text(rows, columns)
         runs = sum(piece == self.image for piece, _ in text)
         grids = ((1, 1, self.per_tile),) * runs
         placeholder = "<video>" if kind == "video" else self.image
         # A square of the longest edge: what else the size depends on is known from the image.
         return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
+
+    def _cuts(self, size: tuple[int, int], longest: int) -> tuple[int, int]:
+        """Rows and columns of tiles, as the processor's `resize_for_vision_encoder` gives them; its
+        `get_number_of_image_patches` rounds differently. 0 and 0 for an image of one tile."""
+        shape = np.broadcast_to(np.uint8(0), (3, *size))
+        height, width = get_resize_output_image_size(shape, resolution_max_side=longest)
+        aspect, side = width / height, self.side
+        if width >= height:
+            columns = ceil(width / side)
+            rows = ceil(int(columns * side / aspect) / side)
+        else:
+            rows = ceil(height / side)
+            columns = ceil(int(rows * side * aspect) / side)
+        return (rows, columns) if rows * columns > 1 else (0, 0)
 
     def _image_text(self, rows: int, columns: int) -> list[tuple[str, int]]:
         text: list[tuple[str, int]] = []
@@ -127,7 +144,9 @@ class InternVision(TiledVision):
     `max_pixels` lowers, and `min_pixels` raises, the number of tiles within the processor's own range.
     """
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+    processor_name = "GotOcr2ImageProcessor"
+
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
         super().__init__(config, processor, files, ("image",))
         self.per_tile = config.image_seq_length
 
@@ -160,8 +179,9 @@ class Gemma3Vision(TiledVision):
     """Gemma 3: every image is resized to one square, whose tokens attend to each other in both directions."""
 
     both_ways = True
+    processor_name = "Gemma3ImageProcessor"
 
-    def __init__(self, config: Any, processor: Any, files: dict[str, Any]) -> None:
+    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
         super().__init__(config, processor, files, ("image",))
         self.per_tile = config.mm_tokens_per_image
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from tests.models.vision.conftest import FAMILIES, image_of, picture
+from whet.checkpoints.export import write_weights
+from whet.config.schema import LoraConfig
+from whet.errors import ModelError
+from whet.models.freeze import freeze
+from whet.models.init import init_model
+from whet.models.load import load_policy, load_tokenizer, load_value_model
+from whet.models.lora import adapted_layers, add_adapter
+from whet.models.vision.load import vision_of
+
+Folders = Callable[[str], Path]
+
+
+def copied(source: Path, out: Path) -> Path:
+    shutil.copytree(source, out)
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_has_whets_attention_and_the_tower_torchs(family: str, folder_of: Folders) -> None:
+    model = load_policy(folder_of(family))
+    assert model.config.get_text_config()._attn_implementation == "whet"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.dtype == torch.float32
+    vision = vision_of(model)
+    assert vision is not None and vision_of(load_tokenizer(folder_of(family))) is not None
+    assert set(vision.forbidden) <= {
+        model.config.image_token_id,
+        *([model.config.video_token_id] if len(vision.forbidden) > 1 else []),
+    }
+
+
+def test_a_text_model_has_no_vision(tmp_path: Path) -> None:
+    folder = init_model(tmp_path / "text", "qwen3", "nano", num_layers=1)
+    assert vision_of(load_policy(folder)) is None
+    assert vision_of(load_tokenizer(folder)) is None
+    assert vision_of(torch.nn.Linear(1, 1)) is None
+
+
+def test_missing_and_foreign_processors_are_errors_with_a_way_out(folder_of: Folders, tmp_path: Path) -> None:
+    missing = copied(folder_of("qwen2_5_vl"), tmp_path / "missing")
+    (missing / "preprocessor_config.json").unlink()
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(ModelError, match=r"reads images \(qwen2_5_vl\) without preprocessor_config.json; copy"):
+            load(missing)
+    foreign = init_model(tmp_path / "foreign", "qwen2.5_vl", "nano", patch_size=14, num_layers=1)
+    shutil.copy(folder_of("qwen2_5_vl") / "preprocessor_config.json", foreign)
+    with pytest.raises(ModelError, match=r"has patch_size=8, and the model's vision_config patch_size=14; copy"):
+        load_policy(foreign)
+    shutil.copy(folder_of("smolvlm") / "preprocessor_config.json", foreign)
+    with pytest.raises(
+        ModelError, match=r"is qwen2_5_vl with a SmolVLMImageProcessorPil, and expected a Qwen2VLImageProcessor; copy"
+    ):
+        load_policy(foreign)
+    (foreign / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"has a damaged preprocessor_config\.json"):
+        load_policy(foreign)
+
+
+def test_processors_in_one_file_are_read_too(folder_of: Folders, tmp_path: Path) -> None:
+    folder = copied(folder_of("qwen2_5_vl"), tmp_path / "together")
+    parts = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+    together = {name: json.loads((folder / file).read_text()) for name, file in parts.items()}
+    (folder / "processor_config.json").write_text(json.dumps(together))
+    for file in parts.values():
+        (folder / file).unlink()
+    vision, other = vision_of(load_tokenizer(folder)), vision_of(load_tokenizer(folder_of("qwen2_5_vl")))
+    assert vision is not None and other is not None
+    assert vision.processor.to_dict() == other.processor.to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_towers_and_adapters_of_the_language_model(
+    family: str, folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_policy(folder_of(family))
+    vision = vision_of(model)
+    assert vision is not None and not vision.is_frozen(model)
+    freeze(model, ["vision"])
+    assert vision.is_frozen(model)
+    towers = tuple(f"model.{name}." for name in vision.towers)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if not name.startswith(towers)} != set()
+
+    add_adapter(model, LoraConfig(rank=2), seed=0)
+    layers = adapted_layers(model)
+    assert layers and not any(name.startswith(towers) for name in layers)
+    monkeypatch.setattr(type(vision), "both_ways", False)
+    media = vision.measured(image_of(picture(1, 40, 40)), 40, 40)
+    before = vision.features(load_policy(folder_of(family)), [media])[0].hidden
+    assert torch.equal(vision.features(model, [media])[0].hidden, before)
+
+
+def test_a_target_that_only_the_tower_has_adapts_the_tower(folder_of: Folders) -> None:
+    model = load_policy(folder_of("qwen2_5_vl"))
+    add_adapter(model, LoraConfig(rank=2, target_modules=["qkv", "q_proj"]), seed=0)
+    assert {name.split(".")[1] for name in adapted_layers(model)} == {"visual", "language_model"}
+
+
+def test_the_tower_of_a_value_model_can_be_frozen(folder_of: Folders) -> None:
+    critic = load_value_model(folder_of("smolvlm"))
+    vision = vision_of(critic)
+    assert vision is not None
+    freeze(critic, ["vision"])
+    assert vision.is_frozen(critic) and critic.value_head.weight.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_weights_have_the_names_of_transformers_folders(
+    family: str, folder_of: Folders, tmp_path: Path
+) -> None:
+    model = load_policy(folder_of(family))
+    write_weights(
+        tmp_path, ((name, weight.detach()) for name, weight in model.named_parameters()), model, torch.float32
+    )
+    with (
+        safe_open(folder_of(family) / "model.safetensors", framework="pt") as expected,
+        safe_open(tmp_path / "model.safetensors", framework="pt") as found,
+    ):
+        assert set(found.keys()) == set(expected.keys())
+        assert all(torch.equal(found.get_tensor(name), expected.get_tensor(name)) for name in found.keys())  # noqa: SIM118
+
+
+def test_saved_processors_equal_those_read(folder_of: Folders, tmp_path: Path) -> None:
+    vision = vision_of(load_tokenizer(folder_of("qwen3_vl")))
+    assert vision is not None
+    vision.save(tmp_path)
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        assert json.loads((tmp_path / file).read_text()) == json.loads((folder_of("qwen3_vl") / file).read_text())
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"])
+def test_new_folders_are_equal_bytes_and_read_media_in_chats(arch: str, tmp_path: Path) -> None:
+    folders = [init_model(tmp_path / name, arch, "nano", num_layers=2, patch_size=8, seed=3) for name in "ab"]  # type: ignore[arg-type]
+    first, second = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert first == second
+    model = AutoModelForImageTextToText.from_pretrained(folders[0])
+    assert 600_000 < model.num_parameters() < 1_100_000
+    tokenizer = load_tokenizer(folders[0])
+    vision = vision_of(tokenizer)
+    assert vision is not None
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "video"}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    inside = ("<image>", "<video>")
+    if arch != "smolvlm":
+        inside = tuple(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))  # type: ignore[assignment]
+    assert text == f"<|im_start|>user\n{inside[0]}a{inside[1]}<|im_end|>\n"
+    media = vision.measured(image_of(picture(1, 64, 64)), 64, 64)
+    assert media.tokens is not None
+    assert media.tokens.count == (20 if arch == "smolvlm" else 16)
+    assert (
+        tokenizer.convert_tokens_to_ids(media.tokens.text[-1 if arch != "smolvlm" else 1][0]) == media.tokens.token_id
+    )
+    with pytest.raises(Exception, match="this model reads text and images and videos only"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "audio"}]}], tokenize=False)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens and pixels of SmolVLM, InternVL and Gemma 3 against the processors of transformers."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Gemma3Processor, InternVLProcessor
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from tests.models.vision.conftest import image_of, picture, text_of, video_of
+from whet.errors import DataError
+from whet.models.load import load_tokenizer
+from whet.models.vision.base import Vision
+from whet.models.vision.load import vision_of
+from whet.models.vision.tiles import _in_words
+
+SIZES = [(32, 32), (64, 64), (33, 190), (5, 7), (700, 300), (70, 41), (41, 41), (1, 50), (90, 89), (300, 31)]
+Folders = Callable[[str], Path]
+
+
+def vision_at(folder: Path) -> Vision:
+    found = vision_of(load_tokenizer(folder))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("max_pixels", [None, 41 * 41, 10])
+def test_smolvlm_cuts_rows_and_columns_as_transformers(
+    size: tuple[int, int], max_pixels: int | None, folder_of: Folders
+) -> None:
+    vision = vision_at(folder_of("smolvlm"))
+    media = vision.measured(image_of(picture(3, *size)), *size, max_pixels=max_pixels)
+    limits = {None: 64, 41 * 41: 41, 10: 32}  # own; the root of the limit; a tile
+    own = {"size": {"longest_edge": limits[max_pixels]}, "return_row_col_info": True}
+    expected = vision.processor([[picture(3, *size)]], **own, return_tensors="pt")
+    found = vision.pixels(media)
+    assert found.keys() == {"pixel_values", "pixel_attention_mask"}
+    for name, value in found.items():
+        assert torch.equal(value, expected[name])
+    (rows,), (columns,) = expected["rows"][0], expected["cols"][0]
+    marks = ("<fake_token_around_image>", "<image>", "<global-img>")
+    assert text_of(media) == get_image_prompt_string(rows, columns, 4, *marks)
+    assert media.tokens is not None
+    assert media.tokens.grids == ((1, 1, 4),) * (rows * columns + 1)
+    assert media.tokens.time_step is None
+    assert len(found["pixel_values"][0]) == len(media.tokens.grids)
+
+
+def test_a_video_of_smolvlm_is_a_list_of_frames_with_times(folder_of: Folders) -> None:
+    vision = vision_at(folder_of("smolvlm"))
+    frames = [picture(seed, 50, 40) for seed in range(3)]
+    media = vision.measured(video_of(frames), 50, 40, [0.0, 30.0, 75.5])
+    one = "<fake_token_around_image><global-img><image><image><image><image><fake_token_around_image>"
+    assert text_of(media) == (
+        "You are provided the following series of three frames from a 0:01:15 [H:MM:SS] video.\n"
+        f"\nFrame from 00:00:{one}\nFrame from 00:30:{one}\nFrame from 01:15:{one}\n\n"
+    )
+    assert str(timedelta(seconds=75)) == "0:01:15"
+    expected = vision.processor([frames], do_image_splitting=False, return_tensors="pt")
+    assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
+
+
+def test_numbers_in_words() -> None:
+    expected = {1: "one", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred"}
+    assert {number: _in_words(number) for number in expected} == expected
+    assert _in_words(768) == "seven hundred and sixty-eight"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("low", "high"), [(None, None), (None, 2 * 32 * 32), (4 * 32 * 32, None)])
+def test_internvl_cuts_tiles_as_transformers(
+    size: tuple[int, int], low: int | None, high: int | None, folder_of: Folders
+) -> None:
+    vision = vision_at(folder_of("internvl"))
+    media = vision.measured(image_of(picture(4, *size)), *size, min_pixels=low, max_pixels=high)
+    limits = {"min_patches": 4 if low else 1, "max_patches": 2 if high else 6}
+    expected = vision.processor([picture(4, *size)], crop_to_patches=True, **limits, return_tensors="pt")
+    found = vision.pixels(media)
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+    stock = SimpleNamespace(
+        image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", image_seq_length=4
+    )
+    assert text_of(media) == InternVLProcessor.replace_image_token(stock, dict(expected), 0)
+    assert media.tokens is not None
+    assert media.tokens.count == 4 * len(found["pixel_values"])
+    assert len(media.tokens.grids) == 1
+
+
+def test_gemma_3_reads_a_square(folder_of: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = vision_at(folder_of("gemma3"))
+    monkeypatch.setattr(type(vision), "both_ways", False)
+    media = vision.measured(image_of(picture(5, 50, 20)), 50, 20)
+    expected = vision.processor([picture(5, 50, 20)], return_tensors="pt")
+    assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
+    stock = SimpleNamespace(full_image_sequence=f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n")
+    assert text_of(media) == Gemma3Processor.replace_image_token(stock, dict(expected), 0)
+    with pytest.raises(DataError, match=r"gemma3 reads images, not a video; remove it, or change the model"):
+        vision.measured(video_of([picture(5, 50, 20)]), 50, 20, [0.0])
