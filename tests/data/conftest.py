@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.data.seeing import seeing
 from whet.models.init import init_model
 
 
@@ -24,3 +25,9 @@ def with_template(tokenizer: PreTrainedTokenizerBase) -> Callable[[str | None], 
         return changed
 
     return make
+
+
+@pytest.fixture
+def sighted(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The same tokenizer with image and video tokens and a vision of a token per 28 x 28 pixels."""
+    return seeing(copy.deepcopy(tokenizer))

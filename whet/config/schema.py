@@ -72,13 +72,27 @@ class RowsConfig(Section):
     filter: dict[str, Any] = key({}, DATA_FILTER)
 
 
+class MediaRowsConfig(RowsConfig):
+    """Data sets of which rows may have images and videos, for models that read them."""
+
+    image_dir: str | None = key(
+        None, "folder of relative paths of images and videos; unset: that of the data file, else the working directory"
+    )
+    min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
+    max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")
+    video_fps: PositiveFloat = key(2.0, "frames a second that are read of a video, evenly spread")
+    max_frames: PositiveInt = key(16, "most frames of a video")
+    limit_images: PositiveInt | None = key(None, "most images and videos of a row; more is an error; unset: any number")
+    allow_media_urls: bool = key(False, "fetch images and videos that rows name by http(s) URL")
+
+
 MIX = (
     "share of each domain (without reward.domains: of each data source) in every batch, as math: 0.7, code: 0.3; or "
     "shares by step, linear between them, as code: {0: 0, 100: 0.5}; empty: as the rows come"
 )
 
 
-class DataConfig(RowsConfig):
+class DataConfig(MediaRowsConfig):
     """The prompts."""
 
     prompt_key: str | list[str] = key(
@@ -369,7 +383,7 @@ class TrainConfig(Section):
     command: ClassVar[str] = "train"
 
 
-class ExamplesDataConfig(RowsConfig):
+class ExamplesDataConfig(MediaRowsConfig):
     """The examples of supervised training."""
 
     prompt_key: str = key("prompt", "field with the prompt")

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+from whet.data.placeholders import expanded, media_tokens
 from whet.errors import DataError, TextError
 from whet.limits import bounded, cause
-from whet.types import Message, Turn
+from whet.types import Media, Message, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +113,42 @@ def encode_texts(
         ) from error
 
 
+def plain_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    media: Sequence[Media],
+    written: Callable[[str], str] = str,
+) -> str:
+    """The text of messages without the chat template: `written` of their own text, and the tokens of each media between
+    those that the template would put around them."""
+    left, texts = iter(media), list[str]()
+    for message in messages:
+        parts = [{"text": message.content}] if isinstance(message.content, str) else message.content
+        for part in parts:
+            if "text" in part:
+                texts.append(written(str(part["text"])))
+                continue
+            each = next(left)
+            before, after = _around(tokenizer, each.kind, media_tokens(each).placeholder)
+            texts += [before, expanded(media_tokens(each).placeholder, [each]), after]
+    return "".join(texts)
+
+
+@lru_cache(maxsize=8)
+def _around(tokenizer: PreTrainedTokenizerBase, kind: str, placeholder: str) -> tuple[str, str]:
+    """The texts that the chat template writes before and after the placeholder; empty without a template."""
+    if not tokenizer.chat_template:
+        return "", ""
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": _RESPONSE},
+        {"type": kind},
+        {"type": "text", "text": _THOUGHT},
+    ]
+    text = render_chat(tokenizer, [Message("user", parts)], add_generation_prompt=False)
+    before, found, after = text.partition(_RESPONSE)[2].partition(_THOUGHT)[0].partition(placeholder)
+    return (before, after) if found else ("", "")
+
+
 def assistant_message(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
     """The message of a turn. Its `tool_calls` are for templates that write no results without them."""
     if not calls:
@@ -129,10 +166,12 @@ def encode_continuation(
     *,
     turn: Turn,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    media: Sequence[Media] = (),
 ) -> list[int]:
     """The ids between a sampled turn and the next one: the end of the turn, the new messages, the generation prompt.
 
-    `messages_before` are the messages before `turn`; `new_messages` (tool results, user messages) follow it. The ids of
+    `messages_before` are the messages before `turn`; `new_messages` (tool results, user messages) follow it, with their
+    `media`. The ids of
     the whole are `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is ever tokenised again.
     A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
 
@@ -149,9 +188,12 @@ def encode_continuation(
     first: DataError | None = None
     for before, calls in forms:
         try:
-            return _continuation(tokenizer, before, new_messages, turn, chat_template_kwargs, calls=calls)
+            text = _continuation(tokenizer, before, new_messages, turn, chat_template_kwargs, calls=calls)
         except DataError as error:
             first = first or error
+        else:
+            [ids] = encode_rendered(tokenizer, [expanded(text, media)])
+            return ids[_num_sampled(tokenizer, turn, ids) :]
     assert first is not None
     raise first
 
@@ -164,8 +206,9 @@ def _continuation(
     options: Mapping[str, Any] | None,
     *,
     calls: bool,
-) -> list[int]:
-    """The continuation by one form of the probe: text, or with `calls` tool calls that have it as an argument."""
+) -> str:
+    """The text of the continuation by one form of the probe: text, or with `calls` tool calls that have it as an
+    argument."""
 
     def render(messages: Sequence[Message]) -> str:
         return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -193,8 +236,7 @@ def _continuation(
             f"the chat template renders nothing for the new messages (roles {roles(new_messages)}); "
             "use a template that supports these roles, or send their text as a user message"
         )
-    [ids] = encode_rendered(tokenizer, [continuation])
-    return ids[_num_sampled(tokenizer, turn, ids) :]
+    return continuation
 
 
 def _without_calls(message: Message) -> Message:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig, SupervisedDataConfig
@@ -60,6 +61,7 @@ class _Read:
     numbers: list[int]
     num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
+    folder: str | None = None  # of the file
 
 
 def load_prompts(
@@ -71,14 +73,15 @@ def load_prompts(
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
     with_answers: bool = True,
+    media_folder: Path | None = None,
 ) -> Loaded[Prompt]:
     """Loads the prompts of `data.train_files` or `data.val_files`, or of `rows` instead; `where` is the filter.
-    `with_answers=False` reads no ground truths.
+    `with_answers=False` reads no ground truths. `media_folder` takes images and videos that are in no file.
 
     Raises: DataError naming entry and row, ConfigError."""
 
     def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
-        prompt_format = PromptFormat.of(tokenizer, own)
+        prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
         if read.prompts:
             prompts = fit_prompts(read.prompts, prompt_format, own)
         else:
@@ -98,12 +101,14 @@ def load_examples(
     rows: Iterable[Any] | None = None,
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
+    media_folder: Path | None = None,
 ) -> Loaded[SupervisedExample]:
     """Loads the examples of `whet sft`, with their loss masks.  Arguments and errors: as `load_prompts`."""
 
     def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
         _check_rows(read, "sft")
-        return build_examples(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
+        prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
+        return build_examples(read.rows, prompt_format, own, numbers=read.numbers)
 
     return _load(data, tokenizer, key, rows, where, seed, build)
 
@@ -116,6 +121,7 @@ def load_pairs(
     rows: Iterable[Any] | None = None,
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
+    media_folder: Path | None = None,
 ) -> Loaded[PreferencePair]:
     """Loads the pairs of `whet train-reward`.  Arguments and errors: as `load_prompts`."""
 
@@ -166,7 +172,7 @@ def _load(
         with _named(source):
             given = listed(rows) if source is None else _open(source, data, supplied)
             read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
-            built = build(own, read, first)
+            built = build(own, replace(read, folder=_folder_of(source)), first)
         items += built
         weight = None if weights is None else weights[number]
         parts.append(Part(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
@@ -190,6 +196,11 @@ def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are
     if conditions:
         raise DataError(f"returns prompts, and data.filter ({', '.join(conditions)}) reads only rows; return rows")
     return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
+
+
+def _folder_of(source: Source | None) -> str | None:
+    """The folder of a data file, for the paths in its rows."""
+    return str(Path(source.path).parent) if source is not None and source.kind == "file" else None
 
 
 def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mapping[str, Any]) -> list[Any]:

@@ -1,24 +1,294 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and the frames of videos, decoded."""
+"""Images and videos of rows and observations: read within limits, identified by a digest, decoded to RGB."""
 
 from __future__ import annotations
 
-import io
+import base64
+import binascii
+import hashlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+from urllib.parse import unquote, unquote_to_bytes, urlparse
 
-from PIL import Image, ImageSequence
+import numpy as np
+from PIL import Image
 
+from whet import files
+from whet.data.pixels import (
+    Header,
+    from_array,
+    image_header,
+    image_pixels,
+    opened,
+    png,
+    video_header,
+    video_pixels,
+)
+from whet.errors import DataError, StorageError
 from whet.types import Media
+
+Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
+Encoded = str | bytes  # a path, or the bytes of a file
+URL_SECONDS, URL_BYTES = 30.0, 64 * 2**20  # for one media
+_writing = threading.Lock()  # two threads may store the same bytes
+
+
+class Measures(Protocol):
+    """The part of a model's vision that reading needs."""
+
+    kinds: frozenset[str]  # that the model reads
+    forbidden: tuple[int, ...]  # token ids that only media may bring into a context
+
+    def measured(
+        self,
+        media: Media,
+        height: int,
+        width: int,
+        seconds: Sequence[float] = (),
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Media:
+        """The media with its tokens; `seconds` are those of the chosen frames.  Raises: DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """How media are read: the folder of relative paths, sizes in pixels, frames of a video."""
+
+    image_dir: str | None = None
+    beside: str | None = None  # the folder of the data file, which counts before the working directory
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_fps: float = 2.0
+    max_frames: int = 16
+    limit_images: int | None = None  # images and videos of one prompt
+    allow_urls: bool = False
+
+    @classmethod
+    def of(cls, data: Any, beside: str | None = None) -> MediaLimits:
+        """The limits in a data section of the config."""
+        names = ("image_dir", "min_pixels", "max_pixels", "video_fps", "max_frames", "limit_images")
+        return cls(beside=beside, **{name: data[name] for name in names}, allow_urls=data.allow_media_urls)
+
+    def frames(self, seconds: Sequence[float]) -> tuple[int, ...]:
+        """Numbers of the frames that are read: `video_fps` a second, evenly spread, at most `max_frames`."""
+        total = len(seconds)
+        step = (seconds[-1] - seconds[0]) / (total - 1) if total > 1 else 0.0
+        count = max(1, min(total, self.max_frames, round(step * total * self.video_fps)))
+        return tuple(number * total // count for number in range(count))
+
+    def named(self, kind: Kind) -> bytes:
+        """The limits that change what is read, for the digest."""
+        own = (self.video_fps, self.max_frames) if kind == "video" else ()
+        return repr((kind, self.min_pixels, self.max_pixels, *own)).encode()
+
+
+class MediaReader:
+    """Reads the media of one model within limits. Safe for several threads."""
+
+    def __init__(self, limits: MediaLimits, vision: Measures | None, folder: Path | None = None) -> None:
+        """`folder` takes what is not in a file, under its digest; without one the bytes stay in memory."""
+        self.limits, self.vision, self.folder = limits, vision, folder
+
+    def read(self, kind: Kind, value: Any) -> Media:
+        """Finds, checks, identifies and measures an image or video, of which only the header is decoded.
+
+        `value`: a path, the bytes of a file, a data: URI, {"bytes": , "path": }, a PIL image, an array, a Media; of a
+        video also a list of frames; an http(s) URL where data.allow_media_urls is set. Raises: DataError."""
+        if self.vision is None or kind not in self.vision.kinds:
+            reads = "text" if self.vision is None else f"text and {' and '.join(sorted(self.vision.kinds))}s"
+            raise DataError(f"it has a {kind}, but the model reads only {reads}; exclude such rows (data.filter)")
+        try:
+            source = self._source(kind, value)
+            if kind == "video":
+                return self._video(source)
+            if isinstance(source, tuple):
+                raise DataError("it is a list; expected one image")
+            with opened(source) as file:
+                header = image_header(file)
+            digest = self._digest(kind, source)
+            media = Media(kind, digest, self._stored(digest, source, header.suffix))
+            return self._measured(media, header, ())
+        except DataError as error:
+            raise DataError(f"the {kind} {_name(value)}: {error}") from error
+
+    def _video(self, source: Encoded | tuple[Encoded, ...]) -> Media:
+        if not isinstance(source, tuple):
+            with opened(source) as file:
+                header = video_header(file)
+            digest = self._digest("video", source)
+            frames = self.limits.frames(header.seconds)
+            media = Media("video", digest, self._stored(digest, source, header.suffix), frames)
+        else:
+            headers = [self._frame_header(frame) for frame in source]
+            if not headers:
+                raise DataError("it is a list without frames; expected at least one")
+            if len(sizes := {(each.height, each.width) for each in headers}) > 1:
+                raise DataError(f"its frames have {len(sizes)} sizes, as {sorted(sizes)[:2]}; expected one size")
+            header = replace(headers[0], seconds=tuple(at / self.limits.video_fps for at in range(len(source))))
+            frames = self.limits.frames(header.seconds)
+            digests = [self._digest("image", frame) for frame in source]
+            digest = hashlib.sha256(self.limits.named("video") + "".join(digests).encode()).hexdigest()
+            stored = tuple(self._stored(digests[at], source[at], headers[at].suffix) for at in frames)
+            media = Media("video", digest, stored, frames)
+        return self._measured(media, header, [header.seconds[number] for number in frames])
+
+    def _measured(self, media: Media, header: Header, seconds: Sequence[float]) -> Media:
+        assert self.vision is not None
+        low, high = self.limits.min_pixels, self.limits.max_pixels
+        return self.vision.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
+
+    def _frame_header(self, frame: Encoded) -> Header:
+        with opened(frame) as file:
+            return image_header(file)
+
+    def _source(self, kind: Kind, value: Any) -> Encoded | tuple[Encoded, ...]:
+        """The path or bytes of a value, or those of its frames.  Raises: DataError."""
+        if isinstance(value, Media):
+            if value.kind != kind:
+                raise DataError(f"it is a Media of the kind {value.kind!r}; expected {kind!r}")
+            value = value.source
+        if isinstance(value, Mapping):
+            found = [value[name] for name in ("bytes", "path", "url") if value.get(name) is not None]
+            if not found:
+                raise DataError(
+                    f"it is an object with {', '.join(map(str, value)) or 'nothing'}; expected bytes or path"
+                )
+            value = found[0]
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value)
+        if isinstance(value, str | Path):
+            return self._named(str(value))
+        if isinstance(value, Image.Image):
+            return png(value)
+        if kind == "image" and isinstance(value, np.ndarray):
+            return png(from_array(value))
+        if kind == "video" and isinstance(value, list | tuple | np.ndarray):
+            return tuple(cast(Encoded, self._source("image", frame)) for frame in value)
+        raise DataError(f"it is of the type {type(value).__name__}; expected a path, bytes or a PIL image")
+
+    def _named(self, text: str) -> Encoded:
+        """The path or bytes that a text names.  Raises: DataError."""
+        scheme = text[:8].lower()
+        if scheme.startswith("data:"):
+            return _of_uri(text)
+        if scheme.startswith(("http://", "https://")):
+            if not self.limits.allow_urls:
+                raise DataError("it is a URL, which is not fetched; download it, or set data.allow_media_urls=true")
+            return _fetched(text)
+        path = Path(unquote(urlparse(text).path) if scheme.startswith("file://") else text).expanduser()
+        folders = [self.limits.image_dir] if self.limits.image_dir is not None else [self.limits.beside or ".", "."]
+        places = [Path(folder).expanduser() / path for folder in folders]
+        try:
+            place = next((each for each in places if each.is_file()), places[0])
+            is_file, is_folder = place.is_file(), place.is_dir()
+        except OSError as error:
+            raise DataError(f"it is no path ({error.strerror}); expected a path, bytes or a data: URI") from error
+        if not is_file:
+            state = "is a folder" if is_folder else "does not exist"
+            raise DataError(f"{str(place)[:300]} {state}; correct the path, or set data.image_dir to its folder")
+        return str(place.absolute())
+
+    def _digest(self, kind: Kind, source: Encoded) -> str:
+        found = hashlib.sha256(self.limits.named(kind))
+        with opened(source) as file:
+            return hashlib.file_digest(file, lambda: found).hexdigest()  # type: ignore[arg-type, return-value]
+
+    def _stored(self, digest: str, source: Encoded, suffix: str) -> Encoded:
+        """The path of the bytes in the folder, if there is one.  Raises: StorageError."""
+        if self.folder is None or isinstance(source, str):
+            return source
+        path = self.folder.absolute() / f"{digest}{suffix}"
+        try:
+            with _writing:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.is_file():
+                    files.write(path, source)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}; free space, or move the run") from error
+        return str(path)
+
+
+def image(value: Any) -> Media:
+    """An image for an observation, not measured yet: of a path, encoded bytes, a PIL image or an array.
+
+    Raises: DataError."""
+    return _unmeasured("image", value)
+
+
+def video(value: Any) -> Media:
+    """A video for an observation, not measured yet: of a path, encoded bytes or a list of frames. Raises: DataError."""
+    return _unmeasured("video", value)
+
+
+def _unmeasured(kind: Kind, value: Any) -> Media:
+    reader = MediaReader(MediaLimits(), None)
+    source = reader._source(kind, value)
+    own = source if isinstance(source, tuple) else (source,)
+    digests = "".join(reader._digest(kind, each) for each in own)
+    return Media(kind, digests if len(own) == 1 else hashlib.sha256(digests.encode()).hexdigest(), source)
 
 
 def images(media: Media) -> list[Image.Image]:
-    """RGB images: one of an image, the chosen frames of a video."""
-    if isinstance(media.source, tuple):
-        return [_open(each).convert("RGB") for each in media.source]
-    if media.kind == "image":
-        return [_open(media.source).convert("RGB")]
-    frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(_open(media.source))]
-    return [frames[place] for place in media.frames]
+    """The pixels of a media in RGB: one image, or the chosen frames of a video.  Raises: DataError."""
+    try:
+        if isinstance(media.source, tuple):
+            return [_decoded(frame) for frame in media.source]
+        if media.kind == "image":
+            return [_decoded(media.source)]
+        with opened(media.source) as file:
+            return video_pixels(file, media.frames)
+    except DataError as error:
+        raise DataError(f"the {media.kind} {_name(media.source)} (digest {media.digest[:12]}): {error}") from error
 
 
-def _open(source: str | bytes) -> Image.Image:
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+def _decoded(source: Encoded) -> Image.Image:
+    with opened(source) as file:
+        return image_pixels(file)
+
+
+def _of_uri(text: str) -> bytes:
+    head, comma, content = text.partition(",")
+    try:
+        if not comma:
+            raise ValueError("it has no comma")
+        return base64.b64decode(content, validate=True) if head.endswith(";base64") else unquote_to_bytes(content)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"its data: URI cannot be decoded ({error}); correct it") from error
+
+
+def _fetched(url: str) -> bytes:
+    """Downloads within the limits of time and size.  Raises: DataError."""
+    import httpx
+
+    until, found = time.monotonic() + URL_SECONDS, bytearray()
+    try:
+        with httpx.stream("GET", url, timeout=URL_SECONDS, follow_redirects=True) as response:
+            response.raise_for_status()
+            for chunk in response.iter_bytes(2**16):
+                found += chunk
+                if len(found) > URL_BYTES or time.monotonic() > until:
+                    raise DataError(f"it takes more than {URL_SECONDS:g} s or {URL_BYTES >> 20} MiB; download it once")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise DataError(f"it cannot be fetched ({error}); download it once, and name the file") from error
+    return bytes(found)
+
+
+def _name(value: Any) -> str:
+    """What an error calls a value."""
+    if isinstance(value, Mapping):
+        found = [value[key] for key in ("path", "url", "bytes") if value.get(key) is not None]
+        return _name(found[0]) if found else "(an object)"
+    if isinstance(value, Media):
+        return _name(value.source)
+    if isinstance(value, str | Path):
+        return str(value) if len(str(value)) <= 200 else f"{str(value)[:60]}..."
+    size = f" of {len(value):,} bytes" if isinstance(value, bytes | bytearray) else ""
+    return f"({type(value).__name__}{size})"

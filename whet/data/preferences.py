@@ -16,6 +16,7 @@ from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
 
 logger = logging.getLogger(__name__)
+_NO_MEDIA = "but preference pairs have only text; use a data set of text, or exclude such rows (data.filter)"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def build_pairs(
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            check_media(row)
+            check_media(row, reason=_NO_MEDIA)
             fields = [
                 find_field(row, data[name], f"data.{name}", COMMON[name]) for name in ("chosen_key", "rejected_key")
             ]
@@ -95,8 +96,10 @@ def _encode(
     """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
     response, has_prompt = row[field], row.get(data.prompt_key) is not None
     prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
+    check_media({}, prompt, _NO_MEDIA)
     if not isinstance(response, str):
         messages = [*prompt, *read_messages(row, field, "text, or ")]
+        check_media({}, messages, _NO_MEDIA)
         if messages[-1].role != "assistant":
             raise DataError(
                 f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)}); "

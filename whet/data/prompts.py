@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from whet.data.chat import encode_rendered, encode_texts, render_chat, roles
+from whet.data.chat import encode_rendered, encode_texts, plain_text, render_chat, roles
+from whet.data.media import Kind, MediaLimits, MediaReader
+from whet.data.placeholders import FIELDS, Value, check_ids, expanded, has, place, read_all, values_of
 from whet.errors import ConfigError, DataError
 from whet.limits import bounded, cause
-from whet.types import Message, Prompt
+from whet.types import Media, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +58,9 @@ class PromptFormat:
         format_prompt: str | None = None,
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reader: MediaReader | None = None,
     ) -> None:
+        """`reader` reads images and videos; without one a row that has some is refused."""
         if system_prompt is not None and not apply_chat_template:
             raise ConfigError(
                 "data.system_prompt needs a template, but data.apply_chat_template is false; unset one key"
@@ -65,17 +69,28 @@ class PromptFormat:
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
+        self.reader = reader
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig | ExamplesDataConfig) -> PromptFormat:
-        """The format that a data section of the config describes."""
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig | ExamplesDataConfig,
+        *,
+        beside: str | None = None,
+        media_folder: Path | None = None,
+    ) -> PromptFormat:
+        """The format that a data section of the config describes. `beside` is the folder of the data file, for relative
+        paths of media; `media_folder` takes those that are in no file."""
+        vision = getattr(tokenizer, "vision", None)
         return cls(
             tokenizer,
             system_prompt=data.get("system_prompt"),
             format_prompt=data.get("format_prompt"),
             apply_chat_template=data.apply_chat_template,
             chat_template_kwargs=data.chat_template_kwargs,
+            reader=None if vision is None else MediaReader(MediaLimits.of(data, beside), vision, media_folder),
         )
 
     def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
@@ -102,28 +117,84 @@ class PromptFormat:
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
 
-    def encode(self, conversations: Sequence[Sequence[Message]], rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Encodes conversations as prompts, up to the start of the response.
+    def place(self, row: Mapping[str, Any], messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
+        """Makes parts of the tags in the messages of a row; returns them with its images and videos, in order.
+
+        Raises: DataError where the model reads only text, and where tags and media are not as many."""
+        if self.reader is None:
+            check_media(row, messages)
+            return tuple(messages), []
+        if has(row, "audio") or has(row, "audios"):
+            raise DataError("it has a field of audio, but whet reads images and videos only; exclude such rows")
+        placed, values = place(messages, values_of(row))
+        limit = self.reader.limits.limit_images
+        if limit is not None and len(values) > limit:
+            raise DataError(
+                f"it has {len(values)} images and videos, over data.limit_images={limit}; raise it, or drop the row"
+            )
+        return placed, values
+
+    def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
+        """Reads the images and videos of rows.  Raises: DataError with the row number, where `rows` has them."""
+        if self.reader is None or not any(values):
+            return [()] * len(values)
+        found = iter(read_all(self.reader, [each for own in values for each in own]))
+        media = []
+        for number, own in zip([None] * len(values) if rows is None else rows, values, strict=True):
+            each = [next(found) for _ in own]
+            with at_row(number):
+                for error in each:
+                    if isinstance(error, DataError):
+                        raise error
+            media.append(tuple(each))
+        return cast(list[tuple[Media, ...]], media)
+
+    def with_media(
+        self, row: Mapping[str, Any], messages: Sequence[Message]
+    ) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
+        """The messages of one row and its media, read.  Raises: DataError."""
+        placed, values = self.place(row, messages)
+        [media] = self.read([values])
+        return placed, media
+
+    def encode(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        rows: Sequence[int] | None = None,
+        media: Sequence[tuple[Media, ...]] | None = None,
+    ) -> list[list[int]]:
+        """Encodes conversations as prompts, up to the start of the response; `media` are those of each.
 
         Raises: DataError with the row number, where `rows` has the row numbers."""
         numbers = [None] * len(conversations) if rows is None else rows
+        given = [()] * len(conversations) if media is None else media
         with bounded():
-            texts = [self.text(messages, number) for messages, number in zip(conversations, numbers, strict=True)]
+            texts = [self.text(*each) for each in zip(conversations, numbers, given, strict=True)]
         try:
-            return self._encode_texts(texts)
+            encoded = self._encode_texts(texts)
         except DataError:
             for number, text in zip(numbers, texts, strict=True):
                 with at_row(number):
                     self._encode_texts([text])
             raise
+        for number, ids, own in zip(numbers, encoded, given, strict=True):
+            with at_row(number):
+                self.check(ids, own)
+        return encoded
 
-    def text(self, messages: Sequence[Message], row: int | None = None) -> str:
+    def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
+        """Checks that a text has the tokens of its media and of no other.  Raises: DataError."""
+        if self.reader is not None and self.reader.vision is not None:
+            check_ids(ids, media, self.reader.vision.forbidden)
+
+    def text(self, messages: Sequence[Message], row: int | None = None, media: Sequence[Media] = ()) -> str:
         """Renders the text of a prompt, up to the start of the response, for `encode_rendered`."""
-        if not self.apply_chat_template:
-            return cast(str, messages[0].content)
         with at_row(row):
+            if not self.apply_chat_template:
+                return plain_text(self.tokenizer, messages[:1], media)
             kwargs = self.chat_template_kwargs
-            return render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
+            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
+            return expanded(text, media)
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         if self.apply_chat_template:
@@ -147,7 +218,7 @@ def build_prompts(
     data.overlong_prompts=error.
     """
     prompts, used = [], {*_all(data.prompt_key), *_all(data.answer_key or ())}
-    for index, row, messages, token_ids in _encoded(rows, prompt_format, data.prompt_key, numbers):
+    for index, row, messages, token_ids, media in _encoded(rows, prompt_format, data.prompt_key, numbers):
         with at_row(index):
             prompt = Prompt(
                 uid=f"0:{index}",
@@ -156,7 +227,8 @@ def build_prompts(
                 token_ids=tuple(token_ids),
                 data_source=str(row.get(data.data_source_key) or data.data_source or "unknown"),
                 ground_truth=ground_truth(row, data.answer_key) if with_answers else None,
-                extra_info=_extra_info(row, used),
+                extra_info=_extra_info(row, {*used, *_MEDIA_FIELDS} if media else used),
+                media=media,
             )
         prompts.append(prompt)
     if with_answers:
@@ -170,7 +242,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
     Raises: DataError for an empty prompt, for one that is too long if data.overlong_prompts=error, and if no prompt is
     left."""
     limit = data.max_prompt_length
-    whole = [p if p.token_ids else replace(p, token_ids=_own_ids(p, prompt_format)) for p in prompts]
+    whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
     too_long = [prompt for prompt in whole if len(prompt.token_ids) > limit]
     if too_long and data.overlong_prompts == "error":
@@ -190,12 +262,15 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
     return kept
 
 
-def check_media(row: Mapping[str, Any]) -> None:
-    """Checks that a row has no media.  Raises: DataError for images, videos or audio: whet trains on text only."""
+def check_media(row: Mapping[str, Any], messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
+    """Checks that a row has no media.  Raises: DataError for images, videos or audio, with the reason."""
     for name in _MEDIA_FIELDS:
-        value = row.get(name)
-        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
-            raise DataError(f"it has a field {name!r}, {_NO_MEDIA}")
+        if has(row, name):
+            raise DataError(f"it has a field {name!r}, {reason}")
+    for number, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else []
+        if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
+            raise DataError(f"message {number} has a part of type {kinds[0]!r}, {reason}")
 
 
 def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Message]:
@@ -212,8 +287,6 @@ def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Me
         if not isinstance(raw["content"], str | list | None) or not all(isinstance(part, Mapping) for part in parts):
             found = str(raw["content"])[:200]
             raise DataError(f"message {number}: expected text or a list of parts as its content, found {found}")
-        if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
-            raise DataError(f"message {number} has a part of type {kinds[0]!r}, {_NO_MEDIA}")
     return [Message.from_dict(raw) for raw in content]
 
 
@@ -235,30 +308,38 @@ def find_field(row: Mapping[str, Any], names: Names, option: str, common: Sequen
 
 def _encoded(
     rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: Names, numbers: Sequence[int] | None
-) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int]]]:
+) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int], tuple[Media, ...]]]:
     numbers = range(len(rows)) if numbers is None else numbers
     for start in range(0, len(rows), _ROWS_A_CHUNK):
         chunk, places = rows[start : start + _ROWS_A_CHUNK], numbers[start : start + _ROWS_A_CHUNK]
-        conversations = []
+        conversations, values = [], []
         with bounded():
             for index, row in zip(places, chunk, strict=True):
                 with at_row(index):
-                    check_media(row)
+                    if prompt_format.reader is None:
+                        check_media(row)
                     field = find_field(row, prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)
-                    conversations.append(prompt_format.messages(row, field))
-        encoded = prompt_format.encode(conversations, places)
-        yield from zip(places, chunk, conversations, encoded, strict=True)
+                    messages, own = prompt_format.place(row, prompt_format.messages(row, field))
+                    conversations.append(messages)
+                    values.append(own)
+        media = prompt_format.read(values, places)
+        encoded = prompt_format.encode(conversations, places, media)
+        yield from zip(places, chunk, conversations, encoded, media, strict=True)
 
 
-def _own_ids(prompt: Prompt, prompt_format: PromptFormat) -> tuple[int, ...]:
-    """Encodes a prompt from its messages.  Raises: DataError if it is empty."""
-    ids = prompt_format.encode([prompt.messages], [prompt.index])[0] if prompt.messages else []
+def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
+    """The prompt with ids, and its media measured, from its messages.  Raises: DataError if it is empty."""
+    with at_row(prompt.index):
+        fields = [(cast(Kind, each.kind), each) for each in prompt.media]
+        row = {FIELDS[kind][0]: [each for own, each in fields if own == kind] for kind, _ in fields}
+        messages, media = prompt_format.with_media(row, prompt.messages)
+    ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []
     if not ids:
         raise DataError(
             f"row {prompt.index}: the prompt is empty, expected at least one token; correct the row, or exclude such "
             "rows (data.filter.FIELD.not='')"
         )
-    return tuple(ids)
+    return replace(prompt, messages=messages, token_ids=tuple(ids), media=media)
 
 
 @contextmanager

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+import base64
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from tests.data.seeing import PatchVision, encoded, picture
+from whet.data import media
+from whet.data.media import MediaLimits, MediaReader, images
+from whet.errors import DataError
+from whet.types import Media
+
+RED = (200, 30, 30)
+
+
+@pytest.fixture
+def vision(sighted: PreTrainedTokenizerBase) -> PatchVision:
+    return sighted.vision  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def reader(vision: PatchVision) -> MediaReader:
+    return MediaReader(MediaLimits(), vision)
+
+
+def test_every_form_of_an_image_is_the_same_picture(
+    reader: MediaReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = encoded(picture())
+    Path("a b.png").write_bytes(content)
+    forms: list[Any] = [
+        "a b.png",
+        tmp_path / "a b.png",
+        f"file://{tmp_path}/a%20b.png",
+        content,
+        memoryview(content),
+        f"data:image/png;base64,{base64.b64encode(content).decode()}",
+        {"bytes": content, "path": "elsewhere.png"},
+        {"bytes": None, "path": "a b.png"},
+        media.image(content),
+    ]
+    read = [reader.read("image", form) for form in forms]
+    digest = hashlib.sha256(b"('image', None, None)" + content).hexdigest()
+    assert {each.digest for each in read} == {digest}
+    assert {type(each.source) for each in read[:3]} == {str}
+    assert [each.source for each in read[3:7]] == [content] * 4
+    for each in [*read, reader.read("image", picture()), reader.read("image", np.full((28, 56, 3), RED, np.uint8))]:
+        assert each.tokens is not None and each.tokens.grids == ((1, 1, 2),)
+        [shown] = images(each)
+        assert (shown.mode, shown.size, shown.getcolors()) == ("RGB", (56, 28), [(56 * 28, RED)])
+
+
+def test_limits_are_part_of_the_identity(vision: PatchVision) -> None:
+    content = encoded(picture(112, 112))
+    whole, small = (MediaReader(MediaLimits(max_pixels=most), vision).read("image", content) for most in (None, 3136))
+    assert whole.tokens is not None and small.tokens is not None
+    assert (whole.tokens.count, small.tokens.count, small.tokens.size) == (16, 4, (56, 56))
+    assert whole.digest != small.digest and whole != small
+    frames = MediaReader(MediaLimits(max_frames=3), vision).read("image", content)
+    assert frames == whole  # frames are of videos
+
+
+def test_bytes_are_stored_once_under_their_digest(vision: PatchVision, tmp_path: Path) -> None:
+    reader = MediaReader(MediaLimits(), vision, tmp_path / "run" / "media")
+    read = [reader.read("image", encoded(picture())) for _ in range(2)] + [
+        reader.read("image", picture(mode="L", colour=7))
+    ]
+    reader.read("image", encoded(picture(), "JPEG"))
+    names = sorted(path.name for path in (tmp_path / "run" / "media").iterdir())
+    assert len(names) == 3 and f"{read[0].digest}.png" in names and sum(name.endswith(".jpg") for name in names) == 1
+    assert read[0].source == read[1].source == str(tmp_path / "run" / "media" / f"{read[0].digest}.png")
+    assert images(read[2])[0].getpixel((0, 0)) == (7, 7, 7)
+    Path(tmp_path / "own.png").write_bytes(encoded(picture()))
+    assert reader.read("image", tmp_path / "own.png").source == str(tmp_path / "own.png")  # a file stays in its place
+
+
+def test_relative_paths_are_below_image_dir_then_beside_the_data_then_here(
+    vision: PatchVision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("set", "data", "here"):
+        (tmp_path / folder).mkdir()
+    for folder, name in (("set", "a"), ("data", "a"), ("here", "a"), ("data", "b"), ("here", "b"), ("here", "c")):
+        (tmp_path / folder / f"{name}.png").write_bytes(encoded(picture()))
+    monkeypatch.chdir(tmp_path / "here")
+    beside = MediaReader(MediaLimits(beside=str(tmp_path / "data")), vision)
+    found = [Path(str(beside.read("image", f"{name}.png").source)).parent.name for name in "abc"]
+    assert found == ["data", "data", "here"]
+    given = MediaReader(MediaLimits(image_dir=str(tmp_path / "set"), beside=str(tmp_path / "data")), vision)
+    assert given.read("image", "a.png").source == str(tmp_path / "set" / "a.png")
+    with pytest.raises(
+        DataError, match=r"the image b.png: .*set/b.png does not exist; correct the path, or set data.im"
+    ):
+        given.read("image", "b.png")
+    with pytest.raises(DataError, match=r"the image \S+set: .*is a folder"):
+        given.read("image", tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("https://example.com/a.png", r"https://example.com/a.png: it is a URL, .* set data.allow_media_urls"),
+        ("data:image/png;base64,@@", r"its data: URI cannot be decoded"),
+        ("data:image/png", r"it has no comma"),
+        (b"no image", r"\(bytes of 8 bytes\): it is no image \(PNG, JPEG"),
+        (b"", r"it is no image"),
+        ({"name": "a"}, r"the image \(an object\): it is an object with name; expected bytes or path"),
+        ({}, r"it is an object with nothing"),
+        (7, r"it is of the type int; expected a path, bytes or a PIL image"),
+        (["a.png"], r"it is of the type list"),
+        (np.zeros((4, 4, 7), np.uint8), r"it is an array \[4, 4, 7\] of uint8; expected \[height, width\]"),
+        (np.zeros((4, 4), np.int64), r"it is an array \[4, 4\] of int64"),
+        (media.video([picture()]), r"it is a Media of the kind 'video'; expected 'image'"),
+        ("x" * 100_000, r"the image x{60}\.\.\.: it is no path \(File name too long\)"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_image_are_named(reader: MediaReader, value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        reader.read("image", value)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_model_is_not_given_what_it_does_not_read(vision: PatchVision) -> None:
+    with pytest.raises(DataError, match="it has a image, but the model reads only text; exclude such rows"):
+        MediaReader(MediaLimits(), None).read("image", picture())
+    vision.kinds = frozenset({"image"})
+    with pytest.raises(DataError, match="it has a video, but the model reads only text and images"):
+        MediaReader(MediaLimits(), vision).read("video", [picture()])
+
+
+def test_frames_are_spread_evenly() -> None:
+    limits = MediaLimits(video_fps=2.0, max_frames=4)
+    seconds = [number / 10 for number in range(15)]  # 1.5 s
+    assert limits.frames(seconds) == (0, 5, 10)
+    assert limits.frames([number / 10 for number in range(100)]) == (0, 25, 50, 75)
+    assert limits.frames([number / 1 for number in range(3)]) == (0, 1, 2)  # never twice the same
+    assert limits.frames([0.0]) == (0,)
+
+
+def test_an_animation_is_a_video_with_the_times_of_its_frames(reader: MediaReader, vision: PatchVision) -> None:
+    frames = [picture(colour=(40 * number, 0, 0)) for number in range(6)]
+    for form, options in (("GIF", {}), ("WEBP", {"lossless": True}), ("PNG", {})):
+        content = encoded(frames[0], form, save_all=True, append_images=frames[1:], duration=250, **options)
+        read = reader.read("video", content)
+        assert read.frames == (0, 2, 4) and read.tokens is not None and read.tokens.grids == ((2, 1, 2),)
+        assert vision.seconds[-1] == (0.0, 0.5, 1.0)
+        assert [round(shown.getpixel((3, 3))[0] / 40) for shown in images(read)] == [0, 2, 4]  # type: ignore[index]
+        with pytest.raises(DataError, match="it has 6 frames, expected one image: use it as a video"):
+            reader.read("image", content)
+
+
+def test_a_list_of_frames_is_a_video_at_video_fps(vision: PatchVision, tmp_path: Path) -> None:
+    reader = MediaReader(MediaLimits(max_frames=2), vision, tmp_path)
+    frames = [encoded(picture(colour=(number, 0, 0))) for number in range(5)]
+    read = reader.read("video", frames)
+    assert read.frames == (0, 2) and vision.seconds[-1] == (0.0, 1.0)
+    assert [shown.getpixel((0, 0)) for shown in images(read)] == [(0, 0, 0), (2, 0, 0)]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert reader.read("video", np.stack([np.asarray(picture())] * 2)).frames == (0, 1)
+    assert reader.read("video", media.video(frames)) == read
+    assert reader.read("video", frames[:4]).digest != read.digest
+    with pytest.raises(DataError, match="it is a list without frames"):
+        reader.read("video", [])
+    with pytest.raises(DataError, match="its frames have 2 sizes"):
+        reader.read("video", [picture(), picture(28)])
+
+
+def test_a_file_that_is_damaged_later_is_named_when_it_is_decoded(reader: MediaReader, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture()))
+    read = reader.read("image", path)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(DataError, match=rf"the image {path} \(digest {read.digest[:12]}\): it cannot be read"):
+        images(read)
+    path.unlink()
+    with pytest.raises(DataError, match=r"the file cannot be opened \(No such file or directory\)"):
+        images(read)
+
+
+def test_media_for_observations_carry_their_bytes() -> None:
+    made = media.image(picture())
+    assert (made.kind, made.tokens, type(made.source)) == ("image", None, bytes)
+    assert made == media.image(picture()) and made != media.image(picture(28))
+    assert images(made)[0].size == (56, 28)
+    with pytest.raises(DataError, match="it is of the type int"):
+        media.image(7)
+    assert isinstance(media.video([picture(), picture()]).source, tuple)
+
+
+def test_urls_are_fetched_only_within_limits(
+    vision: PatchVision, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import httpx
+
+    content = encoded(picture())
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404) if "gone" in str(request.url) else httpx.Response(200, content=content)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "stream", lambda method, url, **options: client.stream(method, url))
+    reader = MediaReader(MediaLimits(allow_urls=True), vision)
+    caplog.set_level(logging.WARNING)
+    assert reader.read("image", "http://host/a.png") == reader.read("image", content)
+    with pytest.raises(DataError, match=r"the image http://host/gone: it cannot be fetched \(.*404"):
+        reader.read("image", {"url": "http://host/gone"})
+    monkeypatch.setattr(media, "URL_BYTES", 10)
+    with pytest.raises(DataError, match=r"it takes more than 30 s or 0 MiB; download it once"):
+        reader.read("image", "http://host/a.png")
+
+
+def test_the_types_of_media_are_cheap_to_compare() -> None:
+    one = Media("image", "d", b"x" * 10)
+    assert one == Media("image", "d", "a path") and hash(one) == hash(Media("image", "d", None))
+    assert isinstance(Image.new("L", (1, 1)), Image.Image)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.seeing import encoded, picture
+from whet.data.pixels import from_array, image_header, image_pixels, rgb, video_header, video_pixels
+from whet.errors import DataError
+
+
+def header(content: bytes) -> tuple[int, int]:
+    found = image_header(io.BytesIO(content))
+    return found.height, found.width
+
+
+def shown(content: bytes) -> Any:
+    return image_pixels(io.BytesIO(content)).getpixel((0, 0))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header says this size, and whose data are one line of it."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    start = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + start + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("image", "form", "expected"),
+    [
+        (picture(colour=77, mode="L"), "PNG", (77, 77, 77)),
+        (picture(colour=1, mode="1"), "PNG", (255, 255, 255)),
+        (picture(colour=(10, 20, 30)).quantize(), "GIF", (10, 20, 30)),
+        (picture(colour=(200, 0, 0, 0), mode="RGBA"), "PNG", (255, 255, 255)),  # nothing of it is seen
+        (picture(colour=(0, 0, 200, 51), mode="RGBA"), "PNG", (204, 204, 244)),  # a fifth of it on white
+        (picture(colour=(0, 128), mode="LA"), "PNG", (127, 127, 127)),
+        (picture(colour=(0, 255, 255, 0), mode="CMYK"), "TIFF", (255, 0, 0)),
+        (Image.fromarray(np.full((4, 4), 257 * 90, np.uint16)), "PNG", (90, 90, 90)),
+        (Image.fromarray(np.full((4, 4), 257 * 90, np.int32)), "TIFF", (90, 90, 90)),
+        (Image.fromarray(np.full((4, 4), 0.2, np.float32)), "TIFF", (51, 51, 51)),
+    ],
+)
+def test_every_mode_becomes_rgb(image: Image.Image, form: str, expected: tuple[int, int, int]) -> None:
+    content = encoded(image, form)
+    assert shown(content) == expected
+    assert header(content) == (image.height, image.width)
+
+
+def test_a_palette_with_a_transparent_colour_is_on_white() -> None:
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([0, 0, 0, 9, 9, 9])
+    assert shown(encoded(image, "PNG", transparency=0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_exif_turns_the_picture(form: str) -> None:
+    image, exif = picture(60, 20), Image.Exif()
+    image.paste((0, 0, 255), (0, 0, 30, 20))  # blue on the left
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to show it
+    content = encoded(image, form, exif=exif)
+    assert header(content) == (60, 20)
+    upright = image_pixels(io.BytesIO(content))
+    assert upright.size == (20, 60)
+    assert [max(range(3), key=upright.getpixel((10, row)).__getitem__) for row in (5, 55)] == [2, 0]  # type: ignore[union-attr]
+    assert header(encoded(image, form)) == (20, 60)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"])
+def test_a_truncated_file_is_found_when_it_is_read(form: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    content = encoded(noise, form)
+    assert header(content) == (64, 64)
+    for share in (0.5, 0.9):
+        with pytest.raises(DataError, match=r"it cannot be read as an image|it is no image"):
+            header(content[: int(len(content) * share)])
+
+
+def test_a_jpeg_with_bytes_behind_its_end_is_whole() -> None:
+    content = encoded(picture(), "JPEG")
+    assert header(content + bytes(5000)) == (28, 56)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bomb(9_000, 9_000), r"it is 9000 x 9000 pixels, expected at most 67,108,864 in all; save it smaller"),
+        (bomb(20_000, 20_000), r"it is too large, expected at most 67,108,864 pixels: save it smaller \(Image size"),
+        (bomb(20_000, 1), r"it is 20000 x 1 pixels: one side is over 200 times the other"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", r"it is no image"),  # would run ghostscript
+        (b"<svg/>", r"it is no image"),
+    ],
+)
+def test_dangerous_files_are_refused_by_their_header(content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        header(content)
+    with pytest.raises(DataError, match=message):
+        image_pixels(io.BytesIO(content))
+
+
+def test_one_pixel_is_an_image() -> None:
+    assert header(encoded(picture(1, 1))) == (1, 1) and shown(encoded(picture(1, 1))) == (200, 30, 30)
+    assert header(encoded(picture(200, 1))) == (1, 200)
+
+
+def test_arrays_become_images() -> None:
+    assert rgb(from_array(np.full((2, 3), 0.5))).getpixel((0, 0)) == (128, 128, 128)
+    assert from_array(np.zeros((2, 3, 1), np.uint8)).size == (3, 2)
+    assert from_array(np.full((2, 3, 4), 9, np.uint8)).mode == "RGBA"
+
+
+def film(path: Path, num_frames: int = 8, rate: int = 4, size: tuple[int, int] = (64, 32)) -> Path:
+    """A film whose frames grow brighter."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = *size, "yuv420p", 2_000_000
+        for number in range(num_frames):
+            frame = av.VideoFrame.from_image(picture(*size, colour=(number * 30,) * 3))
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
+def test_films_are_read_by_pyav(tmp_path: Path, name: str) -> None:
+    content = film(tmp_path / name).read_bytes()
+    found = video_header(io.BytesIO(content))
+    assert (found.height, found.width, found.suffix) == (32, 64, Path(name).suffix)
+    assert found.seconds == tuple(number / 4 for number in range(8))
+    grey = [image.getpixel((9, 9))[0] for image in video_pixels(io.BytesIO(content), (1, 4, 7))]  # type: ignore[index]
+    assert [round(value / 30) for value in grey] == [1, 4, 7]
+
+
+def test_films_without_pictures_are_refused(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "sound.mp4"), "w") as out:
+        stream = out.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    whole = film(tmp_path / "a.avi").read_bytes()
+    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
+    for content, message in [
+        ((tmp_path / "sound.mp4").read_bytes(), "it has no video stream, only sound or text"),
+        (b"not a film", "it cannot be read as a video"),
+        (b"", "it cannot be read as a video"),
+        (playlist, "it cannot be read as a video"),
+        (whole[:1500], "cannot be read as a video|without frames"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            video_header(io.BytesIO(content))
+    with pytest.raises(DataError, match=r"only 1 of 2 frames can be decoded"):
+        video_pixels(io.BytesIO(whole), (2, 200))

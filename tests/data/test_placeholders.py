@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows with images and videos: every form becomes the same prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.data.seeing import IMAGE, encoded, picture
+from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
+from whet.data.load import load_examples, load_pairs, load_prompts
+from whet.data.media import image
+from whet.errors import DataError
+from whet.types import Message, Prompt
+
+WIDE, TALL = encoded(picture(56, 28)), encoded(picture(28, 84))  # 2 tokens, 3 tokens
+FILM = [encoded(picture(28, 28, (each, 0, 0))) for each in range(3)]  # 2 times of 1 token
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], **keys: Any) -> tuple[Prompt, ...]:
+    return load_prompts(DataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
+
+
+def text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids)))
+
+
+def pads(tokenizer: Any, *counts: int) -> str:
+    return "".join(f"<|vision_start|>{IMAGE * count}<|vision_end|>" for count in counts)
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def part(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+FORMS: list[Mapping[str, Any]] = [
+    {"prompt": "A <image>B<image> C", "images": [WIDE, TALL]},  # EasyR1
+    {"prompt": "A <image>B<image> C", "image": [{"bytes": WIDE, "path": None}, {"bytes": TALL, "path": "b.png"}]},
+    {
+        "prompt": [{"role": "user", "content": "A <image>B<image> C"}],
+        "images": [{"bytes": WIDE}, {"bytes": TALL}],
+    },  # verl
+    {"prompt": "A <image>B<image> C", "multi_modal_data": {"image": [WIDE, TALL]}},
+    {"prompt": user(part("A <image>B<image> C")), "images": [WIDE, TALL]},
+    {"prompt": user(part("A "), {"type": "image"}, part("B"), {"type": "image"}, part(" C")), "images": [WIDE, TALL]},
+    {
+        "prompt": user(
+            {"type": "text", "text": "A ", "image": None},
+            {"type": "image", "text": None, "image": {"bytes": WIDE, "path": "a.png"}},
+            part("B"),
+            {"type": "image", "image": TALL},
+            part(" C"),
+        )
+    },
+    {
+        "prompt": user(part("A "), {"type": "image", "image": WIDE}, part("B"), {"type": "image"}, part(" C")),
+        "image": TALL,
+    },
+]
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_every_form_is_the_same_prompt(sighted: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> None:
+    [prompt] = prompts(sighted, [row])
+    content = f"A {pads(sighted, 2)}B{pads(sighted, 3)} C"
+    assert text(sighted, prompt.token_ids) == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert [each.tokens.count for each in prompt.media if each.tokens] == [2, 3]
+    assert [each.source for each in prompt.media] == [WIDE, TALL]
+    parts = [part("A "), {"type": "image"}, part("B"), {"type": "image"}, part(" C")]
+    assert prompt.messages == (Message("user", parts),)  # no bytes in messages, none in what the reward reads
+    assert not prompt.extra_info
+
+
+def test_videos_and_images_of_one_row_are_in_the_order_of_the_text(sighted: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "<video>then <image>and<video>", "images": [WIDE], "videos": [FILM, FILM[:1]]}
+    [prompt] = prompts(sighted, [row])
+    assert [(each.kind, each.tokens.count) for each in prompt.media if each.tokens] == [
+        ("video", 2),
+        ("image", 2),
+        ("video", 1),
+    ]
+    shown = text(sighted, prompt.token_ids)
+    assert [shown.count(pad) for pad in (IMAGE, "<|video_pad|>")] == [2, 3]
+    assert shown.index("<|video_pad|><|video_pad|>") < shown.index(IMAGE) < shown.rindex("<|video_pad|>")
+    [one] = prompts(sighted, [{"prompt": "<video>", "video": FILM}])  # of the single name: one video
+    assert [each.frames for each in one.media] == [(0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image>"}, r"it has 0 images, and its text has 1 places for them \(the tag <image>, or a"),
+        ({"prompt": "hi", "images": [WIDE]}, r"it has 1 images, and its text has 0 places"),
+        ({"prompt": "<image><image>", "images": [WIDE]}, r"it has 1 images, and its text has 2 places"),
+        ({"prompt": "<image>", "videos": [FILM]}, r"it has 0 images, and its text has 1 places"),
+        ({"prompt": "<image>", "images": [WIDE], "videos": [FILM]}, r"it has 1 videos, and its text has 0 places"),
+        ({"prompt": user({"type": "image"})}, r"it has 0 images, and its text has 1 places"),
+        ({"prompt": "<image>", "images": ["gone.png"]}, r"the image gone.png: gone.png does not exist; correct the"),
+        ({"prompt": "<image>", "images": [WIDE[:50]]}, r"the image \(bytes of 50 bytes\): it (is no image|cannot)"),
+        ({"prompt": "<video>", "videos": [[]]}, r"the video \(list\): it is a list without frames"),
+        ({"prompt": "<image>" * 4, "images": [WIDE] * 4}, r"it has 4 images and videos, over data.limit_images=3"),
+        ({"prompt": "hi", "audio": {"bytes": b"x"}}, r"it has a field of audio, but whet reads images and videos"),
+        ({"prompt": user({"type": "input_audio", "data": "x"})}, r"message 0 has a part of type 'input_audio', bu"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_names_the_row(
+    sighted: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"row 1: {message}"):
+        prompts(sighted, [{"prompt": "<image>", "images": [WIDE]}, row], limit_images=3)
+
+
+def test_a_text_that_writes_the_models_own_token_stays_text(sighted: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": f"<image> is not {IMAGE}", "images": [WIDE]}
+    [prompt] = prompts(sighted, [row])
+    own = sighted.vision.ids["image"]  # type: ignore[attr-defined]
+    assert prompt.token_ids.count(own) == 2 and text(sighted, prompt.token_ids).count(IMAGE) == 3
+    for options in ({"chat_template_kwargs": {"sanitize_control_tokens": False}}, {"apply_chat_template": False}):
+        with pytest.raises(
+            DataError, match=r"row 0: (the chat template writes 2 placeholders|the text has 3 tokens of)"
+        ):
+            prompts(sighted, [row], **options)
+    with pytest.raises(DataError, match=r"row 0: the text has 1 tokens of images or videos, and its 0 images"):
+        prompts(sighted, [{"prompt": f"not {IMAGE}"}], apply_chat_template=False)
+
+
+def test_a_template_without_placeholders_is_named(sighted: PreTrainedTokenizerBase) -> None:
+    changed = copy.deepcopy(sighted)
+    changed.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(
+        DataError, match=r"row 0: the chat template writes 0 placeholders \(none\) for 1 images and vid"
+    ):
+        prompts(changed, [FORMS[0] | {"prompt": "<image>", "images": [WIDE]}])
+
+
+def test_without_the_chat_template_the_tag_becomes_what_the_template_would_write(
+    sighted: PreTrainedTokenizerBase,
+) -> None:
+    row = {"prompt": "A <image>B", "images": [WIDE]}
+    [prompt] = prompts(sighted, [row], apply_chat_template=False)
+    assert text(sighted, prompt.token_ids) == f"A {pads(sighted, 2)}B"
+    bare = copy.deepcopy(sighted)
+    bare.chat_template = None
+    [prompt] = prompts(bare, [row], apply_chat_template=False)
+    assert text(bare, prompt.token_ids) == f"A {IMAGE * 2}B"
+
+
+def test_image_tokens_count_towards_the_limit(
+    sighted: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = encoded(picture(280, 280))  # 100 tokens
+    rows = [{"prompt": "<image>", "images": [each]} for each in (WIDE, large)]
+    assert [prompt.index for prompt in prompts(sighted, rows, max_prompt_length=60)] == [0]
+    assert "dropped 1 of 2 prompts over data.max_prompt_length=60" in caplog.text
+    with pytest.raises(DataError, match=r"row 1: the prompt has 1\d\d tokens, over data.max_prompt_length=60"):
+        prompts(sighted, rows, max_prompt_length=60, overlong_prompts="error")
+    assert len(prompts(sighted, rows, max_prompt_length=60, max_pixels=28 * 28 * 16)) == 2
+
+
+def test_a_format_prompt_is_filled_in_before_tags_are_read(sighted: PreTrainedTokenizerBase) -> None:
+    row = {"problem": "<image>How many?", "images": [WIDE], "answer": "3"}
+    keys = {"prompt_key": "problem", "format_prompt": "{{ content }} Box it.", "system_prompt": "Look."}
+    [prompt] = prompts(sighted, [row], **keys)
+    assert f"user\n{pads(sighted, 2)}How many? Box it.<|im_end|>" in text(sighted, prompt.token_ids)
+    assert prompt.messages[0] == Message("system", "Look.") and prompt.ground_truth == "3"
+
+
+def test_files_are_found_beside_the_data(sighted: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(WIDE)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "<image>", "images": ["pictures/a.png"]}\n')
+    data = DataConfig(train_files=[str(tmp_path / "rows.jsonl")])
+    [prompt] = load_prompts(data, sighted).items
+    assert prompt.media[0].source == str(tmp_path / "pictures" / "a.png")
+    folder = tmp_path / "media"
+    [prompt] = load_prompts(data, sighted, rows=[{"prompt": "<image>", "images": [TALL]}], media_folder=folder).items
+    assert prompt.media[0].source == str(folder / f"{prompt.media[0].digest}.png")
+
+
+def test_prompts_of_a_function_may_have_media(sighted: PreTrainedTokenizerBase) -> None:
+    made = Prompt("", 0, (Message("user", "<image>?"),), (), "mine", None, media=(image(WIDE),))
+    [prompt] = prompts(sighted, [made])
+    assert prompt.media[0].tokens is not None and text(sighted, prompt.token_ids).count(IMAGE) == 2
+    with pytest.raises(DataError, match="row 0: it has 0 images"):
+        prompts(sighted, [Prompt("", 0, (Message("user", "<image>?"),), (), "mine", None)])
+
+
+def test_a_text_model_keeps_tags_as_text_and_refuses_images(tokenizer: PreTrainedTokenizerBase) -> None:
+    [prompt] = prompts(tokenizer, [{"prompt": "the tag <image>"}])
+    assert "the tag <image>" in text(tokenizer, prompt.token_ids)
+    with pytest.raises(DataError, match=r"row 0: message 0 has a part of type 'image', but the model reads only text"):
+        prompts(tokenizer, [{"prompt": user({"type": "image", "image": WIDE})}])
+
+
+def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], **keys: Any) -> Any:
+    return load_examples(SupervisedDataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
+
+
+def test_examples_have_the_media_of_their_prompt(sighted: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "A <image>B<image> C", "images": [WIDE, TALL], "response": "five <image>"}
+    [example] = examples(sighted, [row])
+    [prompt] = prompts(sighted, [row])
+    assert example.input_ids[: len(prompt.token_ids)] == prompt.token_ids and example.media == prompt.media
+    learned = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
+    assert text(sighted, learned) == f"five <image>{sighted.eos_token}"
+
+
+def test_conversations_have_images_in_several_turns(sighted: PreTrainedTokenizerBase) -> None:
+    messages = [
+        {"role": "user", "content": "<image>How wide?"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "And <image>?"},
+        {"role": "assistant", "content": "one <image>"},  # the model's own text
+    ]
+    [example] = examples(sighted, [{"messages": messages, "images": [WIDE, TALL]}])
+    shown = text(sighted, example.input_ids)
+    assert shown.startswith(f"<|im_start|>user\n{pads(sighted, 2)}How wide?<|im_end|>")
+    assert f"And {pads(sighted, 3)}?<|im_end|>" in shown and example.media[1].source == TALL
+    learned = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
+    assert text(sighted, learned) == "two<|im_end|>one <image><|im_end|>"
+
+
+def test_an_example_is_not_cut_inside_an_image(sighted: PreTrainedTokenizerBase) -> None:
+    messages = [
+        {"role": "user", "content": "<image>"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "<image>"},
+        {"role": "assistant", "content": "three"},
+    ]
+    row = {"messages": messages, "images": [WIDE, TALL]}
+    [whole] = examples(sighted, [row])
+    own = sighted.vision.ids["image"]  # type: ignore[attr-defined]
+    second = [place for place, token in enumerate(whole.input_ids) if token == own][2]
+    for length, num_media in ((second, 1), (second + 3, 2)):
+        [cut] = examples(sighted, [row], max_length=length)
+        assert (len(cut.input_ids), len(cut.media)) == (length, num_media)
+    with pytest.raises(DataError, match="no example is left of 1 rows"):
+        examples(sighted, [row], max_length=second + 1)
+
+
+def test_pairs_with_media_are_refused(sighted: PreTrainedTokenizerBase) -> None:
+    data = PreferenceDataConfig(train_files=["unused"])
+    for row in (
+        {"prompt": "<image>", "images": [WIDE], "chosen": "a", "rejected": "b"},
+        {"prompt": user({"type": "image", "image": WIDE}), "chosen": "a", "rejected": "b"},
+    ):
+        with pytest.raises(DataError, match=r"row 0: .*, but preference pairs have only text"):
+            load_pairs(data, sighted, rows=[row])

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding of untrusted images and videos: sizes and times from the header, pixels as RGB."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from whet.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # none that runs a program
+ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
+MAX_PIXELS = 2**26  # of one frame: 192 MiB as RGB
+MAX_ASPECT = 200  # as Qwen's processors
+# No playlist, which would name other files and servers.
+CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,h264,hevc,ivf"
+ORIENTATION = 0x0112  # the EXIF tag
+FRAME_SECONDS = 0.1  # of an animation that does not say it, as browsers take it
+
+
+@dataclass(frozen=True)
+class Header:
+    """The size of a picture as it is shown, and the second at which each frame of a video begins."""
+
+    height: int
+    width: int
+    suffix: str  # of its file
+    seconds: tuple[float, ...] = ()  # none for an image
+
+
+@contextmanager
+def opened(source: str | bytes) -> Iterator[IO[bytes]]:
+    """Opens a path, or encoded bytes.  Raises: DataError."""
+    try:
+        file: IO[bytes] = io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")  # noqa: SIM115
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"the file cannot be opened ({reason}); correct the path") from error
+    with file:
+        yield file
+
+
+def image_header(file: IO[bytes]) -> Header:
+    """Reads the size of an image, without decoding it where its end shows that it is whole.
+
+    Raises: DataError for what is no image or an animation, and for one that is truncated, too large or too narrow."""
+    with _picture(file, FORMATS) as image:
+        if (count := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # of which the others are previews
+            raise DataError(
+                f"it has {count} frames, expected one image: use it as a video (field `videos`, tag <video>), or save "
+                "one frame of it"
+            )
+        width, height = _checked(*image.size)
+        if _is_turned(image, file):
+            width, height = height, width
+        form = image.format or ""
+        if not _is_whole(form, file):
+            image.load()
+    if form == "PNG":
+        with _picture(file, FORMATS) as image:
+            image.verify()
+    return Header(height, width, f".{'jpg' if form in ('JPEG', 'MPO') else form.lower()}")
+
+
+def image_pixels(file: IO[bytes]) -> Image.Image:
+    """Decodes an image, upright and in RGB.  Raises: DataError."""
+    with _picture(file, FORMATS) as image:
+        _checked(*image.size)
+        return rgb(image)
+
+
+def video_header(file: IO[bytes]) -> Header:
+    """Reads size and times of a video; decodes its first frame only, or all of an animation.  Raises: DataError."""
+    if not _is_animation(file):
+        return _film_header(file)
+    with _picture(file, ANIMATIONS) as image:
+        width, height = _checked(*image.size)
+        seconds, end = [], 0.0
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            image.load()
+            seconds.append(end)
+            end += float(image.info.get("duration") or 1e3 * FRAME_SECONDS) / 1e3
+        return Header(height, width, f".{(image.format or '').lower()}", tuple(seconds))
+
+
+def video_pixels(file: IO[bytes], numbers: Sequence[int]) -> list[Image.Image]:
+    """Decodes the frames of these numbers, in ascending order, in RGB.  Raises: DataError."""
+    found: list[Image.Image] = []
+    if _is_animation(file):
+        with _picture(file, ANIMATIONS) as image:
+            _checked(*image.size)
+            for number in numbers:
+                image.seek(number)
+                found.append(rgb(image))
+        return found
+    with _film(file) as container:
+        wanted = {*numbers}
+        for number, frame in enumerate(container.decode(video=0)):
+            if number in wanted:
+                found.append(_upright(frame))
+            if number == numbers[-1]:
+                break
+    if len(found) < len(numbers):
+        raise DataError(f"only {len(found)} of {len(numbers)} frames can be decoded: it is damaged; replace it")
+    return found
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB and upright: transparent pixels on white, 16 bits and floating point scaled to 8 bits."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        image = _grey(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def png(image: Image.Image) -> bytes:
+    """Encodes an image as PNG, in RGB."""
+    with io.BytesIO() as file:
+        rgb(image).save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+
+def from_array(array: np.ndarray[Any, Any]) -> Image.Image:
+    """An image of an array [height, width] or [height, width, 1 to 4 channels]: uint8, or floats from 0 to 1.
+
+    Raises: DataError."""
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    is_shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (2, 3, 4))
+    if not is_shaped or 0 in array.shape or (array.dtype != np.uint8 and array.dtype.kind != "f"):
+        raise DataError(
+            f"it is an array {[*array.shape]} of {array.dtype}; expected [height, width] or [height, width, channels] "
+            "of uint8, or of floats from 0 to 1"
+        )
+    if array.dtype != np.uint8:
+        array = np.rint(np.clip(np.nan_to_num(array), 0, 1) * 255).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def _grey(image: Image.Image) -> Image.Image:
+    """8 bits of a picture of one channel with more."""
+    values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+    largest = float(values.max(initial=0))
+    if image.mode == "F":
+        top = 1.0 if largest <= 1 else 255.0
+    else:
+        top = 255.0 if image.mode == "I" and largest <= 255 else 65535.0
+    return Image.fromarray(np.clip(np.rint(values * (255 / top)), 0, 255).astype(np.uint8))
+
+
+def _checked(width: int, height: int) -> tuple[int, int]:
+    """Raises: DataError before anything is decoded."""
+    size = f"it is {width} x {height} pixels"
+    if width < 1 or height < 1:
+        raise DataError(f"{size}; expected at least one: replace it")
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{size}, expected at most {MAX_PIXELS:,} in all; save it smaller")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise DataError(f"{size}: one side is over {MAX_ASPECT} times the other, which no model reads; crop or drop it")
+    return width, height
+
+
+def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
+    """Tells whether its EXIF data swap height and width."""
+    if image.format == "PNG":  # Pillow decodes a PNG to find out that it has none
+        place = file.tell()
+        file.seek(0)
+        content = file.read()
+        file.seek(place)
+        if b"eXIf" not in content and b"XML:com.adobe.xmp" not in content:
+            return False
+    return image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+
+
+def _is_whole(form: str, file: IO[bytes]) -> bool:
+    """Tells whether the file's end or length shows that nothing is cut off."""
+    place, length = file.tell(), file.seek(0, io.SEEK_END)
+    file.seek(max(0, length - 1024))
+    end = file.read()
+    file.seek(0)
+    beginning = file.read(8)
+    file.seek(place)
+    if form in ("JPEG", "MPO"):
+        return b"\xff\xd9" in end
+    return form == "PNG" or (form == "WEBP" and int.from_bytes(beginning[4:], "little") + 8 <= length)
+
+
+def _is_animation(file: IO[bytes]) -> bool:
+    """Tells whether Pillow reads it as a video."""
+    try:
+        with _picture(file, ANIMATIONS):
+            return True
+    except _OtherFormatError:
+        return False
+
+
+class _OtherFormatError(DataError):
+    """A file of none of the formats."""
+
+
+@contextmanager
+def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
+    """Opens a file with Pillow.  Raises: DataError, also for errors of the block."""
+    Image.init()
+    file.seek(0)
+    try:
+        yield Image.open(file, formats=tuple(each for each in formats if each in Image.OPEN))
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise _OtherFormatError(
+            f"it is no image ({', '.join(formats)}), or is cut off; replace it, or drop the row"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"it is too large, expected at most {MAX_PIXELS:,} pixels: save it smaller ({error})"
+        ) from error
+    except Exception as error:  # Pillow's readers raise whatever a damaged file leads to
+        raise _unreadable(error) from error
+
+
+def _film_header(file: IO[bytes]) -> Header:
+    with _film(file) as container:
+        stream = container.streams.video[0]
+        rate, form = float(stream.average_rate or stream.guessed_rate or 25), str(container.format.name)
+        count = sum(packet.size > 0 and not packet.is_discard for packet in container.demux(stream))
+        container.seek(0)
+        first = next(iter(container.decode(video=0)), None)
+        if first is None or not count:
+            raise DataError("it is a video without frames; replace it, or drop the row")
+        width, height = _checked(*_upright(first).size)
+    suffix = {"mov": ".mp4", "matroska": ".mkv"}.get(form.split(",")[0], f".{form.split(',')[0]}")
+    return Header(height, width, suffix, tuple(number / rate for number in range(count)))
+
+
+def _upright(frame: Any) -> Image.Image:
+    image: Image.Image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+@contextmanager
+def _film(file: IO[bytes]) -> Iterator[Any]:
+    """Opens a video with PyAV.  Raises: DataError."""
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(
+            "it is no GIF, WebP or APNG, and other videos need PyAV; install it: pip install 'whet[video]'"
+        ) from error
+    file.seek(0)
+    try:
+        with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
+            if not container.streams.video:
+                raise DataError("it has no video stream, only sound or text; replace it, or drop the row")
+            video = container.streams.video[0].codec_context
+            if video.width and video.height:
+                _checked(video.width, video.height)
+            yield container
+    except DataError:
+        raise
+    except Exception as error:  # FFmpeg's readers raise whatever a damaged file leads to
+        raise _unreadable(error, "video") from error
+
+
+def _unreadable(error: Exception, kind: str = "image") -> DataError:
+    found = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+    return DataError(
+        f"it cannot be read as {'an' if kind == 'image' else 'a'} {kind}: {found}; replace it, or drop the row"
+    )

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and videos in messages: from fields, tags and content parts of a row to the placeholders in its text."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from whet.data.media import KINDS, Kind, MediaReader
+from whet.errors import DataError
+from whet.types import Media, Message
+
+FIELDS: dict[Kind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
+OBJECTS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
+TAG = re.compile("<(image|video)>")
+THREADS = 4  # that read files side by side
+Value = tuple[Kind, Any]  # an image or a video in a form that MediaReader.read takes
+
+
+def values_of(row: Mapping[str, Any]) -> list[Value]:
+    """The images, then the videos in the fields of a row: `images` or `image`, or `multi_modal_data.image`."""
+    nested = row.get("multi_modal_data") or {}
+    found: list[Value] = []
+    for kind in KINDS:
+        plural, single = FIELDS[kind]
+        value = next((each[name] for each in (row, nested) for name in (plural, single) if has(each, name)), None)
+        is_one = value is not None and (kind == "video" and not has(row, plural) and has(row, single))
+        is_list = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
+        each_value = [value] if is_one or not is_list else value
+        found += [(kind, each) for each in each_value or () if each is not None]
+    return found
+
+
+def has(row: Mapping[str, Any], name: str) -> bool:
+    """Tells whether a field holds something."""
+    value = row.get(name)
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+
+
+def place(messages: Sequence[Message], given: Sequence[Value]) -> tuple[tuple[Message, ...], list[Value]]:
+    """Makes a content part of each tag; returns the messages without their objects, and these in order.
+
+    A tag, or a part without an object, stands for the next of the `given` values of its kind. What the model itself
+    wrote has no tags. Raises: DataError where numbers differ, and for parts of other kinds."""
+    left = {kind: deque(value for own, value in given if own == kind) for kind in KINDS}
+    num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(KINDS, 0)
+    placed, found = [], list[Value]()
+    for number, message in enumerate(messages):
+        parts = list(_parts(message, number))
+        for kind, value in ((each["type"], each["value"]) for each in parts if each["type"] in KINDS):
+            if value is None:
+                num_tags[kind] += 1
+                value = left[kind].popleft() if left[kind] else None
+            found.append((kind, value))
+        if any(each["type"] in KINDS for each in parts):
+            contents = [{"type": each["type"]} if each["type"] in KINDS else each for each in parts]
+            message = Message(message.role, contents, message.fields)
+        placed.append(message)
+    for kind in KINDS:
+        if num_tags[kind] != num_given[kind]:
+            raise DataError(
+                f"it has {num_given[kind]} {FIELDS[kind][0]}, and its text has {num_tags[kind]} places for them (the "
+                f"tag <{kind}>, or a part of type {kind!r} without an object); expected as many: correct the row"
+            )
+    return tuple(placed), found
+
+
+def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
+    """The parts of a message; `value` of an image or video is its object, None where it has none."""
+    if isinstance(message.content, str):
+        yield from _split({"type": "text", "text": message.content}) if message.role != "assistant" else ()
+        return
+    parts = message.content or []
+    has_objects = any(part.get("type") in OBJECTS for part in parts)
+    for part in parts:
+        form = str(part.get("type"))
+        if form in OBJECTS:
+            value = next(
+                (part[name] for name in (form, OBJECTS[form], "url", "path", "bytes") if has(part, name)), None
+            )
+            yield {"type": OBJECTS[form], "value": value}
+        elif "audio" in form:
+            raise DataError(f"message {number} has a part of type {form!r}, but whet reads images and videos only")
+        elif form == "text" and not has_objects and message.role != "assistant":
+            yield from _split(part)
+        else:
+            yield {
+                name: each for name, each in part.items() if each is not None
+            }  # of a table, whose parts have all keys
+
+
+def _split(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for place, piece in enumerate(TAG.split(str(part.get("text") or ""))):
+        if place % 2:
+            yield {"type": piece, "value": None}
+        elif piece:
+            yield {"type": "text", "text": piece}
+
+
+def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataError]:
+    """The media of these values, or the reason why one cannot be read; files are read side by side."""
+
+    def read(value: Value) -> Media | DataError:
+        try:
+            return reader.read(*value)
+        except DataError as error:
+            return error
+
+    if len(values) < 2:
+        return [read(value) for value in values]
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(read, values))
+
+
+def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> str:
+    """A rendered text with the tokens of each media in the place of its placeholder; a prefix may end before the last.
+
+    Raises: DataError where the chat template does not write one placeholder for each."""
+    if not media:
+        return text
+    expected = [media_tokens(each).placeholder for each in media]
+    pattern = re.compile("|".join(map(re.escape, sorted({*expected}, key=len, reverse=True))))
+    found = pattern.findall(text)
+    if found != (expected[: len(found)] if is_prefix else expected):
+        raise DataError(
+            f"the chat template writes {len(found)} placeholders ({', '.join(found[:4]) or 'none'}) for {len(media)} "
+            f"images and videos, expected {', '.join(expected[:4])}: use the template that belongs to the model"
+        )
+    texts = ("".join(piece * times for piece, times in media_tokens(each).text) for each in media)
+    return pattern.sub(lambda _: next(texts), text)
+
+
+def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[int]) -> None:
+    """Checks that only the media bring their tokens into a text.  Raises: DataError."""
+    own = {media_tokens(each).token_id for each in media} | {*forbidden}
+    found, expected = sum(token_id in own for token_id in ids), sum(media_tokens(each).count for each in media)
+    if found != expected:
+        raise DataError(
+            f"the text has {found} tokens of images or videos, and its {len(media)} images and videos have {expected}; "
+            "write <image> or <video> instead of the model's own token, or exclude such rows (data.filter)"
+        )
+
+
+def media_tokens(media: Media) -> Any:
+    """The tokens of a measured media."""
+    assert media.tokens is not None, "a media that no vision has measured"
+    return media.tokens
+
+
+def num_whole(ids: Sequence[int], media: Sequence[Media]) -> int | None:
+    """The number of media whose tokens are all among `ids`, the beginning of a text; None if one is cut."""
+    own = {media_tokens(each).token_id for each in media}
+    left = sum(token_id in own for token_id in ids)
+    for number, each in enumerate(media):
+        if left <= 0:
+            return number if left == 0 else None
+        left -= media_tokens(each).count
+    return len(media) if left == 0 else None
