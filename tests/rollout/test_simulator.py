@@ -19,7 +19,7 @@ from whet.environments.protocol import Observation
 from whet.rollout.episode import Close, Command, Episode, Limits, Reset, Rules, Sample, Score, Step
 from whet.rollout.groups import Filter, HandOut, Start, Stream
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
-from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
+from whet.types import Failure, Group, Media, Message, Prompt, Trajectory, Turn
 
 END = 0
 
@@ -33,10 +33,15 @@ class Letters:
     def calls(self, token_ids: Sequence[int], turn: int) -> tuple[()]:
         return ()
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def read(self, observation: Observation) -> Observation:
+        return observation
+
+    def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
         return [ord(letter) - 96 for message in messages for letter in str(message.content)]
 
-    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media]
+    ) -> list[int]:
         return [ord(letter) - 96 for message in new for letter in str(message.content)]
 
 

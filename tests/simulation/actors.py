@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from whet.environments.protocol import Answer, Observation
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status
 from whet.rollout.router import Abort, Command, Give, Load, Pause, Resume
-from whet.types import Failure, Group, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
+from whet.types import Failure, Group, Media, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -73,10 +73,15 @@ class Letters:
     def calls(self, token_ids: Sequence[int], turn: int) -> tuple[()]:
         return ()
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def read(self, observation: Observation) -> Observation:
+        return observation
+
+    def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
         return [ord(letter) for message in messages for letter in str(message.content)]
 
-    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media]
+    ) -> list[int]:
         return [ord(letter) for message in new for letter in str(message.content)]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+from whet.data.media import KINDS
 from whet.data.placeholders import expanded, media_tokens
 from whet.errors import DataError, TextError
 from whet.limits import bounded, cause
@@ -125,8 +126,8 @@ def plain_text(
     for message in messages:
         parts = [{"text": message.content}] if isinstance(message.content, str) else message.content
         for part in parts:
-            if "text" in part:
-                texts.append(written(str(part["text"])))
+            if part.get("type") not in KINDS:
+                texts.append(written(str(part.get("text") or "")))
                 continue
             each = next(left)
             before, after = _around(tokenizer, each.kind, media_tokens(each).placeholder)

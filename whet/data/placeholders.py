@@ -70,13 +70,19 @@ def place(messages: Sequence[Message], given: Sequence[Value]) -> tuple[tuple[Me
     return tuple(placed), found
 
 
+def has_parts(messages: Sequence[Message]) -> bool:
+    """Tells whether messages have images or videos as content parts."""
+    contents = [message.content for message in messages if isinstance(message.content, list)]
+    return any(part.get("type") in OBJECTS for parts in contents for part in parts)
+
+
 def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
     """The parts of a message; `value` of an image or video is its object, None where it has none."""
     if isinstance(message.content, str):
         yield from _split({"type": "text", "text": message.content}) if message.role != "assistant" else ()
         return
     parts = message.content or []
-    has_objects = any(part.get("type") in OBJECTS for part in parts)
+    has_objects = has_parts([message])
     for part in parts:
         form = str(part.get("type"))
         if form in OBJECTS:

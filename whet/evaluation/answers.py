@@ -18,7 +18,7 @@ from whet import files
 from whet.data.sources import read_rows
 from whet.errors import DataError, StorageError
 from whet.tracking.jsonl import json_line
-from whet.types import Trajectory
+from whet.types import Media, Trajectory
 
 log = logging.getLogger(__name__)
 Record = dict[str, Any]  # a line of answers.jsonl
@@ -61,12 +61,14 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
     sampled = [token for turn in trajectory.turns for token in turn.token_ids]
     log_probs = [value for turn in trajectory.turns for value in turn.log_probs]
     last = trajectory.turns[-1] if trajectory.turns else None
+    media = trajectory.prompt.media if last is None else last.media
     return {
         "uid": trajectory.uid,
         "index": trajectory.prompt.index,
         "data_source": trajectory.prompt.data_source,
         "prompt": tokenizer.decode(list(trajectory.prompt.token_ids)),
         "response": tokenizer.decode(list(_response_ids(trajectory))),
+        **({"media": [_shown(each) for each in media]} if media else {}),
         "ground_truth": trajectory.prompt.ground_truth,
         "extracted": trajectory.extracted,
         "reward": None if trajectory.failure is not None else trajectory.score,
@@ -83,6 +85,14 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "failure": None if trajectory.failure is None else asdict(trajectory.failure),
         **({"steps": _steps(trajectory, tokenizer)} if len(trajectory.messages) > 1 or trajectory.fields else {}),
     }
+
+
+def _shown(media: Media) -> Record:
+    """A media by its digest and its path, or those of its frames; bytes in memory have none."""
+    sources = media.source if isinstance(media.source, tuple) else (media.source,)
+    paths = [each if isinstance(each, str) else None for each in sources]
+    source = paths if isinstance(media.source, tuple) else paths[0]
+    return {"kind": media.kind, "digest": media.digest, "source": source}
 
 
 def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Record]:

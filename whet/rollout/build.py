@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, StageConfig, TrainConfig
 from whet.data.chat import template_text
+from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError
@@ -94,10 +96,13 @@ def build_collector(
     seed: int,
     kind: type[Collector] = Collector,
     hosts: Mapping[str, EnvironmentHost] | None = None,
+    media_folder: Path | None = None,
 ) -> Collector:
     """Builds the collector of the config's environment and tools on an engine. `hosts` are those of its environments,
-    by sub-agent; otherwise this process has them.  Raises: ConfigError, ToolError."""
-    environment = config.environment
+    by sub-agent; otherwise this process has them. `media_folder` takes the images and videos of observations.
+
+    Raises: ConfigError, ToolError."""
+    environment, vision = config.environment, getattr(tokenizer, "vision", None)
     return kind(
         engine,
         tokenizer,
@@ -107,6 +112,7 @@ def build_collector(
         seed=seed,
         deadline_seconds=config.rollout.deadline_seconds,
         hosts=hosts,
+        reader=None if vision is None else MediaReader(MediaLimits.of(config.data), vision, media_folder),
     )
 
 

@@ -13,14 +13,18 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, render_chat
+from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
+from whet.data.media import Kind, MediaReader
+from whet.data.placeholders import expanded, has_parts, place
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
+from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
+from whet.errors import DataError
 from whet.keyed import key
 from whet.metrics import counted
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
-from whet.types import Failure, Message, Prompt, Trajectory, Turn
+from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
 
 
 class TemplateCodec:
@@ -33,9 +37,11 @@ class TemplateCodec:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Toolbox | None = None,
+        reader: MediaReader | None = None,
     ) -> None:
-        """`tools` have their parser; `chat_template_kwargs` tell them to the model."""
-        self.tools = tools
+        """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
+        videos, None for a model of text."""
+        self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
 
@@ -47,22 +53,39 @@ class TemplateCodec:
         """The tool calls in a turn; none without tools."""
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def read(self, observation: Observation) -> Observation:
+        """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
+        if any(has_parts(task.messages) for task in observation.tasks):
+            raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
+        if not observation.media and not has_parts(observation.messages):
+            return observation  # a tag in it, if any, is text of somebody else
+        if self.reader is None:
+            raise DataError("the observation has images or videos, but the model reads only text; leave them out")
+        placed, values = place(observation.messages, [(cast(Kind, each.kind), each) for each in observation.media])
+        media = tuple(self.reader.read(*value) for value in values)
+        return replace(observation, messages=placed, media=media)
+
+    def opening(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> list[int]:
         """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
         if self.apply_chat_template:
             options = self.chat_template_kwargs
             text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
-            return encode_rendered(self.tokenizer, [text])[0]
-        text = "".join(str(message.content) for message in messages)
+            return encode_rendered(self.tokenizer, [expanded(text, media)])[0]
+        text = plain_text(self.tokenizer, messages, media)
         return encode_texts(self.tokenizer, [text], add_special_tokens=True)[0]
 
-    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
+    ) -> list[int]:
         """The ids between a sampled turn and the next.  Raises: DataError."""
         if self.apply_chat_template:
+            options = self.chat_template_kwargs
             return encode_continuation(
-                self.tokenizer, before, new, turn=turn, chat_template_kwargs=self.chat_template_kwargs
+                self.tokenizer, before, new, turn=turn, chat_template_kwargs=options, media=media
             )
-        text = as_text(self.tokenizer, "".join(str(message.content) for message in new), self.chat_template_kwargs)
+        text = plain_text(
+            self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
+        )
         return encode_rendered(self.tokenizer, [text])[0]
 
 
@@ -107,8 +130,10 @@ class Collector:
         seed: int = 0,
         deadline_seconds: float = 3600.0,
         hosts: Mapping[str, EnvironmentHost] | None = None,
+        reader: MediaReader | None = None,
     ) -> None:
-        """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process."""
+        """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process; `reader`
+        reads images and videos of observations."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
         self.environments = dict(hosts or {name: each.open() for name, each in stages.items()})
@@ -118,6 +143,7 @@ class Collector:
                 apply_chat_template=apply_chat_template,
                 chat_template_kwargs=each.chat_template_kwargs,
                 tools=each.tools,
+                reader=reader,
             )
             for name, each in stages.items()
         }
@@ -301,10 +327,11 @@ class Driver:
                 continue
             del self._stepping[uid]
             episode = self._open[uid].episode
-            if isinstance(result, Failure):
-                self._carry_out(episode.on_failure(result))
+            read = _read(episode, result)
+            if isinstance(read, Failure):
+                self._carry_out(episode.on_failure(read))
             else:
-                self._carry_out(episode.on_observation(result))
+                self._carry_out(episode.on_observation(read))
 
     def _take_completions(self, timeout_seconds: float) -> None:
         if self._sampling:
@@ -348,3 +375,13 @@ class Driver:
             del self._sampling[uid]
         self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
         self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}
+
+
+def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
+    """The observation as the model of an episode reads it; a failure where it cannot."""
+    if isinstance(result, Failure):
+        return result
+    try:
+        return episode.rules.codec.read(result)
+    except DataError as error:
+        return Failure("environment", str(error))

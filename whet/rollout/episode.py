@@ -33,12 +33,19 @@ class Codec(Protocol):
         """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one."""
         ...
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def read(self, observation: Observation) -> Observation:
+        """The observation as the model reads it: tags as parts, images and videos measured.  Raises: DataError."""
+        ...
+
+    def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
         """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
         ...
 
-    def continuation(self, before: Sequence[Message], new: Sequence[Message], turn: Turn) -> list[int]:
-        """The ids between a sampled turn and the next: the end of the turn, the new messages, the generation prompt.
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media]
+    ) -> list[int]:
+        """The ids between a sampled turn and the next: the end of the turn, the new messages with their media, the
+        generation prompt.
 
         Raises: DataError where the chat template rewrites the conversation so far."""
         ...
@@ -279,7 +286,7 @@ class Episode:
             self._num_tasks += 1
             name = f"{self.prompt.uid}/{task.agent}.{self._num_tasks}"
             given = {"ground_truth": task.ground_truth, "extra_info": task.extra_info, "media": ()}
-            ids = tuple(self.rules.agents[task.agent].codec.opening(task.messages))
+            ids = tuple(self.rules.agents[task.agent].codec.opening(task.messages, ()))
             prompt = replace(self.prompt, uid=name, messages=task.messages, token_ids=ids, **given)
             seed = key(self.seed, "task", self._num_tasks)
             children.append(Episode(prompt, self.sample, self.rules.agents[task.agent], seed, task.agent))
@@ -300,11 +307,11 @@ class Episode:
             context = Context(ids, len(ids), (*prompt.messages, *new), prompt.media + observation.media)
         else:
             last = self.turns[self._last[player]]
-            ids = last.context_ids + last.token_ids + tuple(codec.continuation(context.messages[:-1], new, last))
-            media = context.media + observation.media
+            between = codec.continuation(context.messages[:-1], new, last, observation.media)
+            ids, media = last.context_ids + last.token_ids + tuple(between), context.media + observation.media
             context = Context(ids, context.row_start, (*context.messages, *new), media)
         if is_opened:
-            ids = tuple(codec.opening(context.messages))
+            ids = tuple(codec.opening(context.messages, context.media))
             context = replace(context, token_ids=ids, row_start=len(ids))
         self._contexts[player] = context
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT
 from whet.trainers.environment_worker import EnvironmentWorker, PlacedEnvironments
-from whet.trainers.frame import opened_for, with_restarts
+from whet.trainers.frame import opened_for, run_folder, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
@@ -53,7 +54,7 @@ from whet.trainers.reward_worker import PlacedRewards, RewardWorker
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
-from whet.trainers.run_dir import digests
+from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import (
     AdapterOffWorker,
@@ -137,7 +138,8 @@ def build(
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = tokenizer_of(config, *read, config.reward_model.model_path)
     check_reward_model(config, tokenizer)
-    loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward)
+    media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
+    loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size
@@ -191,14 +193,16 @@ def _prompts(
     data: Rows,
     val_data: Rows,
     reward: Callable[..., Any] | None,
+    media_folder: Path | None,
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
     """The prompts to train on and those to validate on, each in its domain."""
     files, seed = with_tools(config.data, config.environment), config.trainer.seed
     domains = Domains.of_config(config.reward, has_function=reward is not None)
-    loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed)
+    loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded, held_out = replace(loaded, items=domains.assign(loaded.items)), tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
-        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed).items[: files.val_max_prompts]
+        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed, media_folder=media_folder).items
+        given = given[: files.val_max_prompts]
         held_out = domains.assign(given)
     for line in domains.unused([*loaded.items, *held_out]):
         log.warning("%s", line)
@@ -275,7 +279,9 @@ def _rollouts(
         make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
     return make(
         loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed, kind, hosts),
+        build_collector(
+            config, tokenizer, engine, config.trainer.seed, kind, hosts, run_folder(config.trainer) / MEDIA
+        ),
         scorer,
         tokenizer,
         n=config.rollout.n,

@@ -2,7 +2,7 @@
 """A run's folder: its lock, the checkpoint that a run goes on from, the files that are cut back to it, and the
 digests of the data and code that the run is made of.
 
-config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  checkpoints/  .lock
+config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
-OWN = {*STEP_FOLDERS, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
+MEDIA = "media"  # images and videos by digest
+OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
 # What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
 # what is written of it, but not what a step computes.
 FREE = (
@@ -282,6 +283,8 @@ def _of_rows(rows: Rows) -> str:
             read = row.chosen, row.rejected, row.margin
         else:
             read = row.input_ids, row.loss_mask
+        if not isinstance(row, PreferencePair) and row.media:
+            read = (*read, [media.digest for media in row.media])
         found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())
     return _of(found.digest())
 

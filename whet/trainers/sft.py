@@ -28,10 +28,10 @@ from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import Column
-from whet.trainers.frame import Frame, opened_for, with_restarts
+from whet.trainers.frame import Frame, opened_for, run_folder, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run_dir import digests
+from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.schedule import Schedule
 from whet.trainers.workers import TrainWorker, settings_trained, tokenizer_of
 
@@ -175,8 +175,10 @@ def train_on_examples(
     """Builds a run of this kind, trains it to the end and returns it; a dry run takes no step and writes nothing."""
     tokenizer = tokenizer_of(config)
     seed, load = config.trainer.seed, loader_of(config.data)
-    loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed)
-    val_examples = load(config.data, tokenizer, VAL, seed=seed).items if config.data.val_files else ()
+    folder = None if dry_run else run_folder(config.trainer) / MEDIA
+    loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
+    given = config.data.val_files
+    val_examples = load(config.data, tokenizer, VAL, seed=seed, media_folder=folder).items if given else ()
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
