@@ -18,6 +18,7 @@ from whet.config.checks import check_context
 from whet.config.schema import ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, loader_of
 from whet.data.loader import steps_per_epoch
+from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.fit import Change, Room, changes, rooms
@@ -94,14 +95,18 @@ def forecast(
     if config.model.path is None:
         raise ConfigError("model.path is not set; set it to a model folder (a config.json is enough) or a hub name")
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
-    lengths, note = row_lengths(config)
+    lengths, note, media_share = row_lengths(config)
     device = free_accelerator(config.cluster)
     if device_gib is not None:
         device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
-    setup, notes = replace(make_setup(config, lengths), device=device), [note]
+    setup, notes = replace(make_setup(config, lengths), device=device, media_share=media_share), [note]
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)
-    advised = [] if room.fits else changes(setup, room, lambda other: make_setup(other, lengths))
+    advised = (
+        []
+        if room.fits
+        else changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
+    )
     measured, response = _earlier_run(run_dir)
     if response is not None:
         notes.append(f"responses have {response:.0f} tokens, as in the last steps of {run_dir}")
@@ -128,17 +133,23 @@ def forecast(
     )
 
 
-def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str]:
-    """Returns the lengths of the prompts or examples, empty if the data cannot be read, and a note about them."""
+def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:
+    """Returns the lengths of the prompts or examples, empty if the data cannot be read, a note about them, and the
+    share of images and videos in their tokens."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
-        return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit"
+        return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 0.0
     try:
-        lengths = _read(config, TRAIN)
+        rows = _read(config, TRAIN)
     except (WhetError, OSError) as error:
-        return [], f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
+        note = f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
+        return [], note, 0.0
+    lengths, of_media = [tokens for tokens, _ in rows], sum(media for _, media in rows)
     what = "examples" if isinstance(config, ExamplesConfig) else "prompts"
-    return lengths, f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"
+    note = f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"
+    if of_media:
+        note += f"; {of_media / len(lengths):.0f} are of images and videos"
+    return lengths, note, of_media / sum(lengths)
 
 
 def _num_val(config: TrainConfig | ExamplesConfig) -> int:
@@ -151,12 +162,15 @@ def _num_val(config: TrainConfig | ExamplesConfig) -> int:
         return 0
 
 
-def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[int]:
-    """The number of tokens of each prompt or example."""
+def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[tuple[int, int]]:
+    """The number of tokens of each prompt or example, and of those the number of its images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     items = loader_of(config.data)(config.data, tokenizer, key, where=where, seed=seed).items
-    return [len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in items]
+    lengths = [len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in items]
+    seen = [item.media if isinstance(item, Prompt | SupervisedExample) else () for item in items]
+    media = [sum(each.tokens.count for each in of_row if each.tokens is not None) for of_row in seen]
+    return list(zip(lengths, media, strict=True))
 
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
@@ -217,7 +231,8 @@ def model_lines(setup: Setup) -> Iterator[str]:
         share = model.trained_share if role in setup.objectives else 0.0
         trained = "not trained" if share == 0 else "all trained" if share == 1 else f"{share:.2%} trained"
         processes = plural(config.cluster.processes_of(role), "process", "processes")
-        yield f"{role}: {count(model.num_weights)} parameters, {trained}, {dtype}, {processes} on {device}"
+        seen = f" ({count(model.vision_weights)} of the vision tower)" if model.vision_weights else ""
+        yield f"{role}: {count(model.num_weights)} parameters{seen}, {trained}, {dtype}, {processes} on {device}"
 
 
 def data_line(setup: Setup, counts: Counts) -> str:

@@ -92,6 +92,7 @@ class Setup:
     lengths: Lengths
     passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
     device: FreeMemory | None = None  # the accelerator of each process; None on the host
+    media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
     @property
     def has_server(self) -> bool:
@@ -103,7 +104,7 @@ class Setup:
     @cached_property
     def outlines(self) -> dict[str, Outline]:
         """The models of the roles, as shapes without numbers.  Raises: ModelError."""
-        return {name: Outline(role, self.device is not None) for name, role in self.roles.items()}
+        return {name: Outline(role, self.device is not None, self.media_share) for name, role in self.roles.items()}
 
 
 class _Kept:
@@ -174,7 +175,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
     """Counts the memory of an update.  Returns the tokens of its largest micro-batch."""
     split, spread = _micro_batches(setup, name), spread_of(setup, name)
     taken = _update_bytes(model, split, setup.objectives[name].needs)
-    for kind in ("activations", "logits", "weights in bfloat16", "gradients"):
+    for kind in ("activations", "vision activations", "logits", "weights in bfloat16", "gradients"):
         is_gradient = kind == "gradients"
         part = taken[kind] // (spread.shards if is_gradient else 1)
         kept.keep(f"{name}: {kind}", part, (f"{name} update",), on_host=is_gradient and spread.on_host)

@@ -29,8 +29,11 @@ from whet.models.lora import add_adapter
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
+from whet.models.vision.base import body_of as vision_body
+from whet.models.vision.load import vision_of
 
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
+VISION_SAVED = 1.25  # numbers that a tower saves for each in and out of its linear layers: 1.0 to 1.7 in four families
 _PASSES: dict[Hashable, Counter[str]] = {}
 
 
@@ -51,8 +54,8 @@ class RowLength:
 class Outline:
     """The model of a role, as shapes without numbers."""
 
-    def __init__(self, role: RoleSettings, on_device: bool = False) -> None:
-        self.role, self._mode = role, FakeTensorMode()
+    def __init__(self, role: RoleSettings, on_device: bool = False, media_share: float = 0.0) -> None:
+        self.role, self._mode, self.media_share = role, FakeTensorMode(), media_share
         self.device_type = "accelerator" if on_device else "cpu"
         with torch.device("meta"):
             self.model: nn.Module = outline(
@@ -71,6 +74,8 @@ class Outline:
         if role.lora is not None:
             with torch.device("meta"):
                 add_adapter(body, role.lora, 0, role.forward.dtype)
+        self.vision = vision_of(self.model)
+        self.vision_is_frozen = self.vision is not None and self.vision.is_frozen(self.model)
         _as_if_on_cpu(self.model, self._mode)
         if role.gradient_checkpointing:
             recompute_activations(self.model)
@@ -109,8 +114,53 @@ class Outline:
     def layer_weights(self) -> int:
         """The number of weights of linear layers that every token passes, without the output head."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
+        towers = {part for tower in self._towers for part in tower.modules()}
         linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
+        linear = [each for each in linear if each not in towers]
         return sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
+
+    @property
+    def _towers(self) -> list[nn.Module]:
+        vision = self.vision
+        return [] if vision is None else [vision_body(self.model).get_submodule(name) for name in vision.towers]
+
+    @property
+    def vision_weights(self) -> int:
+        """The number of weights that only images and videos pass; 0 in a text model."""
+        return sum(weight.numel() for tower in self._towers for weight in tower.parameters())
+
+    @property
+    def patches_per_token(self) -> float:
+        """Patches that become a token; 0 in a text model."""
+        return 0.0 if self.vision is None else self.vision.patches_per_token
+
+    def patches(self, rows: Sequence[RowLength]) -> float:
+        """The number of patches of the rows' images and videos; a shared prompt counts once."""
+        if self.vision is None:
+            return 0.0
+        shares = self.role.forward.packing and self.role.forward.share_prompts
+        # An example is one token and its response: what it has of media is in both.
+        lengths = [(row.prompt, row.prompt_tokens if row.prompt_tokens > 1 else row.tokens) for row in rows]
+        prompts = list(dict(lengths).values()) if shares else [length for _, length in lengths]
+        return self.media_share * sum(prompts) * self.patches_per_token
+
+    def vision_bytes(self, rows: Sequence[RowLength]) -> int:
+        """Bytes that a vision tower saves for the backward pass: the inputs and outputs of its linear layers, by patch.
+
+        Estimated, because a tower's pass depends on the numbers of its grids. 0 where it is frozen. With gradient
+        checkpointing each layer saves its input alone."""
+        if self.vision is None or self.vision_is_frozen:
+            return 0
+        inner = [layer for tower in self._towers for layer in layers(tower)]
+        sizes = [
+            sum(each.in_features + each.out_features for each in layer.modules() if isinstance(each, nn.Linear))
+            for layer in inner
+        ]
+        numbers = sum(sizes)
+        if self.role.gradient_checkpointing and inner:
+            first = next(each for each in inner[0].modules() if isinstance(each, nn.Linear))
+            numbers = len(inner) * first.in_features + max(sizes)
+        return round(VISION_SAVED * self.patches(rows) * numbers * self.role.forward.dtype.itemsize)
 
     @property
     def gradient_bytes(self) -> int:
@@ -158,7 +208,7 @@ class Outline:
                 _PASSES[key] = self._run(rows, needs, accumulates)
             except RuntimeError as error:  # for instance an operator whose output shape depends on numbers
                 raise ModelError(f"{role.model_path} cannot be planned without its numbers: {error}") from error
-        return Counter(_PASSES[key])
+        return Counter(_PASSES[key]) + Counter({"vision activations": self.vision_bytes(rows)})
 
     def _run(self, rows: Sequence[RowLength], needs: frozenset[str], accumulates: bool) -> Counter[str]:
         where = layout(columns(rows), self.role.forward.packing and self.role.forward.share_prompts)

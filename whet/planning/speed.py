@@ -122,7 +122,7 @@ def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
     pairs += sum(prompt**2 / 2 for prompt in prompts)
     width = model.config.num_hidden_layers * model.config.num_attention_heads * head_size(model.config)
     products = model.layer_weights * (sum(prompts) + responses) + model.head_weights * responses
-    return float(2 * products + 4 * width * pairs)
+    return float(2 * products + 4 * width * pairs + 2 * model.vision_weights * model.patches(rows))
 
 
 def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: Rates) -> float:
@@ -131,7 +131,8 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: 
     dtype, together = config.rollout.dtype or config.model.dtype, min(decoded_together(config), len(rows))
     prompts = {row.prompt: row.prompt_tokens for row in rows}
     response = rows[0].response_tokens
-    prefill = 2 * model.layer_weights * sum(prompts.values()) / rates.train_flops / EFFICIENCY
+    vision = model.vision_weights * model.media_share * model.patches_per_token
+    prefill = 2 * (model.layer_weights + vision) * sum(prompts.values()) / rates.train_flops / EFFICIENCY
     weights = model.layer_weights + model.head_weights
     context = sum(prompts.values()) / len(prompts) + response / 2
     arithmetic = 2 * weights * together / rates.decode_flops / EFFICIENCY

@@ -80,6 +80,11 @@ class Vision(ABC):
 
     @property
     @abstractmethod
+    def patches_per_token(self) -> float:
+        """The number of patches in the tower that become a token of the text."""
+
+    @property
+    @abstractmethod
     def forbidden(self) -> tuple[int, ...]:
         """Token ids that must never be sampled: those of patches."""
 

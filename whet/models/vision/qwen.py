@@ -35,6 +35,11 @@ class QwenVision(Vision):
         self.merge, self.factor = processor.merge_size, processor.patch_size * processor.merge_size
 
     @property
+    def patches_per_token(self) -> float:
+        """Those that are merged."""
+        return float(self.merge**2)
+
+    @property
     def forbidden(self) -> tuple[int, ...]:
         """The ids of image and video patches."""
         return self.config.image_token_id, self.config.video_token_id

@@ -26,6 +26,13 @@ class TiledVision(Vision):
     per_tile: int  # tokens
 
     @property
+    def patches_per_token(self) -> float:
+        """Those of a tile, divided by its tokens."""
+        patch = self.config.vision_config.patch_size
+        across = self.side // (patch if isinstance(patch, int) else patch[0])
+        return across**2 / self.per_tile
+
+    @property
     def forbidden(self) -> tuple[int, ...]:
         """The id of the patches' token."""
         return (self.config.image_token_id,)
