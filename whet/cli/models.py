@@ -33,18 +33,23 @@ class Arch(StrEnum):
 
 def init_model(
     out: Annotated[Path, typer.Argument(help="the folder to write")],
-    arch: Annotated[Arch, typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4")] = Arch.qwen3,
+    arch: Annotated[
+        Arch, typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4; *_vl and smolvlm read images")
+    ] = Arch.qwen3,
     size: Annotated[str, typer.Option(help="nano (0.8 M), tiny (3.3 M), small (27 M) or base (390 M)")] = "tiny",
     texts: Annotated[
         Path | None, typer.Option(help="train the tokenizer on the lines of this file", exists=True, dir_okay=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the weights")] = 0,
+    patch_size: Annotated[
+        int, typer.Option(min=2, help="pixels on a side of an image's patch, of which 2 x 2 make a token")
+    ] = 14,
 ) -> None:
     """Create a model folder: random weights, a trained tokenizer."""
     from whet.models.init import init_model as run
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
-    written = run(out, arch.value, size, seed=seed, texts=lines)
+    written = run(out, arch.value, size, seed=seed, texts=lines, patch_size=patch_size)
     rows = f"data.train_files={GSM8K}@train"
     typer.echo(
         f"wrote {written}. Its weights are random: run SFT before RL, for instance with GSM8K from the hub:\n"

@@ -16,7 +16,7 @@ from whet.errors import ModelError
 from whet.models.freeze import freeze
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer, load_value_model
-from whet.models.lora import adapted_layers, add_adapter
+from whet.models.lora import adapted_layers, add_adapter, merged_weights, save_adapter
 from whet.models.vision.load import vision_of
 
 Folders = Callable[[str], Path]
@@ -106,6 +106,27 @@ def test_a_target_that_only_the_tower_has_adapts_the_tower(folder_of: Folders) -
     model = load_policy(folder_of("qwen2_5_vl"))
     add_adapter(model, LoraConfig(rank=2, target_modules=["qkv", "q_proj"]), seed=0)
     assert {name.split(".")[1] for name in adapted_layers(model)} == {"visual", "language_model"}
+
+
+def test_an_adapters_folder_merges_into_the_language_model_alone(folder_of: Folders, tmp_path: Path) -> None:
+    folder = folder_of("smolvlm")  # its tower and its language model have layers of the same names
+    model, untouched = load_policy(folder), load_policy(folder)
+    add_adapter(model, LoraConfig(rank=2), seed=0)
+    for layer in adapted_layers(model).values():
+        torch.nn.init.ones_(layer.lora_B["default"].weight)
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if "lora_" in name}
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = str(folder)
+    save_adapter(weights, config, tmp_path / "adapter")
+    merged = load_policy(tmp_path / "adapter")
+    vision = vision_of(merged)
+    assert vision is not None
+    expected = dict(merged_weights(model))
+    tower = set(vision.tower_weights(merged))
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, expected[name])
+        changed = not torch.equal(weight, untouched.get_parameter(name))
+        assert changed == ("_proj" in name and name not in tower), name
 
 
 def test_the_tower_of_a_value_model_can_be_frozen(folder_of: Folders) -> None:
