@@ -22,6 +22,7 @@ DATA_SETS: list[Callable[..., Any]] = [
     figures.reading,
     videos.direction,
     videos.jumps,
+    videos.flashes,
     geometry.questions,
 ]
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from PIL import Image
 
-from whet.data.drawn.videos import WAYS, direction, jumps
+from whet.data.drawn.videos import WAYS, direction, flashes, jumps
 from whet.errors import DataError
 
 
@@ -37,6 +37,16 @@ def test_the_answer_is_the_number_of_jumps(num_frames: int) -> None:
     for row in rows:
         found = corners(row["videos"][0])
         assert str(sum(a != b for a, b in itertools.pairwise(found))) == row["answer"]
+
+
+@pytest.mark.parametrize("num_frames", [2, 8])
+def test_the_answer_is_the_number_of_frames_with_a_figure(num_frames: int) -> None:
+    rows = list(flashes("train", 0, num_rows=60, num_frames=num_frames))
+    assert {row["answer"] for row in rows} == {str(number) for number in range(num_frames + 1)}
+    for row in rows:
+        [frames] = row["videos"]
+        assert len(frames) == num_frames
+        assert str(sum(corner != (-1, -1) for corner in corners(frames))) == row["answer"]
 
 
 def test_a_video_without_room_is_an_error() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about videos of one figure, as lists of frames: which way it moves, how often it jumps."""
+"""Questions about videos, as lists of frames: which way a figure moves, how often it jumps, how often one shows."""
 
 from __future__ import annotations
 
@@ -62,6 +62,33 @@ def jumps(
             places.append(draws.choice(others) if frame in jumping else places[-1])
         corners = [(place % 4 * cell + 1, place // 4 * cell + 1) for place in places]
         return _row(draws, prompt, corners, pixels, cell - 2, str(number))
+
+    return draw_rows(split, seed, num_rows, draw)
+
+
+def flashes(
+    split: str,
+    seed: int,
+    *,
+    num_rows: Count | None = None,
+    pixels: Count = 32,
+    num_frames: Frames = 8,
+    prompt: str = "<video>In how many frames is a figure? Answer with a number.",
+) -> Iterator[Row]:
+    """Rows with a figure in some of the frames, each time another one elsewhere; the answer is the number of frames."""
+    check_room(pixels, 2, 8)
+    side = pixels // 2 - 4
+
+    def draw(draws: random.Random) -> Row:
+        number, frames = draws.randint(0, num_frames), []
+        shown = draws.sample(range(num_frames), number)
+        for frame in range(num_frames):
+            image, drawing = canvas(pixels)
+            if frame in shown:
+                left, top = (draws.randint(0, 1) * pixels // 2 + draws.randint(1, 3) for _ in range(2))
+                draw_figure(drawing, draws.choice(SHAPES), COLOURS[draws.choice([*COLOURS])], left, top, side)
+            frames.append(to_png(image))
+        return {"prompt": prompt, "videos": [frames], "answer": str(number)}
 
     return draw_rows(split, seed, num_rows, draw)
 
