@@ -23,6 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.data.seeing import encoded, picture, seeing
 from whet.config import load_config
 from whet.config.checks import check_context, problems
 from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
@@ -271,7 +272,7 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
         ("text that is not valid Unicode", [P, '{"prompt": "a\\ud800", "answer": "1"}'], {}),
         ("prompt that is neither text nor messages", [P, {**Q, "prompt": 5}], {}),
         ("invalid message", [P, {**Q, "prompt": [{"role": 5, "content": "a"}]}], {}),
-        ("images, videos or audio", [P, {**Q, "images": ["a.png"]}], {}),
+        ("media for a model of text", [P, {**Q, "images": ["a.png"]}], {}),
         ("empty prompt", [P, {**Q, "prompt": ""}], {}),
         ("prompt of millions of characters", [P, {**Q, "prompt": "1" * 4_000_001}], {}),
         ("template that would run code", [P], {"format_prompt": "{{ content.__class__.__mro__ }}"}),
@@ -325,6 +326,32 @@ def test_what_is_wrong_with_rows(
         wrong(situation, caplog.text)
     except WhetError as error:
         wrong(situation, str(error))
+
+
+@pytest.mark.parametrize(
+    ("situation", "images", "tags"),
+    [
+        ("a tag without its image, or an image without its tag", ["fine.png"], 2),
+        ("an image that is truncated or none at all", ["a.png"], 1),
+        ("a decompression bomb", ["b.png"], 1),
+        ("an animation as an image", ["a.gif"], 1),
+        ("a URL", ["https://example.com/a.png"], 1),
+    ],
+)
+def test_what_is_wrong_with_images(
+    situation: str, images: list[str], tags: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    whole = encoded(picture(), "PNG")
+    Path("fine.png").write_bytes(whole)
+    Path("a.png").write_bytes(whole[:-20])
+    Path("b.png").write_bytes(encoded(picture(9000, 9000)))
+    frames = [picture(colour=(40 * number, 0, 0)) for number in range(6)]
+    Path("a.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    rows = [{"prompt": "<image>", "images": ["fine.png"]}, {"prompt": "<image>" * tags, "images": images}]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(WhetError) as raised:
+        load_prompts(DataConfig(train_files=["rows.jsonl"]), seeing(copy.deepcopy(tokenizer)))
+    wrong(situation, str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from whet.cli.app import main
+from whet.config.schema import DataConfig
+from whet.data.load import load_prompts
+from whet.models.init import init_model
+from whet.models.load import load_tokenizer
 
 
 @pytest.fixture
@@ -82,3 +87,18 @@ def test_mistakes_are_said(
     with pytest.raises(SystemExit) as exit_:
         main(["data", *arguments, *words])
     assert exit_.value.code == 2 and capsys.readouterr().err.startswith(said)
+
+
+def test_images_are_listed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = init_model(tmp_path / "model", "qwen2.5_vl", "nano", num_layers=1)
+    Image.new("RGB", (224, 112), (0, 0, 255)).save(tmp_path / "blue.png")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>?", "images": ["blue.png"], "answer": "b"}) + "\n")
+    words = [f"model.path={folder}", f"data.train_files={tmp_path}/a.jsonl", "--thumbnails", str(tmp_path / "small")]
+    shown = whet(capsys, "data", *words, "data.max_pixels=6272")
+    count = load_prompts(DataConfig(train_files=[f"{tmp_path}/a.jsonl"], max_pixels=6272), load_tokenizer(folder))
+    tokens = count.items[0].media[0].tokens
+    assert tokens is not None and f"<|vision_start|><|image_pad|>×{tokens.count}<|vision_end|>?" in shown
+    height, width = tokens.size
+    assert f"image 0: {tokens.count} tokens, {width} x {height} pixels, " in shown
+    with Image.open(tmp_path / "small" / "row_0_0.png") as image:
+        assert image.size == (128, 64) and image.getpixel((5, 5)) == (0, 0, 255)

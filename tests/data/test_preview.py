@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from tests.data.seeing import encoded, picture
 from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
 from whet.data.load import Part
-from whet.data.preview import histogram, percentile, pieces, preview, spans
+from whet.data.preview import histogram, percentile, pieces, preview, shortened, spans, thumbnail
 from whet.errors import DataError
 
 
@@ -80,3 +82,20 @@ def test_examples_are_cut_and_show_what_is_learned(tokenizer: PreTrainedTokenize
     assert [row.title for row in preview(config, tokenizer, num_rows=5, index=1).rows] == ["example 1"]
     with pytest.raises(DataError, match="there is no example 2; expected --index from 0 to 1"):
         preview(config, tokenizer, num_rows=5, index=2)
+
+
+def test_rows_with_images_have_thumbnails(sighted: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "wide.png").write_bytes(encoded(picture(560, 280)))
+    (tmp_path / "film.gif").write_bytes(
+        encoded(picture(), "GIF", save_all=True, append_images=[picture(colour=(0, 0, 9))], duration=500)
+    )
+    rows = [{"prompt": "<image>and <video>", "images": ["wide.png"], "videos": ["film.gif"], "answer": "1"}]
+    data = {"train_files": [write(tmp_path / "a.jsonl", rows)]}
+    [row] = preview(TrainConfig.model_validate({"data": data}), sighted, num_rows=1).rows
+    assert [each.tokens.count for each in row.media if each.tokens] == [200, 2]
+    shown = shortened(str(sighted.decode(list(row.token_ids))), row.media)
+    assert "<|image_pad|>×200<|vision_end|>and <|vision_start|><|video_pad|>×2<" in shown
+    for number, size in ((0, (128, 64)), (1, (112, 28))):  # two frames of 56 x 28 side by side
+        thumbnail(row.media[number], tmp_path / "small" / f"{number}.png")
+        with Image.open(tmp_path / "small" / f"{number}.png") as image:
+            assert image.size == size and image.getpixel((3, 3)) == (200, 30, 30)

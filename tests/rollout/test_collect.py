@@ -12,8 +12,15 @@ import torch
 from scripted import VERSION, Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
+from tests.data.seeing import IMAGE, encoded, picture, seeing
 from whet.config import TrainConfig
+from whet.config.schema import DataConfig
+from whet.data.load import load_prompts
+from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError
+from whet.evaluation.answers import readable
+from whet.models.init import init_model
+from whet.models.load import load_tokenizer
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits
@@ -27,6 +34,8 @@ CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>
 USER_ENVIRONMENTS = '''
 from whet.environments.calculator import Calculator
 from whet.environments.protocol import Observation
+from tests.data.seeing import picture
+from whet.data.media import image
 from whet.types import Message
 
 
@@ -85,6 +94,24 @@ class World:
         if self.steps == 2:
             return Observation(done=False, messages=(Message("user", "7+7="),), context="replace", reward=0.5)
         return Observation(done=False, truncated=True, fields={"cut": answer.finish_reason})
+
+
+class Shows:
+    """Speaks with a picture, then with two, one as an object in its part; writes a tag that means nothing."""
+
+    def __init__(self, prompt):
+        self.steps = 0
+
+    def step(self, answer):
+        self.steps += 1
+        if self.steps == 1:
+            return Observation(done=False, messages=(Message("tool", "now <image>."),), media=(image(picture(28)),))
+        if self.steps == 2:
+            parts = [{"type": "image", "image": picture(84)}, {"type": "text", "text": "then"}, {"type": "image"}]
+            return Observation(done=False, messages=(Message("user", parts),), media=(image(picture(56)),))
+        if self.steps == 3:
+            return Observation(done=False, messages=(Message("user", "the tag <image>"),))
+        return Observation(done=False, messages=(Message("user", "gone"),), media=(image(picture(28)),))
 
 
 class Over:
@@ -343,3 +370,52 @@ def test_two_turns_through_the_whole_loop(
     run.close()
     assert [record["step"] for record in run.history] == [1, 2]
     assert all(record["episode/turns"] > 1 for record in run.history)
+
+
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+def test_observations_have_images(environments: str, tmp_path: Path, apply_chat_template: bool) -> None:
+    sighted = seeing(load_tokenizer(init_model(tmp_path / "model", "qwen3", "nano", num_layers=1)))
+    data = DataConfig(train_files=["unused"], apply_chat_template=apply_chat_template)
+    row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
+    [prompt] = load_prompts(data, sighted, rows=[row], with_answers=False).items
+    reader = MediaReader(MediaLimits(), sighted.vision, tmp_path / "media")
+    collector = Collector(
+        Scripted(sighted, *"abcd"),
+        sighted,
+        stage=Stage(f"{environments}:Shows"),
+        reader=reader,
+        apply_chat_template=apply_chat_template,
+    )
+    done = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=400), step=1))
+    assert [[each.tokens.count for each in turn.media if each.tokens] for turn in done.turns] == [
+        *([2], [2, 1], [2, 1, 3, 2]),
+        [2, 1, 3, 2],
+    ]
+    last = str(sighted.decode(list(done.turns[3].context_ids)))
+    seen = [f"<|vision_start|>{IMAGE * count}<|vision_end|>" for count in (2, 1, 3, 2)]
+    if apply_chat_template:
+        turn = "<|im_end|>\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n{}"
+        assert last == "".join(
+            [
+                f"<|im_start|>user\n{seen[0]}?<|im_end|>\n<|im_start|>assistant\na",
+                turn.format("tool", f"now {seen[1]}.", "b"),
+                turn.format("user", f"{seen[2]}then{seen[3]}", "c"),
+                turn.format("user", "the tag <image>", ""),
+            ]
+        )
+    else:
+        ends = sighted.decode([done.turns[0].token_ids[-1]])
+        said = [f"{seen[0]}?a", f"now {seen[1]}.b", f"{seen[2]}then{seen[3]}c", "the tag <image>"]
+        assert last == ends.join(said)
+    stored = [str(each.source) for each in done.turns[3].media[1:]]
+    assert all(Path(path).parent == tmp_path / "media" for path in stored) and len(set(stored)) == 3
+    assert done.failure is not None and "it has 1 images, and its text has 0 places" in done.failure.message
+    assert [each["digest"] for each in readable(done, sighted)["media"]] == [
+        each.digest for each in done.turns[3].media
+    ]
+
+
+def test_images_for_a_model_of_text_fail_their_episode(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
+    collector = Collector(Scripted(tokenizer, "a"), tokenizer, stage=Stage(f"{environments}:Shows"))
+    done = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
+    assert done.failure is not None and "the model reads only text" in done.failure.message

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -103,9 +104,12 @@ def data(
     tokens: Annotated[bool, typer.Option("--tokens", help="list each token with its id and its loss mask")] = False,
     val: Annotated[bool, typer.Option("--val", help="show data.val_files instead of data.train_files")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
+    thumbnails: Annotated[
+        Path | None, typer.Option(help="folder to write a thumbnail of each image and video to")
+    ] = None,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: text, tokens, mask."""
+    """Show data rows as the model reads them: text, tokens, mask, images."""
     config = config_of(command, *split_recipe(words, config_name))
 
     from rich.console import Console
@@ -124,6 +128,7 @@ def data(
     for row in found.rows:
         output.print()
         _print_row(output, tokenizer, row, tokens)
+        _print_media(output, row, thumbnails)
 
 
 def config_of(
@@ -187,7 +192,7 @@ def _summary(found: Preview) -> Iterator[str]:
 def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
     from rich.text import Text
 
-    from whet.data.preview import pieces, spans
+    from whet.data.preview import pieces, shortened, spans
 
     texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)
     learned = f", {sum(mask)} of them trained on" if row.mask is not None else ", then the policy generates"
@@ -204,9 +209,27 @@ def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, 
         output.print(shown)
     else:
         marked = [f"{OPEN}{text}{CLOSE}" if learns else text for learns, text in spans(texts, mask)]
-        output.print(Text("".join(marked)))
+        output.print(Text(shortened("".join(marked), row.media)))
         output.print(f"ids: {' '.join(map(str, row.token_ids))}")
     for name, value in row.facts.items():
         text = value if isinstance(value, str) else repr(value)
         cut = f"{text[:MAX_FACT_CHARACTERS]} ..." if len(text) > MAX_FACT_CHARACTERS else text
         output.print(Text.assemble((f"{name}: ", "bold"), cut))
+
+
+def _print_media(output: Console, row: Shown, folder: Path | None) -> None:
+    """Prints a line for each image and video of a row, and writes its thumbnail to the folder, if there is one."""
+    from whet.data.preview import thumbnail
+
+    for number, each in enumerate(row.media):
+        assert each.tokens is not None
+        height, width = each.tokens.size
+        frames = f", {len(each.frames)} frames" if each.kind == "video" else ""
+        line = (
+            f"{each.kind} {number}: {each.tokens.count} tokens, {width} x {height} pixels{frames}, {each.digest[:12]}"
+        )
+        if folder is not None:
+            path = folder / f"{row.title.replace(' ', '_')}_{number}.png"
+            thumbnail(each, path)
+            line += f", {path}"
+        output.print(line)

@@ -80,7 +80,7 @@ class MediaRowsConfig(RowsConfig):
     """Data sets of which rows may have images and videos, for models that read them."""
 
     image_dir: str | None = key(
-        None, "folder of relative paths of images and videos; unset: that of the data file, else the working directory"
+        None, "folder of relative paths of media; unset: that of the data, else the working one"
     )
     min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
     max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")

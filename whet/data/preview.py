@@ -3,26 +3,32 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet import files
 from whet.config.schema import EvalConfig, ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, Loaded, Part, loader_of
 from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.media import images
+from whet.data.pixels import png
 from whet.data.preferences import PreferencePair
 from whet.data.samplers import make_loader, order_of
 from whet.data.supervised import SupervisedExample
 from whet.errors import DataError
-from whet.types import Prompt
+from whet.types import Media, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WINDOW = 4  # earlier tokens decoded together with a token: gives correct spaces, and characters of several tokens
 NO_LIMIT = 2**31
+SIDE = 128  # of a thumbnail, in pixels
 Item = Prompt | SupervisedExample | PreferencePair
 
 
@@ -34,6 +40,7 @@ class Shown:
     token_ids: tuple[int, ...]
     mask: tuple[int, ...] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,29 @@ def spans(values: Sequence[str], mask: Sequence[int]) -> list[tuple[int, str]]:
     return [(value, "".join(text for _, text in run)) for value, run in joined]
 
 
+def shortened(text: str, media: Sequence[Media]) -> str:
+    """The text with each run of an image's or video's tokens as one of them and their number."""
+    for pad in {piece for each in media if each.tokens for piece, times in each.tokens.text if times > 1}:
+        text = re.sub(f"(?:{re.escape(pad)}){{2,}}", lambda run, pad=pad: f"{pad}×{len(run[0]) // len(pad)}", text)  # type: ignore[misc]
+    return text
+
+
+def thumbnail(media: Media, path: Path) -> None:
+    """Writes a picture of a media, the frames of a video side by side, each at most SIDE pixels high and wide.
+
+    Raises: DataError."""
+    from PIL import Image
+
+    small = images(media)
+    for each in small:
+        each.thumbnail((SIDE, SIDE))
+    strip = Image.new("RGB", (sum(each.width for each in small), max(each.height for each in small)))
+    for place, each in enumerate(small):
+        strip.paste(each, (sum(before.width for before in small[:place]), 0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, png(strip))
+
+
 def percentile(ordered: Sequence[int], share: float) -> int:
     """The percentile of sorted numbers: the smallest number with at least this fraction of all at or below it."""
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
@@ -152,11 +182,11 @@ def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
 def _shown(title: str, item: Item, limit: int) -> list[Shown]:
     """Returns the rows of an item. Of a pair the tokens in which the responses may differ are marked."""
     if isinstance(item, SupervisedExample):
-        return [Shown(title, item.input_ids[:limit], item.loss_mask[:limit])]
+        return [Shown(title, item.input_ids[:limit], item.loss_mask[:limit], media=item.media)]
     if isinstance(item, PreferencePair):
         facts, shared = {"margin": item.margin}, item.num_shared
         texts = {"chosen": item.chosen, "rejected": item.rejected}
         masks = {name: (0,) * shared + (1,) * (len(ids) - shared) for name, ids in texts.items()}
         return [Shown(f"{title}, {name}", ids, masks[name], facts) for name, ids in texts.items()]
     answers = {"ground truth": item.ground_truth, "data source": item.data_source}
-    return [Shown(title, item.token_ids, None, {**answers, **item.extra_info})]
+    return [Shown(title, item.token_ids, None, {**answers, **item.extra_info}, item.media)]

@@ -212,6 +212,7 @@ class Episode:
         turn = Turn(
             context.token_ids,
             **vars(whole),  # a turn has all fields of a completion
+            media=context.media,
             observation=read.messages,
             state_key=read.state_key,
             agent=self.agent,

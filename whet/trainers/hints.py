@@ -19,7 +19,7 @@ from annotated_types import Ge
 
 from whet.data.prompts import PromptFormat, Template
 from whet.environments.tools.toolbox import with_tools
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.models.positions import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
@@ -98,6 +98,11 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     template = Template("teacher.hint_template", config.teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
+        if prompt.media:
+            raise DataError(
+                f"row {prompt.index} has images or videos, and hints are for prompts of text; unset teacher.hint, or "
+                "exclude such rows (data.filter)"
+            )
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
