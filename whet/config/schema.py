@@ -79,9 +79,7 @@ class RowsConfig(Section):
 class MediaRowsConfig(RowsConfig):
     """Data sets of which rows may have images and videos, for models that read them."""
 
-    image_dir: str | None = key(
-        None, "folder of relative paths of media; unset: that of the data, else the working one"
-    )
+    image_dir: str | None = key(None, "folder of relative paths of images; unset: the folder of the data file")
     min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
     max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")
     video_fps: PositiveFloat = key(2.0, "frames a second that are read of a video, evenly spread")
