@@ -78,12 +78,17 @@ def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) ->
 
 
 def quickstart(
-    run_dir: Annotated[Path, typer.Option(help="the folder to write")] = Path("runs/quickstart"),
+    run_dir: Annotated[
+        Path | None, typer.Option(help="the folder to write; unset: runs/quickstart, or runs/vlm_quickstart")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
+    images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
 ) -> None:
-    """Train a small model on arithmetic in about three minutes."""
+    """Train a small model on arithmetic, or to count in pictures, in about three minutes."""
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.quickstart import quickstart as run
+    from whet.trainers.quickstart_images import COUNTING
 
+    lesson = COUNTING if images else None
     with LongPhases().watch():
-        run(run_dir, seed, program())
+        run(run_dir or Path("runs/vlm_quickstart" if images else "runs/quickstart"), seed, program(), lesson)

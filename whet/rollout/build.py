@@ -18,6 +18,7 @@ from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError
 from whet.models.folder import split_adapters
 from whet.models.load import load_policy
+from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.constraints import bad_word_ids
@@ -151,8 +152,9 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
 def sampling_params(
     config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
-    """The sampling parameters of a config."""
-    allowed = config.allowed_token_ids
+    """The sampling parameters of a config; tokens of images and videos are never sampled."""
+    allowed, vision = config.allowed_token_ids, vision_of(tokenizer)
+    patches = () if vision is None else tuple((token_id,) for token_id in vision.forbidden)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,
@@ -164,6 +166,6 @@ def sampling_params(
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
         stop=tuple(config.stop),
-        bad_words=bad_word_ids(config.bad_words, tokenizer),
+        bad_words=bad_word_ids(config.bad_words, tokenizer) + patches,
         allowed_token_ids=None if allowed is None else tuple(allowed),
     )

@@ -27,8 +27,8 @@ class Constraints:
     prompt: torch.Tensor  # [S] which prompt
     rule: torch.Tensor  # [S] which rules
     prompts: torch.Tensor  # [U, P], the shorter ones filled up with their last token, as a token counts once
-    forbidden: torch.Tensor  # [D, V] bool: outside the allowed tokens
-    words: torch.Tensor  # [W, K] on the right, NEVER before
+    forbidden: torch.Tensor  # [D, V] bool: outside the allowed tokens, and bad words of one token
+    words: torch.Tensor  # [W, K] of several tokens, on the right, NEVER before
     words_rule: torch.Tensor  # [W] whose rules
 
     @classmethod
@@ -40,15 +40,16 @@ class Constraints:
         prompts: dict[tuple[int, ...], int] = {}
         prompt = [prompts.setdefault(request.prompt_ids, len(prompts)) for request in requests]
         longest_prompt = max(map(len, prompts)) if any(p.repetition_penalty != 1 for p in params) else 1
-        words = [(word, number) for (_, bad_words), number in rules.items() for word in bad_words]
+        words = [(word, number) for (_, bad), number in rules.items() for word in bad if len(word) != 1]
         longest_word = max((len(word) for word, _ in words), default=1)
         for each in rules:
             check_rules(each, vocab_size)
         forbidden = torch.zeros(len(rules), vocab_size, dtype=torch.bool)
-        for (allowed, _), number in rules.items():
+        for (allowed, bad), number in rules.items():
             if allowed is not None:
                 forbidden[number] = True
                 forbidden[number, list(allowed)] = False
+            forbidden[number, [word[0] for word in bad if len(word) == 1]] = True
 
         def column(values: Sequence[object], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet quickstart`: data, model, warm-up, RL, evaluation and export in three minutes, from nothing and on a CPU."""
+"""`whet quickstart`: data, model, warm-up, RL, evaluation and export in minutes, from nothing and on a CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import platform
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
@@ -23,7 +24,6 @@ from whet import files
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.config.schema import SupervisedDataConfig
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.errors import ConfigError
@@ -40,22 +40,42 @@ from whet.trainers.sft import SFTRun, to_batch, train_sft
 NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 4  # steps
-WARM_ENOUGH = 0.26  # mean probability of the correct response
 MARK = ".quickstart"  # in a folder that a quickstart may empty
 CURVE = "learning_curve.png"
-WRITTEN = {"train.jsonl", "held_out.jsonl", "model", "sft", "sft_model", "rl", "rl_model", "summary.json", CURVE}
+PAGE = "answers.png"
+WRITTEN = {
+    *("train.jsonl", "held_out.jsonl", "images", "model", "sft", "sft_model", "rl", "rl_model"),
+    *("summary.json", CURVE, PAGE),
+}
 VERSION = metadata.version("whet")
-Rows = Sequence[dict[str, str]]
+Rows = Sequence[dict[str, Any]]
+Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before and after RL
 
 
-def quickstart(run_dir: Path, seed: int, program: str = "whet") -> dict[str, Any]:
-    """Runs all stages, shows what came out, and returns what it also writes to summary.json. `program` is how a shell
-    calls whet.
+@dataclass(frozen=True)
+class Lesson:
+    """What a quickstart teaches."""
+
+    goal: str  # of the model
+    curve: str  # title of the learning curve
+    recipe: str
+    warm_up: str  # its recipe
+    warm_enough: float  # mean probability of the correct response that ends the warm-up
+    write_problems: Callable[[Path, int], tuple[Rows, Rows]]  # in a folder, by a seed: to train on, held out
+    write_model: Callable[[Path, int], str]  # returns a description
+    read_back: Callable[[Path, Rows], list[Shown]]  # problems that were wrong before
+    problem: str = "problem"
+    page: str = ""  # a picture of answers that `read_back` draws
+
+
+def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson | None = None) -> dict[str, Any]:
+    """Runs all stages of a lesson (unset: addition), shows what came out, and returns what it also writes to
+    summary.json. `program` is how a shell calls whet.
 
     An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError where anything else is there.
     """
     with closing(clear(run_dir)):
-        return _stages(run_dir, seed, program)
+        return _stages(run_dir, seed, program, lesson or ADDITION)
 
 
 def clear(run_dir: Path) -> TextIOWrapper:
@@ -75,30 +95,23 @@ def clear(run_dir: Path) -> TextIOWrapper:
     return lock
 
 
-def _stages(run_dir: Path, seed: int, program: str) -> dict[str, Any]:
+def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str, Any]:
     started, console = time.time(), shared_console()
-    console.rule(f"whet {VERSION} quickstart: a small model learns to add, seed {seed}")
-    train_rows, held_out = write_problems(run_dir, seed)
+    console.rule(f"whet {VERSION} quickstart: a small model learns {lesson.goal}, seed {seed}")
+    train_rows, held_out = lesson.write_problems(run_dir, seed)
     console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
-    alphabet = "0123456789+="
-    init_model(
-        run_dir / "model", "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed
-    )
-    console.print(
-        f"2  a Qwen3 model with random weights and a tokenizer of the characters {alphabet}, in {run_dir}/model"
-    )
-
+    console.print(f"2  {lesson.write_model(run_dir / 'model', seed)}, in {run_dir}/model")
     console.print("3  supervised warm-up on correct responses, stopped early")
-    warm_up(run_dir, seed, train_rows)
+    warm_up(run_dir, seed, train_rows, lesson)
     sft_model = export(run_dir / "sft", run_dir / "sft_model")
 
     console.print("4  reinforcement learning (GRPO) from right and wrong alone")
     rl_started = time.time()
-    run = reinforce(run_dir, seed, sft_model)
+    run = reinforce(run_dir, seed, sft_model, lesson)
     assert run.first_update_at is not None
-    exported = export(run_dir / "rl", run_dir / "rl_model")
+    export(run_dir / "rl", run_dir / "rl_model")
 
-    examples = read_back(run_dir, exported, held_out)
+    examples = lesson.read_back(run_dir, held_out)
     accuracies = [(record["step"], record["val/accuracy"]) for record in run.history if "val/accuracy" in record]
     summary = {
         "sft_accuracy": accuracies[0][1],
@@ -116,8 +129,8 @@ def _stages(run_dir: Path, seed: int, program: str) -> dict[str, Any]:
         },
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
-    plot(run_dir / CURVE, run.history)
-    show(console, summary, examples, run_dir, program)
+    plot(run_dir / CURVE, run.history, lesson)
+    show(console, summary, examples, run_dir, program, lesson)
     return summary
 
 
@@ -132,32 +145,39 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
     return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
 
 
-def warm_up(run_dir: Path, seed: int, rows: Rows) -> SFTRun:
-    """SFT until the correct response's mean probability on some training problems is `WARM_ENOUGH`."""
-    imitated = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
+def write_adder(path: Path, seed: int) -> str:
+    """Writes a model that reads and writes sums."""
+    alphabet = "0123456789+="
+    init_model(path, "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed)
+    return f"a Qwen3 model with random weights and a tokenizer of the characters {alphabet}"
+
+
+def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) -> SFTRun:
+    """SFT until the correct response's mean probability on some training problems is `warm_enough`."""
+    lesson = lesson or ADDITION
+    imitated = [{**row, "response": row["answer"]} for row in rows]
+    overrides = {
+        "model.path": str(run_dir / "model"),
+        "trainer.run_dir": str(run_dir / "sft"),
+        "trainer.seed": seed,
+    }
+    config = load_config(SFTConfig, lesson.warm_up, overrides, given={"data"}).config
     tokenizer = load_tokenizer(run_dir / "model")
-    data = SupervisedDataConfig(apply_chat_template=False)
-    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat.of(tokenizer, data), data)
+    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat.of(tokenizer, config.data), config.data)
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 
     def stop_when_warm(run: SFTRun) -> None:
         if run.step % CHECK_EVERY == 0:
             log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-            if float(log_probs.sum(1).exp().mean()) >= WARM_ENOUGH:
+            if float(log_probs.sum(1).exp().mean()) >= lesson.warm_enough:
                 run.stop()
 
-    overrides = {
-        "model.path": str(run_dir / "model"),
-        "trainer.run_dir": str(run_dir / "sft"),
-        "trainer.seed": seed,
-    }
-    config = load_config(SFTConfig, "quickstart_sft", overrides, given={"data"}).config
     return train_sft(config, data=imitated, callbacks=[stop_when_warm])
 
 
-def reinforce(run_dir: Path, seed: int, model: Path) -> Run:
-    """GRPO by the recipe `quickstart`, validated on the held-out problems before, during and after."""
+def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
+    """GRPO by the lesson's recipe, validated on the held-out problems before, during and after."""
     overrides = {
         "model.path": str(model),
         "data.train_files": [str(run_dir / "train.jsonl")],
@@ -165,11 +185,12 @@ def reinforce(run_dir: Path, seed: int, model: Path) -> Run:
         "trainer.run_dir": str(run_dir / "rl"),
         "trainer.seed": seed,
     }
-    return train(load_config(TrainConfig, "quickstart", overrides).config)
+    return train(load_config(TrainConfig, lesson.recipe, overrides).config)
 
 
-def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, str, str, str]]:
-    """Three problems that were wrong before (prompt, correct, before, after), the last by plain transformers."""
+def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
+    """Three sums that were wrong before; the responses after RL are by plain transformers."""
+    exported = run_dir / "rl_model"
     first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
     before = [json.loads(line) for line in first.read_text().splitlines()]
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
@@ -185,7 +206,7 @@ def read_back(run_dir: Path, exported: Path, held_out: Rows) -> list[tuple[str, 
     return shown
 
 
-def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
+def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
     """Draws the learning curve: reward of every step, of all responses and of those that are trained on, and now and
     then accuracy on the held-out problems."""
     curves = {
@@ -198,19 +219,20 @@ def plot(path: Path, history: Sequence[Mapping[str, float]]) -> None:
         steps = [record for record in history if name in record]
         numbers = [record["step"] for record in steps], [record[name] for record in steps]
         series.append(Series(label, *numbers, markers=name == "val/accuracy"))
-    plot_learning_curve(path, series, title="Learning to add two-digit numbers with GRPO", y_label="mean")
+    plot_learning_curve(path, series, title=lesson.curve, y_label="mean")
 
 
 def show(
     console: Console,
     summary: Mapping[str, Any],
-    examples: Sequence[tuple[str, str, str, str]],
+    examples: Sequence[Shown],
     run_dir: Path,
     program: str,
+    lesson: Lesson,
 ) -> None:
     """Prints the results, and commands to try next."""
     table = Table(title="held-out problems before and after RL")
-    for name in ("problem", "answer", "before", "after"):
+    for name in (lesson.problem, "answer", "before", "after"):
         table.add_column(name, justify="right")
     for row in examples:
         table.add_row(*row)
@@ -218,21 +240,35 @@ def show(
     count = f"all {summary['held_out_problems']}"
     table.add_row(count, "correct", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
     console.print(table)
-    width = len(program) + 40
+    width, recipe = len(program) + 40, lesson.recipe
+    page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
     console.print(
         f"{summary['seconds_total']:.0f} s in all; the first RL step came {summary['seconds_to_first_rl_step']:.0f} s "
         f"after that stage began.\n\n"
         f"learning curve   {run_dir}/{CURVE}\n"
+        f"{page}"
         f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
         f"responses        {run_dir}/rl/rollouts/\n"
         f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
         "What to try next\n"
-        f"  {f'{program} config train quickstart':{width}}what this run was, and where each value came from\n"
+        f"  {f'{program} config train {recipe}':{width}}what this run was, and where each value came from\n"
         f"  {f'{program} algorithms':{width}}what else there is\n"
-        f"  {program} train quickstart model.path={run_dir}/sft_model algorithm.adv_estimator=rloo \\\n"
+        f"  {program} train {recipe} model.path={run_dir}/sft_model algorithm.adv_estimator=rloo \\\n"
         f"      data.train_files={run_dir}/train.jsonl data.val_files={run_dir}/held_out.jsonl \\\n"
         f"      trainer.experiment_name=rloo\n"
         f"  {program} init-model --arch qwen2.5 --size tiny my_model",
         soft_wrap=True,
         markup=False,
     )
+
+
+ADDITION = Lesson(
+    goal="to add",
+    curve="Learning to add two-digit numbers with GRPO",
+    recipe="quickstart",
+    warm_up="quickstart_sft",
+    warm_enough=0.26,
+    write_problems=write_problems,
+    write_model=write_adder,
+    read_back=read_back,
+)
