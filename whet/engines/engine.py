@@ -25,7 +25,8 @@ from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
-from whet.models.packing import Layout, layout, same_prompt
+from whet.models.packing import LATER_MEDIA, MEDIA, Layout, layout, same_prompt
+from whet.models.vision.load import vision_of
 from whet.protocol import DataProto
 
 
@@ -90,7 +91,7 @@ class Engine(ABC):
     @torch.no_grad()
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
-        columns = _columns(batch)
+        columns = _columns(self.model, batch)
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
@@ -109,7 +110,7 @@ class Engine(ABC):
 
         Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
-        columns = _columns(batch)
+        columns = _columns(self.model, batch)
         counts = self.begin(columns, objective)
         metrics = Metrics()
         if counts is None:
@@ -303,8 +304,13 @@ def narrow_weights(model: nn.Module) -> None:
         weight.data = weight.data.to(torch.bfloat16)
 
 
-def _columns(batch: DataProto) -> Columns:
-    return {**batch.tensors(), **batch.non_tensor_batch}
+def _columns(model: nn.Module, batch: DataProto) -> Columns:
+    """The columns of a batch, whose media are decoded from now on."""
+    columns: dict[str, Any] = {**batch.tensors(), **batch.non_tensor_batch}
+    vision = vision_of(model)
+    if vision is not None:
+        vision.prefetch(each for name in (MEDIA, LATER_MEDIA) for row in columns.get(name, ()) for each in row)
+    return columns
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:

@@ -105,7 +105,7 @@ def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
         for layer in (module.get_input_embeddings(), module.get_output_embeddings())
-        if layer is not None
+        if hasattr(layer, "weight")  # a vision tower's input are patches
     }
     return [weight for weight in linear if min(weight.shape) > 1 and id(weight) not in ends and weight.requires_grad]
 

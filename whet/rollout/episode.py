@@ -363,6 +363,7 @@ class Episode:
             key=key(rules.seed, rules.purpose, rules.step, self.prompt.uid, self.sample, turn),
             attempt=self._attempt,
             media=self._context.media,
+            opening=self._context.row_start if self._context.media else None,
             keeps_cache=turn + 1 < rules.limits.max_turns,
         )
         self._partial = self._partial and unfinished(self._partial, request)

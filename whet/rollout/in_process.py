@@ -172,6 +172,8 @@ class InProcessEngine(ABC, Generic[L]):
             if vision is None or each.kind not in vision.kinds or each.tokens is None:
                 reads = "text" if vision is None else f"text, {', '.join(f'{kind}s' for kind in sorted(vision.kinds))}"
                 raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads {reads}")
+        if vision is not None:
+            vision.prefetch(request.media)
 
     @torch.no_grad()
     def poll(self, timeout_seconds: float) -> list[Event]:
