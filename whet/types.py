@@ -25,7 +25,7 @@ def last_versions(versions: Versions, count: int) -> Versions:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """How one model reads an image or a video: the text in its place, and the tokens of its patches."""
+    """An image or video as one model reads it: the text in its place, and the tokens of its patches."""
 
     placeholder: str  # what the chat template writes for it
     text: tuple[tuple[str, int], ...]  # what takes the placeholder's place: pieces, each so many times

@@ -60,7 +60,7 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """How media are read: the folder of relative paths, sizes in pixels, frames of a video."""
+    """Limits of reading media: the folder of relative paths, sizes in pixels, frames of a video."""
 
     image_dir: str | None = None
     beside: str | None = None  # the folder of the data file, which counts before the working directory
@@ -282,7 +282,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _name(value: Any) -> str:
-    """What an error calls a value."""
+    """The name of a value in an error."""
     if isinstance(value, Mapping):
         found = [value[key] for key in ("path", "url", "bytes") if value.get(key) is not None]
         return _name(found[0]) if found else "(an object)"

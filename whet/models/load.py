@@ -317,7 +317,7 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
 
 
 def _vision_at(path: str | Path, trust_remote_code: bool) -> Vision | None:
-    """How the model at `path` reads images; None for a text model and for a folder with only a tokenizer."""
+    """The vision of the model at `path`; None for a text model and for a folder with only a tokenizer."""
     base, _ = split_adapters(path)
     with suppress(OSError):
         if PreTrainedConfig.get_config_dict(base)[0].get("model_type") in FAMILIES:

@@ -54,7 +54,7 @@ Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a quickstart teaches."""
+    """A task for a quickstart, from its rows to its page."""
 
     goal: str  # of the model
     curve: str  # title of the learning curve

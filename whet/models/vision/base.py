@@ -62,7 +62,7 @@ def body_of(model: Any) -> nn.Module:
 
 
 class Vision(ABC):
-    """How a model reads images and videos. Made by `load_vision`; holds no weights and pickles cheaply.
+    """The way in which a model reads images and videos. Made by `load_vision`; holds no weights and pickles cheaply.
 
     A file of a family gives `_measure`, `_pixels`, `_features` and `smallest`.
     """

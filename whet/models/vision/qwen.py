@@ -36,7 +36,7 @@ class QwenVision(Vision):
 
     @property
     def patches_per_token(self) -> float:
-        """Those that are merged."""
+        """Patches that are merged into a token."""
         return float(self.merge**2)
 
     @property
@@ -123,7 +123,7 @@ class QwenVision(Vision):
         return EncoderOutput(tuple(each.hidden for each in features), deep)
 
     def smallest(self) -> Pixels:
-        """One token: `merge` x `merge` patches."""
+        """An image of one token: `merge` x `merge` patches."""
         own = self.processor
         size = 3 * own.temporal_patch_size * own.patch_size**2
         return {

@@ -27,7 +27,7 @@ class TiledVision(Vision):
 
     @property
     def patches_per_token(self) -> float:
-        """Those of a tile, divided by its tokens."""
+        """Patches of a tile, divided by its tokens."""
         patch = self.config.vision_config.patch_size
         across = self.side // (patch if isinstance(patch, int) else patch[0])
         return across**2 / self.per_tile
@@ -55,7 +55,7 @@ class TiledVision(Vision):
         return EncoderOutput(torch.cat([each.hidden for each in features]))
 
     def smallest(self) -> Pixels:
-        """One tile."""
+        """An image of one tile."""
         return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
 
 
@@ -139,7 +139,7 @@ class SmolVision(TiledVision):
         return {name: out[name] for name in ("pixel_values", "pixel_attention_mask")}
 
     def smallest(self) -> Pixels:
-        """One tile."""
+        """An image of one tile."""
         side = self.side
         mask = torch.ones(1, 1, side, side, dtype=torch.int64)
         return {"pixel_values": torch.zeros(1, 1, 3, side, side), "pixel_attention_mask": mask}

@@ -228,7 +228,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
-        """What the model's forward is given of the media of stretches, each encoded once for a version of the tower."""
+        """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
         parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
         module = self.policy.require()
         vision = vision_of(module) if parts else None
