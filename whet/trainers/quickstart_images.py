@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
@@ -54,7 +55,7 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
 
 def draw_page(path: Path, answers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Draws pictures in a grid, with the responses before and after RL below each."""
-    figure = Figure(figsize=(1.5 * GRID, 1.8 * GRID), dpi=100, layout="constrained")
+    figure = Figure(figsize=(1.5 * GRID, 2.0 * GRID), dpi=100, layout=ConstrainedLayoutEngine(h_pad=0.12))
     FigureCanvasAgg(figure)
     for place, (row, old, new) in enumerate(answers):
         axes = figure.add_subplot(GRID, GRID, place + 1)

@@ -70,7 +70,7 @@ def attach(thing: Any, vision: Vision | None) -> None:
 
 
 def vision_of(thing: Any) -> Vision | None:
-    """The vision of a model that `load_policy` loaded, or of the model of a tokenizer from `load_tokenizer`; or None."""
+    """The vision of a model from `load_policy`, or of the model of a tokenizer from `load_tokenizer`; or None."""
     if isinstance(thing, nn.Module):
         thing = thing.base_model if isinstance(thing, PreTrainedModel) else getattr(thing, "body", None)
     found = getattr(thing, "vision", None)
