@@ -25,8 +25,8 @@ from whet.trainers.rl import fit
 MakeConfig = Callable[..., TrainConfig]
 PACKAGE = Path(whet.__file__).parent
 # Requests of several replicas, some of which may be lost, took 250; domains, reward models and the gap of rewards 14;
-# players, sub-agents, tools, limits of episodes and a cache that turns share 230; positions on three axes, and media that
-# are looked for in rows, requests and observations, 150.
+# players, sub-agents, tools, limits of episodes and a cache that turns share 230; positions on three axes, and media
+# that are looked for in rows, requests and observations, 150.
 MAX_FILES, MAX_LINES = 80, 4170
 
 
