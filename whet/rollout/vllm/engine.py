@@ -22,7 +22,7 @@ from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import Live, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.weights import Adapter, adapter_folder
-from whet.rollout.vllm.media import SharedMedia, positions_of
+from whet.rollout.vllm.media import SharedMedia
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
 
@@ -90,6 +90,8 @@ class VLLMEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
+        vision = load_vision(self.base, self._outline.config, trust_remote_code=model.trust_remote_code)
+        self._media = SharedMedia(vision)
         path, tokenizer = where_found(self.base, model)
         arguments = {
             "model": path,
@@ -105,10 +107,10 @@ class VLLMEngine(ServerEngine):
             "weight_transfer_config": {"backend": "whet"},
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "logprobs_mode": "raw_logprobs",
+            # pixel values come normalized; vLLM's own processor leaves that to the tower
+            **({} if vision is None else {"mm_device_do_normalize": False}),
             **(_for_adapter(model) if adapter else {}),
         }
-        vision = load_vision(self.base, self._outline.config, trust_remote_code=model.trust_remote_code)
-        self._media = SharedMedia(vision)
         self.takes_adapter, self._lora = adapter, model.lora
         self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
         self._adapter: Adapter | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of requests for vLLM: pixel values in shared memory, which its worker reads when it encodes them."""
+"""Images and videos of requests for vLLM: pixel values in shared memory, read when its worker encodes them."""
 
 from __future__ import annotations
 

@@ -30,12 +30,13 @@ class Torchvision(importlib.abc.MetaPathFinder):
         import torch
 
         found = importlib.util.find_spec(name)
-        if found and found.origin and torch.version.cuda is None:
-            if "+cu" in Path(found.origin).with_name("version.py").read_text():
-                for operator in ("nms", "qnms"):
-                    with suppress(RuntimeError):  # another stand-in has declared it
-                        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                        torch.library.define(f"torchvision::{operator}", boxes)
+        if found is None or found.origin is None or torch.version.cuda is not None:
+            return
+        if "+cu" in Path(found.origin).with_name("version.py").read_text():
+            boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            for operator in ("nms", "qnms"):
+                with suppress(RuntimeError):  # another stand-in has declared it
+                    torch.library.define(f"torchvision::{operator}", boxes)
 
 
 sys.meta_path.insert(0, Torchvision())

@@ -227,7 +227,7 @@ def _key_the_sampler() -> None:
 
 
 def _read_media() -> None:
-    """Lets the model runner read pixel values from the files of requests, and take the positions that came with them."""
+    """Lets the model runner read pixel values from the files of requests, and take positions that came with them."""
     runner = gpu_model_runner.GPUModelRunner
     plain_batch, plain_positions = runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions
 
