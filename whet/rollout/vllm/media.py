@@ -31,9 +31,9 @@ class SharedMedia:
     def check(self, request: Request) -> None:
         """Raises: EngineError where vLLM cannot read the media of a request."""
         if not isinstance(self.vision, QwenVision):
-            model = "text" if self.vision is None else self.vision.config.model_type
+            model = "reads text" if self.vision is None else f"is {self.vision.config.model_type}"
             raise EngineError(
-                f"request {request.uid} has {request.media[0].kind}s, and the model is {model}; whet gives vLLM images "
+                f"request {request.uid} has {request.media[0].kind}s, and the model {model}; whet gives vLLM images "
                 "of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: change the model, or rollout.engine.name to native or hf"
             )
         for each in request.media:
