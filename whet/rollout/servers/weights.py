@@ -47,7 +47,7 @@ class Adapter:
 
 
 @contextmanager
-def weights_file(weights: Weights) -> Iterator[str]:
+def weights_file(weights: Weights, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
     """Writes weights as they come, and yields the path of the file. It has no name that could remain after a crash: it
     is a descriptor of this process, and the kernel frees it with the last process that has it open.
 
@@ -57,11 +57,11 @@ def weights_file(weights: Weights) -> Iterator[str]:
         header, end = dict[str, object](), 0
         for name, weight in weights:
             octets = weight.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-            _write(file, octets.data, HEADER_BYTES + end)
+            _write(file, octets.data, header_bytes + end)
             place = [end, end + len(octets)]
             header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": place}
             end += len(octets)
-        text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
+        text = json.dumps(header).encode().ljust(header_bytes - 8)
         _write(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
+from whet.models.vision.load import load_vision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import Live, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.weights import Adapter, adapter_folder
+from whet.rollout.vllm.media import SharedMedia
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
 
@@ -86,6 +90,8 @@ class VLLMEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
+        vision = load_vision(self.base, self._outline.config, trust_remote_code=model.trust_remote_code)
+        self._media = SharedMedia(vision)
         path, tokenizer = where_found(self.base, model)
         arguments = {
             "model": path,
@@ -101,6 +107,8 @@ class VLLMEngine(ServerEngine):
             "weight_transfer_config": {"backend": "whet"},
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "logprobs_mode": "raw_logprobs",
+            # pixel values come normalized; vLLM's own processor leaves that to the tower
+            **({} if vision is None else {"mm_device_do_normalize": False}),
             **(_for_adapter(model) if adapter else {}),
         }
         self.takes_adapter, self._lora = adapter, model.lora
@@ -126,10 +134,16 @@ class VLLMEngine(ServerEngine):
 
     async def sample(self, live: Live) -> Completion:
         """Sends a request and waits for its completion."""
-        body = body_of(live.request, live.name, self.version, ADAPTER if self._has_adapter else None)
-        if live.request.streams:
-            return completion_of(await self._streamed(live, body), live.request)
-        return completion_of(await self.server.client.answer("POST", GENERATE, body, seconds=None), live.request)
+        request = live.request
+        with ExitStack() as files:
+            features = None
+            if request.media:  # in a thread: images are decoded
+                opened = self._media.opened(request, self.version)
+                features = await asyncio.to_thread(files.enter_context, opened)
+            body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, features)
+            if request.streams:
+                return completion_of(await self._streamed(live, body), request)
+            return completion_of(await self.server.client.answer("POST", GENERATE, body, seconds=None), request)
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
         """The same answer, whose tokens come as Partial meanwhile."""
@@ -214,6 +228,10 @@ class VLLMEngine(ServerEngine):
     def wake(self) -> None:
         """Undoes `sleep`.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
+
+    def check_media(self, request: Request) -> None:
+        """Raises: EngineError where vLLM cannot read the media of a request."""
+        self._media.check(request)
 
     def check(self, request: Request) -> None:
         """Raises: EngineError for a request that can never be sampled."""

@@ -3,25 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from whet.errors import EngineError
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.servers.engine import FIRST_VERSION
+from whet.rollout.vllm.media import positions_of
 from whet.types import FinishReason, Versions
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def body_of(request: Request, name: str, version: int, adapter: str | None = None) -> dict[str, Any]:
-    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+def body_of(
+    request: Request, name: str, version: int, adapter: str | None = None, features: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The body of a call for `request`, which the server is to call `name`, under weights of `version`; `features` are
+    those of its media."""
     params, sampled = request.params, len(request.sampled_ids)
     return {
         "request_id": name,
         "model": adapter,
         "token_ids": [*request.prompt_ids, *request.sampled_ids],
+        "features": features,
         "cache_salt": f"version {version}",  # prompts that were computed with other weights are not shared
         "sampling_params": {
             "max_tokens": params.max_new_tokens - sampled,
@@ -44,6 +49,7 @@ def body_of(request: Request, name: str, version: int, adapter: str | None = Non
                 "key": request.key,
                 "sampled": sampled,
                 "bad_words": [list(word) for word in params.bad_words],
+                "positions": positions_of(request),
             },
         },
     }

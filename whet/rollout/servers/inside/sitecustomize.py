@@ -5,8 +5,38 @@ vLLM's engine process does not hear that its parent was killed. Python imports t
 on the server's PYTHONPATH."""
 
 import ctypes
+import importlib.abc
+import importlib.util
 import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
 ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Torchvision(importlib.abc.MetaPathFinder):
+    """Lets a torchvision that was built for CUDA be imported beside a torch for the CPU: its library cannot be loaded
+    there, and its Python part registers functions for two operators of it, which are declared here."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        """Finds nothing; declares the operators just before torchvision is imported."""
+        if name != "torchvision":
+            return
+        sys.meta_path.remove(self)
+        import torch
+
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None or torch.version.cuda is not None:
+            return
+        if "+cu" in Path(found.origin).with_name("version.py").read_text():
+            boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            for operator in ("nms", "qnms"):
+                with suppress(RuntimeError):  # another stand-in has declared it
+                    torch.library.define(f"torchvision::{operator}", boxes)
+
+
+sys.meta_path.insert(0, Torchvision())

@@ -6,6 +6,8 @@
 - Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
   whet/rollout/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
+- Images and videos: pixel values are read from a file in shared memory when the tower encodes them; rotary positions
+  come with the request.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
@@ -220,7 +223,42 @@ def _key_the_sampler() -> None:
     runner._sample, batch.add_request = sample, add_request
 
 
+# -- images and videos
+
+
+def _read_media() -> None:
+    """Lets the model runner read pixel values from the files of requests, and take positions that came with them."""
+    runner = gpu_model_runner.GPUModelRunner
+    plain_batch, plain_positions = runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions
+
+    def batch(self: Any, *args: Any) -> Any:
+        hashes, items, *rest = plain_batch(self, *args)
+        return hashes, [(kind, _with_pixels(item)) for kind, item in items], *rest
+
+    def positions(self: Any, request: Any) -> None:
+        if (given := _given(request, "positions", None)) is None:
+            plain_positions(self, request)
+        else:
+            found = request.mrope_positions = torch.tensor(given)
+            request.mrope_position_delta = int(found.max()) + 1 - found.shape[1]
+
+    runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions = batch, positions
+
+
+def _with_pixels(item: Any) -> Any:
+    """The media with the pixel values of its file; vLLM's own, of its warm-up, has no file."""
+    if "whet_file" not in item:
+        return item
+    elements = {name: element for name, element in item.items() if name != "whet_file"}
+    field = MultiModalFlatField(slices=[slice(None)])
+    with safe_open(bytes(item["whet_file"].data.tolist()).decode(), "pt") as file:
+        for name in set(file.keys()) - set(elements):
+            elements[name] = MultiModalFieldElem(data=file.get_tensor(name), field=field)
+    return MultiModalKwargsItem(elements)
+
+
 if "whet" not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine("whet", FileTransfer)
     _plain_products()
     _key_the_sampler()
+    _read_media()

@@ -6,7 +6,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from vllm.entrypoints.generate.structured_decisions import api_router
+from vllm.entrypoints.scale_out.token_in_token_out import mm_features
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 
 class Requests:
@@ -47,4 +51,14 @@ def _no_decisions(*_: Any) -> None:
     """Leaves out vLLM's /v1/systemone, which fails at the start where a tokenizer has no token for some words."""
 
 
+def _media(path: str) -> MultiModalKwargsItem:
+    """A media whose pixel values are in a safetensors file: its path, which the worker reads, and its grid."""
+    with safe_open(path, "pt") as file:
+        data = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith("grid_thw")}  # noqa: SIM118
+    data["whet_file"] = torch.tensor(list(path.encode()), dtype=torch.uint8)
+    field = MultiModalBatchedField(keep_on_cpu=True)  # other values are dropped where a prefix is in the cache
+    return MultiModalKwargsItem({name: MultiModalFieldElem(data=value, field=field) for name, value in data.items()})
+
+
 api_router.init_structured_decisions_state = _no_decisions
+mm_features.decode_mm_kwargs_item = _media
