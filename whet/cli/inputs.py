@@ -109,7 +109,7 @@ def data(
     ] = None,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: text, tokens, mask, images."""
+    """Show data rows as the model reads them: text, tokens, images."""
     config = config_of(command, *split_recipe(words, config_name))
 
     from rich.console import Console

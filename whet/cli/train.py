@@ -84,7 +84,7 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
     images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
 ) -> None:
-    """Train a small model on arithmetic, or to count in pictures, in about three minutes."""
+    """Train a small model to add, or to count in pictures."""
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.quickstart import quickstart as run
     from whet.trainers.quickstart_images import COUNTING
