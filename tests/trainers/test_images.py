@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of a model that sees: rollouts name their images, a run that stopped goes on with the same bits, an export
+is a model that sees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import pictures
+from whet.checkpoints.export import export
+from whet.config import TrainConfig, load_config
+from whet.data.drawn.figures import counting
+from whet.models.load import load_policy, load_tokenizer
+from whet.models.vision.load import vision_of
+from whet.trainers.build import train
+from whet.trainers.run import Run
+
+CHANGES: list[dict[str, Any]] = [{}, {"actor.engine.packing": False, "rollout.engine.name": "hf"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", "qwen2.5_vl")
+
+
+def config(folder: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+    overrides = {
+        "model.path": str(folder),
+        "data.train_files": [],
+        "data.val_files": [],
+        "data.train_batch_size": 4,
+        "data.max_response_length": 6,
+        "rollout.n": 4,
+        "trainer.total_steps": 4,
+        "trainer.save_freq": 2,
+        "trainer.val_freq": -1,
+        "trainer.log_rollouts": 1,
+        "trainer.logger": ["jsonl"],
+        "trainer.run_dir": str(run_dir),
+        **changes,
+    }
+    return load_config(TrainConfig, "vlm_quickstart", overrides, given={"data", "reward"}).config
+
+
+def score(solution_str: str) -> float:
+    """Pays letters, so that random answers differ."""
+    return sum(letter.isalnum() for letter in solution_str) / 10
+
+
+def run_of(folder: Path, run_dir: Path, **changes: Any) -> Run:
+    rows = list(counting("train", 0, num_rows=16, prompt="<image>?"))
+    return train(config(folder, run_dir, **changes), reward=score, data=rows)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=["packed, native", "padded, hf"])
+def test_a_run_goes_on_with_the_same_bits(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    last = run_dir / "checkpoints" / "global_step_4"
+
+    def results() -> tuple[str, str, dict[str, torch.Tensor]]:
+        rollouts = (run_dir / "rollouts" / "step_000004.jsonl").read_text()
+        out = export(run_dir, tmp_path / f"out {len(list(tmp_path.iterdir()))}")
+        return (run_dir / "metrics.jsonl").read_text(), rollouts, load_policy(out).state_dict()
+
+    run_of(folder, run_dir, **changes)
+    metrics, rollouts, trained = results()
+    shutil.rmtree(last)
+    run_of(folder, run_dir, **changes)
+    again = results()
+    assert again[:2] == (metrics, rollouts)
+    assert again[2].keys() == trained.keys() and all(again[2][name].equal(trained[name]) for name in trained)
+    start = load_policy(folder).state_dict()
+    moved = {name for name, weight in trained.items() if not weight.equal(start[name])}
+    assert any(".visual." in name for name in moved) and any(".language_model." in name for name in moved)
+
+    row = json.loads(rollouts.splitlines()[0])
+    [media] = row["media"]
+    assert media["kind"] == "image" and Path(media["source"]).parent == run_dir / "media"
+    assert Path(media["source"]).stem == media["digest"]
+
+
+def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
+    run_of(folder, tmp_path / "run", **{"trainer.total_steps": 2, "model.freeze": ["vision"]})
+    out = export(tmp_path / "run", tmp_path / "out")
+    made, start = load_policy(out), load_policy(folder)
+    vision, own = vision_of(load_tokenizer(out)), vision_of(made)
+    assert vision is not None and own is not None and own.identity == vision.identity
+    tower = [name for name, _ in made.named_parameters() if ".visual." in name]
+    assert tower and all(made.get_parameter(name).equal(start.get_parameter(name)) for name in tower)
+
+
+def test_processes_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """Two sharded actors and rollouts beside them give the numbers of one process."""
+    records = []
+    for name, changes in (("one", {}), ("two", {"cluster.processes": 2, "actor.engine.name": "fsdp"})):
+        run = run_of(folder, tmp_path / name, **{"trainer.total_steps": 2, **changes})
+        records.append([(each["critic/score/mean"], each["actor/grad_norm"]) for each in run.history])
+    assert records[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in records[0]]
