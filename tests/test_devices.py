@@ -147,8 +147,9 @@ def test_on_a_machine_without_an_accelerator_everything_is_the_host() -> None:
 
 
 def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
-    """Only what is of CUDA itself: its version in `whet doctor`, and ranges for its own profiler."""
-    allowed = {"planning/doctor.py", "tracking/profile.py"}
+    """Only what is of CUDA itself: its version in `whet doctor`, the builds of torch and torchvision in a server's
+    environment, and ranges for its own profiler."""
+    allowed = {"planning/doctor.py", "rollout/servers/inside/sitecustomize.py", "tracking/profile.py"}
     named = {
         str(path.relative_to(ROOT / "whet"))
         for path in (ROOT / "whet").rglob("*.py")
