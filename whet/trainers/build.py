@@ -22,6 +22,7 @@ from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
+from whet.data.preview import shortened
 from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.engines.protocol import Objective
@@ -329,5 +330,6 @@ def _show_batch(run: Run) -> None:
         "dry run: %d steps of %d prompts x %d responses; roles %s; the first batch has %d to %d prompt tokens",
         *(run.total_steps, len(prompts), run.config.rollout.n, ", ".join(run.roles), min(lengths), max(lengths)),
     )
-    log.info("the first prompt:\n%s", run.tokenizer.decode(list(prompts[0].token_ids)))
+    text = str(run.tokenizer.decode(list(prompts[0].token_ids)))
+    log.info("the first prompt:\n%s", shortened(text, prompts[0].media))
     log.info("its ground truth: %s", prompts[0].ground_truth)
