@@ -15,11 +15,20 @@ import torch
 from tests import pictures
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
+from whet.config.schema import DataConfig
 from whet.data.drawn.figures import counting
+from whet.data.load import load_prompts
+from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
+from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.vision.load import vision_of
+from whet.rollout.batch import to_batch
+from whet.rollout.hf import HFEngine
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.build import train
 from whet.trainers.run import Run
+from whet.types import Group, Prompt, Trajectory, Turn
 
 CHANGES: list[dict[str, Any]] = [{}, {"actor.engine.packing": False, "rollout.engine.name": "hf"}]
 
@@ -102,3 +111,43 @@ def test_processes_of_their_own(folder: Path, tmp_path: Path) -> None:
         run = run_of(folder, tmp_path / name, **{"trainer.total_steps": 2, **changes})
         records.append([(each["critic/score/mean"], each["actor/grad_norm"]) for each in run.history])
     assert records[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in records[0]]
+
+
+@pytest.mark.parametrize("arch", MARKERS)
+def test_sampler_and_trainer_agree(arch: VisionArch, tmp_path: Path) -> None:
+    """Rows of the data set as every family reads them, beside one of text: log-probs of two engines and of training."""
+    folder = pictures.seeing_folder(tmp_path / "model", arch)
+    tokenizer, model = load_tokenizer(folder), load_policy(folder)
+    rows = [*counting("train", 0, num_rows=3, prompt="<image>?"), {"prompt": "hello", "answer": "1"}]
+    prompts = load_prompts(DataConfig(max_prompt_length=4096), tokenizer, rows=rows).items
+    requests = [
+        Request(f"{prompt.uid}:{sample}", prompt.token_ids, SamplingParams(8), 10 * number + sample, media=prompt.media)
+        for number, prompt in enumerate(prompts)
+        for sample in range(2)
+    ]
+    found = []
+    for engine in (NativeEngine(), HFEngine()):
+        engine.attach(model, 0)
+        found.append(generate(engine, requests, 60.0))
+    assert [each.token_ids for each in found[0]] == [each.token_ids for each in found[1]]
+    answers = iter(found[0])
+    groups = [
+        Group(
+            prompt,
+            tuple(
+                Trajectory(f"{prompt.uid}:{sample}", prompt, (turn(prompt, next(answers)),), sample, reward=1.0)
+                for sample in range(2)
+            ),
+        )
+        for prompt in prompts
+    ]
+    batch = to_batch(groups, pad_token_id=0)
+    columns = {**batch.tensors(), **batch.non_tensor_batch}
+    for packing in (True, False):
+        with torch.no_grad():
+            got = model_outputs(model, columns, frozenset({"log_probs"}), ForwardSettings(packing=packing))["log_probs"]
+        torch.testing.assert_close(got, batch["rollout_log_probs"], atol=5e-6, rtol=0)
+
+
+def turn(prompt: Prompt, completion: Completion) -> Turn:
+    return Turn(prompt.token_ids, **vars(completion), media=prompt.media)
