@@ -18,9 +18,11 @@ from tests import pictures
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
-from whet.models.load import load_policy
+from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.vision.load import vision_of
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Request, SamplingParams, generate
 
 OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 PADDED = suite.Variant(False, 10**6)
@@ -77,7 +79,7 @@ def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
 
 
 def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
-    """Features are computed once then; the results are those of a tower that runs every time."""
+    """Features are computed once then, for training and sampling; the results are those of a tower that runs anew."""
     pytest.importorskip("peft")
     batch_at = partial(pictures.batch_of_rows, folder)
     lora = {"lora": LoraConfig(rank=4), "seed": 1}
@@ -87,6 +89,18 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     frozen = engine(folder, suite.VARIANTS[0], freeze=("model.visual.*",))
     before = {name: weight.clone() for name, weight in frozen.model.named_parameters()}
     frozen.update(batch_at(), suite.OBJECTIVES[1])
+    suite.check_forward(engine(folder, PADDED), engine(folder, PADDED, freeze=("model.visual.*",)), batch_at)
+    vision, calls = vision_of(frozen.model), list[int]()
+    assert vision is not None
+    encode = vision._features
+    vision._features = lambda body, pixels: calls.append(len(pixels)) or encode(body, pixels)  # type: ignore
+    sampler = NativeEngine()
+    sampler.attach(frozen.model, 0)
+    [media] = batch_at().non_tensor_batch["media"][0]
+    ids = pictures.asked(load_tokenizer(folder), [media])
+    generate(sampler, [Request("a", ids, SamplingParams(2), 0, media=(media,))], 60.0)
+    frozen.update(batch_at(), suite.OBJECTIVES[1])
+    assert calls == []  # the first update has encoded all of them
     moved = {name.split(".")[1] for name, weight in frozen.model.named_parameters() if not weight.equal(before[name])}
     assert moved == {"language_model"}
 

@@ -17,6 +17,7 @@ from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
 from whet.config.schema import DataConfig
 from whet.data.drawn.figures import counting
+from whet.data.drawn.videos import direction
 from whet.data.load import load_prompts
 from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
@@ -104,11 +105,12 @@ def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
     assert tower and all(made.get_parameter(name).equal(start.get_parameter(name)) for name in tower)
 
 
-def test_processes_of_their_own(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["qwen2.5_vl", "smolvlm"])
+def test_processes_of_their_own(arch: VisionArch, tmp_path: Path) -> None:
     """Two sharded actors and rollouts beside them give the numbers of one process."""
-    records = []
+    records, folder = [], pictures.seeing_folder(tmp_path / "model", arch)
     for name, changes in (("one", {}), ("two", {"cluster.processes": 2, "actor.engine.name": "fsdp"})):
-        run = run_of(folder, tmp_path / name, **{"trainer.total_steps": 2, **changes})
+        run = run_of(folder, tmp_path / name, **{"trainer.total_steps": 2, "data.max_prompt_length": 512, **changes})
         records.append([(each["critic/score/mean"], each["actor/grad_norm"]) for each in run.history])
     assert records[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in records[0]]
 
@@ -119,6 +121,7 @@ def test_sampler_and_trainer_agree(arch: VisionArch, tmp_path: Path) -> None:
     folder = pictures.seeing_folder(tmp_path / "model", arch)
     tokenizer, model = load_tokenizer(folder), load_policy(folder)
     rows = [*counting("train", 0, num_rows=3, prompt="<image>?"), {"prompt": "hello", "answer": "1"}]
+    rows += direction("train", 0, num_rows=2, prompt="<video>?")
     prompts = load_prompts(DataConfig(max_prompt_length=4096), tokenizer, rows=rows).items
     requests = [
         Request(f"{prompt.uid}:{sample}", prompt.token_ids, SamplingParams(8), 10 * number + sample, media=prompt.media)

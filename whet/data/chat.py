@@ -172,9 +172,8 @@ def encode_continuation(
     """The ids between a sampled turn and the next one: the end of the turn, the new messages, the generation prompt.
 
     `messages_before` are the messages before `turn`; `new_messages` (tool results, user messages) follow it, with their
-    `media`. The ids of
-    the whole are `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is ever tokenised again.
-    A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
+    `media`. The ids of the whole are `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is
+    ever tokenised again. A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
 
     The template renders the conversation with a probe in place of the turn's text; the text after the probe is the
     continuation. This needs a template that only appends. Some templates write tool results only after a message with

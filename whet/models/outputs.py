@@ -21,8 +21,6 @@ from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
 from whet.models.vision.load import vision_of
 
-FROZEN = "frozen"  # the version of a vision tower that is not trained
-
 
 @dataclass(frozen=True)
 class ForwardSettings:
@@ -180,7 +178,7 @@ def _media(
     if not where.media:
         return {}, vision.dummy(body)
     # Ranks of a sharded model run the tower alike: none may find in its cache what another has to compute.
-    version = FROZEN if vision.is_frozen(body) and not settings.is_sharded else None
+    version = None if settings.is_sharded else vision.frozen_version(body)
     return vision.encode(body, where.media, version), None
 
 

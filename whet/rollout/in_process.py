@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import EngineError, WeightSyncError
 from whet.models.lora import plain_copy
+from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
@@ -149,7 +150,7 @@ class InProcessEngine(ABC, Generic[L]):
         if len(self.unfinished) >= MAX_UNFINISHED:
             return False
         if request.media:
-            self._check_media(request)
+            self._readable(request).prefetch(request.media)
         if not request.prompt_ids or request.params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {request.uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens="
@@ -166,14 +167,15 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
 
-    def _check_media(self, request: Request) -> None:
+    def _readable(self, request: Request) -> Vision:
+        """The vision of the model.  Raises: EngineError where it does not read a media of the request."""
         vision = vision_of(self.policy.require())
         for each in request.media:
             if vision is None or each.kind not in vision.kinds or each.tokens is None:
                 reads = "text" if vision is None else f"text, {', '.join(f'{kind}s' for kind in sorted(vision.kinds))}"
                 raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads {reads}")
-        if vision is not None:
-            vision.prefetch(request.media)
+        assert vision is not None
+        return vision
 
     @torch.no_grad()
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -62,7 +62,7 @@ def body_of(model: Any) -> nn.Module:
 
 
 class Vision(ABC):
-    """The way in which a model reads images and videos. Made by `load_vision`; holds no weights and pickles cheaply.
+    """The way in which a model reads images and videos. Made by `load_vision`; holds no weights.
 
     A file of a family gives `_measure`, `_pixels`, `_features` and `smallest`.
     """
@@ -142,7 +142,7 @@ class Vision(ABC):
         """The tower's features of each media, in one pass.
 
         Without `version` they are differentiable. With the version of the weights they have no gradient, and are cached
-        until another version comes: give a constant one where the tower is frozen (`is_frozen`).
+        until another version comes (`fingerprint`).
         """
         if version is None:
             return self._fresh(model, media)
@@ -171,14 +171,20 @@ class Vision(ABC):
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
         """Tells the weights of the towers from others: the exclusive or of each one's bits."""
-        body = body_of(model)
-        weights = [weight for name in self.towers for weight in body.get_submodule(name).parameters()]
-        return tuple(torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist())
+        return tuple(torch.stack([torch.hash_tensor(weight) for weight in self._weights(model)]).tolist())
 
     def is_frozen(self, model: nn.Module) -> bool:
         """True where no weight of the towers is trained."""
-        body = body_of(model)
-        return not any(weight.requires_grad for name in self.towers for weight in body.get_submodule(name).parameters())
+        return not any(weight.requires_grad for weight in self._weights(model))
+
+    def frozen_version(self, model: nn.Module) -> Hashable | None:
+        """The `fingerprint` of frozen towers, computed again after weights were loaded; None where they are trained."""
+        if not self.is_frozen(model):
+            return None
+        body, state = body_of(model), tuple((each._version, each.data_ptr()) for each in self._weights(model))
+        if body not in _FROZEN or _FROZEN[body][0] != state:
+            _FROZEN[body] = state, self.fingerprint(model)
+        return _FROZEN[body][1]
 
     def tower_weights(self, model: nn.Module) -> list[str]:
         """Names of the towers' weights in the model, tied ones under each name."""
@@ -214,6 +220,9 @@ class Vision(ABC):
     @abstractmethod
     def _output(self, features: Sequence[Features]) -> EncoderOutput: ...
 
+    def _weights(self, model: nn.Module) -> list[nn.Parameter]:
+        return [weight for name in self.towers for weight in body_of(model).get_submodule(name).parameters()]
+
     def _pixels_key(self, media: Media) -> Hashable:
         assert media.tokens is not None
         return self.identity, media.digest, media.tokens.size
@@ -232,6 +241,7 @@ class Vision(ABC):
 PIXELS: BoundedCache[Pixels] = BoundedCache(
     PIXEL_CACHE_BYTES, lambda pixels: sum(each.nbytes for each in pixels.values()), PIXEL_THREADS
 )
+_FROZEN: WeakKeyDictionary[nn.Module, tuple[Hashable, Hashable]] = WeakKeyDictionary()  # state, fingerprint
 _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]] = WeakKeyDictionary()
 
 
