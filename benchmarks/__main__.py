@@ -22,7 +22,7 @@ from benchmarks.workload import make_workload
 log = logging.getLogger("benchmarks")
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-TRL = {"grpo_step", "quickstart"}  # those in which it takes part
+TRL = {"grpo_step", "images", "quickstart"}  # those in which it takes part
 COMPARISONS = {"same_bits": same_bits.main, "same_speed": same_speed.main}
 
 
@@ -47,7 +47,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
     if chosen.quick:
         results: dict[str, Any] = {}
-        measure(results, chosen.names or list(BENCHMARKS), QUICK, trl_environment.find())
+        measure(
+            results, ["machine", *chosen.names] if chosen.names else list(BENCHMARKS), QUICK, trl_environment.find()
+        )
         print(page(results))
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -82,7 +82,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
             f"{answers.prompts} prompts x {answers.n} answers of {min(answers.lengths)} to {answers.longest} tokens "
             f"({sum(answers.lengths):,} in all), bfloat16, learning rate {LEARNING_RATE:g}, no KL:",
             "",
-            *_step_table(records),
+            *step_table(records),
             "",
             *_phase_table(records, shape, machine, section["prompt_lengths"], answers),
             "",
@@ -90,7 +90,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _step_table(records: Mapping[str, Record]) -> list[str]:
+def step_table(records: Mapping[str, Record]) -> list[str]:
+    """Steps against TRL's fastest."""
     fastest = min((name for name in records if name in TRL_VARIANTS), key=lambda n: records[n].seconds, default=None)
     lines = [
         "| | seconds a step | against TRL's fastest | peak memory | first step beyond a warm one |",

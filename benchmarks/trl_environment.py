@@ -38,6 +38,6 @@ def find_or_make() -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
     pip = [str(FOLDER / "bin" / "pip"), "install", "--quiet", "-c", str(CONSTRAINTS)]
     subprocess.run([*pip, "torch"], check=True)
-    subprocess.run([*pip, "trl"], check=True)
+    subprocess.run([*pip, "trl", "pillow"], check=True)
     READY.touch()
     return FOLDER / "bin" / "python"

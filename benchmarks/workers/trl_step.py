@@ -10,10 +10,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from datasets import Dataset, Features, Image, Value
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # of another environment
 
+from benchmarks.workers.processor import processor
 from benchmarks.workers.turns import Turns
 from benchmarks.workload import score
 
@@ -88,15 +96,18 @@ def main() -> None:
     """Trains until there are no more turns."""
     turns = Turns()
     settings = turns.settings
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["weights"]))
+    images = settings.get("images")
+    loader = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+    model = loader.from_pretrained(settings["model"], dtype=getattr(torch, settings["weights"]))
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     clock = PhaseClock()
     callback = OneStepATurn(turns, clock)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=arguments(settings),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in settings["texts"]] * 1000),
-        processing_class=AutoTokenizer.from_pretrained(settings["model"], padding_side="left"),
+        train_dataset=rows(settings["texts"], images),
+        processing_class=tokenizer if images is None else processor(settings["model"], tokenizer),
         callbacks=[callback],
     )
     callback.trainer = trainer
@@ -131,9 +142,20 @@ def arguments(settings: dict[str, Any]) -> GRPOConfig:
     )
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def rows(texts: list[str], images: list[str] | None) -> Dataset:
+    """Prompts, with an image each where there are any."""
+    if images is None:
+        return Dataset.from_list([{"prompt": text} for text in texts] * 1000)
+    shown = Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": text}] for text in texts], "image": images},
+        features=Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()}),
+    )
+    return shown
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
     """The reward that whet is given too."""
-    return [score(text) for text in completions]
+    return [score(text if isinstance(text, str) else text[0]["content"]) for text in completions]
 
 
 def force_lengths(model: Any, lengths: torch.Tensor, end_ids: list[int]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -12,6 +13,7 @@ from typing import Any
 from benchmarks.workers.turns import Turns
 from benchmarks.workload import score
 from whet.config import TrainConfig, load_config
+from whet.models.vision.base import PIXELS
 from whet.rollout.protocol import Event, Request, RolloutEngine
 from whet.tracking.jsonl import read_records
 from whet.trainers.build import build, build_scorer
@@ -26,8 +28,11 @@ def main() -> None:
     turns = Turns()
     settings = turns.settings
     config = load_config(TrainConfig, None, overrides(settings), given={"reward", "data"}).config
-    rows = [{"prompt": text, "answer": ""} for text in settings["texts"]]
+    rows: list[dict[str, Any]] = [{"prompt": text, "answer": ""} for text in settings["texts"]]
+    for row, image in zip(rows, settings.get("images", []), strict=False):
+        row.update(prompt=f"<image>{row['prompt']}", images=[image])
     run = build(config, build_scorer(config.reward, compute_score), rows)
+    waiting = Waiting()
     run.rollouts.collector.driver.engine = WithLengths(run.rollouts.collector.engine, settings["lengths"])
 
     def end_turn(run: Run, step: int, numbers: Mapping[str, float]) -> None:
@@ -35,6 +40,7 @@ def main() -> None:
             tokens=numbers["response_length/mean"] * len(settings["lengths"]),
             grad_norm=numbers["actor/grad_norm"],
             phases=phases(run.run_dir / "timings.jsonl"),
+            waited_seconds=waiting.take(),
         )
         turns.wait()
 
@@ -49,7 +55,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model.path": settings["model"],
         "model.dtype": "bfloat16",
-        "data.apply_chat_template": False,
+        "data.apply_chat_template": "images" in settings,
         "data.shuffle": False,
         "data.train_batch_size": settings["prompts"],
         "data.max_response_length": max(settings["lengths"]),
@@ -67,6 +73,28 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """The reward that TRL is given too."""
     return score(solution_str)
+
+
+class Waiting:
+    """Seconds for which sampling and training wait for the pixel values of images."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        get = PIXELS.get
+
+        def measured(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return get(*args)
+            finally:
+                self._seconds += time.perf_counter() - start
+
+        PIXELS.get = measured  # type: ignore[method-assign]
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class WithLengths:
