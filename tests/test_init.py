@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,80 @@ def test_rows_handed_over_that_exit_are_a_mistake(model_folder: Path, tmp_path: 
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
     with pytest.raises(WhetError, match=r"^rows at .*test_init\.py:\d+ called sys\.exit"):
         whet.train(reward=lambda solution_str: 1.0, data=rows(), **numbers)
+
+
+@pytest.mark.parametrize("command", [whet.sft, whet.train_reward, whet.evaluate, whet.generate])
+def test_every_command_refuses_a_wrong_config_before_anything_is_loaded(command: Any) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key model\.pat \(argument\); did you mean model\.path\?"):
+        command(**{"model.pat": "m"})
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [(whet.sft, "data.train_files"), (whet.evaluate, "data.val_files"), (whet.generate, "data.val_files")],
+)
+def test_rows_stand_in_for_files(command: Any, named: str, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        command(**{"model.path": str(model_folder)})
+    with pytest.raises(ConfigError) as raised:
+        command(data=[{"prompt": "1+1=", "answer": "2"}])
+    assert named not in str(raised.value)
+
+
+def test_a_model_goes_from_examples_to_an_export_in_python(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(4)]
+    run = whet.sft(
+        data=rows,
+        val_data=rows[:2],
+        **{
+            "model.path": str(model_folder),
+            "data.train_batch_size": 4,
+            "data.max_length": 64,
+            "trainer.total_steps": 2,
+            "trainer.val_freq": 1,
+            "trainer.run_dir": str(tmp_path / "run"),
+        },
+    )
+    losses = [each["val/loss"] for each in run.history if "val/loss" in each]
+    assert len(losses) == 3  # before the first step too
+    assert repr(run) == f"<SFTRun in {tmp_path / 'run'}, step 2 of 2, val/loss={losses[-1]:.4g}>"
+    exported = whet.export(run.run_dir, tmp_path / "exported")
+    assert exported == tmp_path / "exported" and (exported / "config.json").is_file()
+
+    short = {"model.path": str(exported), "data.max_response_length": 3, "data.max_prompt_length": 64}
+    lines = whet.generate(data=rows, **short, **{"rollout.n": 2})
+    assert [line["index"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
+    found = whet.evaluate(data=rows, reward=lambda solution_str: float(len(solution_str) > 0), **short)
+    assert repr(found).startswith("Evaluation(4 prompts x 1, mean@1=1 (0.3976 to 1), ")
+    shown = capsys.readouterr().out
+    assert "wrote 8 completions" in shown and "mean@1" in shown
+
+
+def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folder: Path, tmp_path: Path) -> None:
+    def train(steps: int, resume: str) -> list[dict[str, float]]:
+        rows = [{"prompt": "1+1=", "response": "2"}]
+        run = whet.sft(
+            data=rows,
+            **{
+                "model.path": str(model_folder),
+                "data.train_batch_size": 1,
+                "data.max_length": 64,
+                "trainer.total_steps": steps,
+                "trainer.run_dir": str(tmp_path / "run"),
+                "trainer.resume": resume,
+            },
+        )
+        return run.history
+
+    first = train(3, "auto")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"trainer\.resume=overwrite"):
+        train(2, "never")
+    second = train(2, "overwrite")
+    assert [each["step"] for each in second] == [1, 2]
+    assert [each["sft/loss"] for each in second] == [each["sft/loss"] for each in first[:2]]
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["global_step_2"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert [each["step"] for each in train(3, "auto")] == [1, 2, 3]

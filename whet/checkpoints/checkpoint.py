@@ -35,6 +35,7 @@ from whet.models.folder import split_adapters
 from whet.models.vision.load import vision_of
 
 log = logging.getLogger(__name__)
+AFRESH = ("never", "overwrite")  # values of trainer.resume that go on from no checkpoint
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
 TRAINED_ROLES = ("actor", "critic")
@@ -101,7 +102,7 @@ def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
 
     Raises: CheckpointError for a path without a complete checkpoint, and where all checkpoints are damaged.
     """
-    if resume == "never":
+    if resume in AFRESH:
         return None
     if resume == "auto":
         whole, damaged = _newest_whole(run_dir)

@@ -9,12 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
-from whet import __version__
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
@@ -70,7 +70,7 @@ app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"whet {__version__}")
+        typer.echo(f"whet {version('whet')}")
         raise typer.Exit
 
 

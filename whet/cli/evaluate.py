@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from whet.config import EvalConfig, GenerateConfig
     from whet.evaluation.estimators import Estimate
     from whet.evaluation.evaluate import Evaluation
+    from whet.evaluation.generate import Generated
 
 
 def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
@@ -27,12 +29,17 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
     config = load_config(EvalConfig, *split_recipe(words, config_name)).config
 
+    evaluated(config)
+
+
+def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
+    """Evaluates, and shows the tables."""
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import shared_console
     from whet.tracking.long_phases import LongPhases
 
     with LongPhases().watch():
-        evaluation = run(config)
+        evaluation = run(config, **objects)
     console = shared_console()
     for table in tables(evaluation):
         console.print(table)
@@ -45,6 +52,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     console.print(
         wrote if config.output else "set output=DIR to write every response to DIR/answers.jsonl", soft_wrap=True
     )
+    return evaluation
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
@@ -140,17 +148,21 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     The same command continues an interrupted run."""
     from whet.config import GenerateConfig, load_config
 
-    loaded = load_config(GenerateConfig, *split_recipe(words, config_name))
+    generated(load_config(GenerateConfig, *split_recipe(words, config_name)).config)
 
+
+def generated(config: GenerateConfig, **objects: Any) -> Generated:
+    """Samples, and says how much."""
     from whet.evaluation.generate import generate as run
     from whet.tracking.long_phases import LongPhases
 
     with LongPhases().watch():
-        done = run(loaded.config)
+        done = run(config, **objects)
     if done.num_found:
         typer.echo(f"{done.num_found} completions were in the file already")
     written = f"{done.num_written} completions, {done.num_tokens} tokens"
     typer.echo(f"wrote {written} in {done.seconds:.1f} s, to {done.output}")
+    return done
 
 
 def lm_eval(context: typer.Context) -> None:

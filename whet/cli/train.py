@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) ->
         with LongPhases().watch():
             yield
     except Stopped as stopped:
-        words = [word.replace("trainer.resume=never", "trainer.resume=auto") for word in sys.argv[1:]]
+        words = [re.sub("^trainer.resume=(never|overwrite)$", "trainer.resume=auto", word) for word in sys.argv[1:]]
         typer.echo(f"{stopped}:\n  {program()} {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped
     if writes:

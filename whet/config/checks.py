@@ -147,7 +147,7 @@ def _model(model: ModelConfig, at: Place) -> Iterator[str]:
 def _files(data: RowsConfig, at: Place) -> Iterator[str]:
     whole, required = at.whole, "data" not in at.given
     if isinstance(whole, GenerateConfig):
-        read = [(whole.source_key, whole.sources, True)]
+        read = [(whole.source_key, whole.sources, required)]
     elif isinstance(whole, EvalConfig):
         read = [("data.val_files", data.val_files, required)]
     else:
@@ -163,8 +163,9 @@ def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
             f"trainer.val_freq={trainer.val_freq}, but data.val_files is empty; set data.val_files (in Python, "
             "val_data), or trainer.val_freq=0"
         )
-    if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
-        yield f"trainer.resume={trainer.resume} is not a folder; expected auto, never, or the folder of a checkpoint"
+    if trainer.resume not in ("auto", "never", "overwrite") and not Path(trainer.resume).expanduser().is_dir():
+        ways = "auto, never, overwrite, or the folder of a checkpoint"
+        yield f"trainer.resume={trainer.resume} is not a folder; expected {ways}"
     if trainer.loop is not None:
         yield from _function_path("trainer.loop", trainer.loop)
         if isinstance(at.whole, ExamplesConfig):

@@ -349,7 +349,7 @@ class TrainerConfig(Section):
     best_metric: str | None = key(
         None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, on examples -val/loss"
     )
-    resume: str = key("auto", "auto: from the newest checkpoint in run_dir, if any; never; or the path of a checkpoint")
+    resume: str = key("auto", "auto: newest checkpoint, if any; never; overwrite: delete the earlier run; or a path")
     max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
     seed: NonNegativeInt = key(0, "seed of all random draws")
     run_dir: str | None = key(None, "folder of the run; unset: runs/<project_name>/<experiment_name>")

@@ -34,7 +34,7 @@ from whet.rollout.stream import Rollouts
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The metrics of a model; every prompt has the same weight. A failed trajectory counts as wrong.
 
@@ -49,7 +49,11 @@ class Evaluation:
     mean_response_tokens: float
     metrics: dict[str, Estimate]
     by_data_source: dict[str, dict[str, Estimate]]
-    answers: list[Record] = field(default_factory=list, repr=False)
+    answers: list[Record] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={each.value:.4g} ({each.low:.4g} to {each.high:.4g})" for name, each in self.metrics.items())
+        return f"Evaluation({', '.join([f'{self.num_prompts} prompts x {self.n}', *shown])})"
 
     @property
     def accuracy(self) -> float:

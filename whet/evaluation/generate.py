@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +56,9 @@ class Generated:
     seconds: float
 
 
-def generate(config: GenerateConfig) -> Generated:
-    """Samples `rollout.n` responses to every prompt, except those that an earlier run has written.
+def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None = None) -> Generated:
+    """Samples `rollout.n` responses to every prompt, except those that an earlier run has written. `data` stands in for
+    `input`.
 
     Raises: ConfigError where the file was written with other settings; any WhetError that a user can correct.
     """
@@ -68,9 +69,10 @@ def generate(config: GenerateConfig) -> Generated:
         model_path = stack.enter_context(model_folder(config.model.path, trust_remote_code=trusted))
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
-        data = config.data.model_copy(update={"val_files": config.sources})
-        where, source = config.data.filter, config.source_key
-        prompts = load_prompts(data, tokenizer, source, where=where, seed=config.seed, with_answers=False).items
+        named, where = config.data.model_copy(update={"val_files": config.sources}), config.data.filter
+        prompts = load_prompts(
+            named, tokenizer, config.source_key, rows=data, where=where, seed=config.seed, with_answers=False
+        ).items
         sampler = stack.enter_context(LineSampler(config, tokenizer, model_path))
         origin = _origin(config, prompts)
         with output_errors(output):

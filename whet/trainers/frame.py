@@ -40,7 +40,7 @@ C = TypeVar("C", TrainConfig, SFTConfig, RewardTrainingConfig)
 R = TypeVar("R")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Frame:
     """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
     `train` runs in a `Schedule`."""
@@ -74,6 +74,11 @@ class Frame:
         self.history = list(self.opened.history)
         model = Path(str(self.config.model.path)).expanduser()  # saving reads it: user code may change the folder
         self._model_path = model.absolute() if model.exists() else str(self.config.model.path)
+
+    def __repr__(self) -> str:
+        metric = (self.config.trainer.best_metric or self.default_best_metric).removeprefix("-")
+        last = next((f", {metric}={each[metric]:.4g}" for each in reversed(self.history) if metric in each), "")
+        return f"<{type(self).__name__} in {self.run_dir}, step {self.step} of {self.total_steps}{last}>"
 
     @property
     def run_dir(self) -> Path:
@@ -221,7 +226,9 @@ class Frame:
         folder = checkpoint.newest(self.run_dir)
         if folder is None or checkpoint.number(folder) != self.step:
             folder = self.save()
-        again = "the same command" + (" with trainer.resume=auto" if self.config.trainer.resume == "never" else "")
+        again = "the same command" + (
+            " with trainer.resume=auto" if self.config.trainer.resume in checkpoint.AFRESH else ""
+        )
         return Stopped(
             f"stopped by {stopped} after step {self.step}, which {folder} holds; {again} goes on from there",
             stopped.number,
@@ -281,7 +288,7 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
             return attempt(config)
         except (LostWorkerError, DeadlineError) as error:
             os.chdir(folder)  # user code may have left it
-            if config.trainer.resume == "never":  # the folder is this run's own by now
+            if config.trainer.resume in checkpoint.AFRESH:  # the folder is this run's own by now
                 config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
             last = checkpoint.newest(run_folder(config.trainer))
             where = "afresh" if last is None else f"from {last}"

@@ -38,7 +38,7 @@ from whet.weight_sync.routes import WeightSync
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Run(Frame):
     """A training run. The loop reads it; only `step` and what roles hold change."""
 

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,10 +103,14 @@ def open_run_dir(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mappi
         _check_links(path)
         lock = undo.enter_context(lock_folder(path))
         is_used = any((path / name).exists() for name in ("checkpoints", *METRIC_FILES))
+        if resume == "overwrite" and is_used:
+            log.warning("deleting the earlier run in %s: trainer.resume=overwrite", path)
+            _delete(path)
+            is_used = False
         if resume == "never" and is_used:
             raise ConfigError(
                 f"trainer.resume=never, and {path} holds an earlier run; choose another trainer.run_dir or "
-                "trainer.experiment_name, delete that folder, or go on in it: trainer.resume=auto"
+                "trainer.experiment_name, delete the run: trainer.resume=overwrite, or go on in it: trainer.resume=auto"
             )
         is_begun = is_used and _is_begun(path, config, inputs or {})
         found = checkpoint.find(path, resume, is_begun=is_begun)
@@ -191,6 +196,16 @@ def _check_links(path: Path) -> None:
                 f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder; remove "
                 "the link, or set trainer.run_dir to the other place"
             )
+
+
+def _delete(path: Path) -> None:
+    """Deletes what a run wrote to its folder, except media, which the new run has added to, and no other file there."""
+    for name in (*OWN - {MEDIA}, *METRIC_FILES, CONFIG, INPUTS):
+        place = path / name
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
 
 
 def _unlock() -> None:

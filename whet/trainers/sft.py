@@ -42,9 +42,10 @@ COLUMNS = (
     Column("tokens/s", ("perf/throughput",), ",.0f"),
 )
 R = TypeVar("R", bound="ExamplesRun")
+Rows = Sequence[Mapping[str, Any]] | None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class ExamplesRun(Frame):
     """A run on examples. A trainer adds `objective_of`, `batch` and `validate`. `callbacks` are called after every
     step."""
@@ -120,7 +121,7 @@ class ExamplesRun(Frame):
         self.loader.load_state(state["loader"])
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class SFTRun(ExamplesRun):
     """A fine-tuning run."""
 
@@ -153,21 +154,24 @@ setup = SFTRun.setup
 def train_sft(
     config: SFTConfig,
     *,
-    data: Sequence[Mapping[str, Any]] | None = None,
+    data: Rows = None,
+    val_data: Rows = None,
     callbacks: Sequence[Callable[[SFTRun], None]] = (),
 ) -> SFTRun:
-    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
+    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`, `val_data` for
+    `data.val_files`.
 
     `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
     user can mend.
     """
-    return with_restarts(config, lambda once: train_on_examples(SFTRun, once, data, callbacks))
+    return with_restarts(config, lambda once: train_on_examples(SFTRun, once, data, val_data, callbacks))
 
 
 def train_on_examples(
     kind: type[R],
     config: Any,
-    data: Sequence[Mapping[str, Any]] | None,
+    data: Rows,
+    val_data: Rows,
     callbacks: Sequence[Callable[[R], None]],
     *,
     dry_run: bool = False,
@@ -177,8 +181,9 @@ def train_on_examples(
     seed, load = config.trainer.seed, loader_of(config.data)
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
-    given = config.data.val_files
-    val_examples = load(config.data, tokenizer, VAL, seed=seed, media_folder=folder).items if given else ()
+    val_examples = ()
+    if config.data.val_files or val_data is not None:
+        val_examples = load(config.data, tokenizer, VAL, rows=val_data, seed=seed, media_folder=folder).items
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from whet.protocol import DataProto
 from whet.tracking.console import Column
 from whet.trainers.frame import with_restarts
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
-from whet.trainers.sft import ExamplesRun, train_on_examples
+from whet.trainers.sft import ExamplesRun, Rows, train_on_examples
 
 log = logging.getLogger(__name__)
 COLUMNS = (
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class RewardTrainingRun(ExamplesRun):
     """A run that trains a reward model."""
 
@@ -88,17 +88,19 @@ def train_reward(
     config: RewardTrainingConfig,
     *,
     dry_run: bool = False,
-    data: Sequence[Mapping[str, Any]] | None = None,
+    data: Rows = None,
+    val_data: Rows = None,
     callbacks: Sequence[Callable[[RewardTrainingRun], None]] = (),
 ) -> RewardTrainingRun:
-    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`.
+    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`, `val_data`
+    for `data.val_files`.
 
     With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before those that
     `trainer.callbacks` names.  Raises: WhetError for everything that a user can mend.
     """
 
     def attempt(once: RewardTrainingConfig) -> RewardTrainingRun:
-        return train_on_examples(RewardTrainingRun, once, data, callbacks, dry_run=dry_run)
+        return train_on_examples(RewardTrainingRun, once, data, val_data, callbacks, dry_run=dry_run)
 
     run = with_restarts(config, attempt)
     if dry_run:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands as functions: rows and functions as arguments, the console's lines as on the command line.
+
+A config is given as in `whet.train("gsm8k", **{"model.path": "my_model", "rollout.n": 8})`: a recipe by name or path,
+and overrides, which are dotted keys or whole sections as mappings (`rollout={"n": 8}`). Each function raises
+ConfigError before anything is loaded. Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from whet.errors import no_exit
+
+if TYPE_CHECKING:
+    from whet.evaluation.evaluate import Evaluation
+    from whet.trainers.run import Run
+    from whet.trainers.sft import SFTRun
+    from whet.trainers.train_reward import RewardTrainingRun
+    from whet.types import Prompt
+
+Rows = Sequence[Mapping[str, Any]]
+Recipe = str | Path | None
+
+
+@no_exit()
+def train(
+    recipe: Recipe = None,
+    *,
+    reward: Callable[..., Any] | None = None,
+    data: Iterable[Mapping[str, Any] | Prompt] | None = None,
+    val_data: Iterable[Mapping[str, Any] | Prompt] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Trains as `whet train` does and returns the finished run.
+
+    `reward`, `data` and `val_data` (rows or prompts) stand in for `reward.function`, `data.train_files` and
+    `data.val_files`."""
+    from whet.config import TrainConfig
+
+    config = _config(TrainConfig, recipe, overrides, reward=reward, data=data, val_data=val_data)
+
+    from whet.threads import yield_soon
+
+    yield_soon()
+    from whet.trainers import build  # after the config is checked, since this loads torch
+
+    with _progress():
+        return build.train(config, reward=reward, data=data, val_data=val_data)
+
+
+@no_exit()
+def sft(
+    recipe: Recipe = None,
+    *,
+    data: Rows | None = None,
+    val_data: Rows | None = None,
+    callbacks: Sequence[Callable[[SFTRun], None]] = (),
+    **overrides: Any,
+) -> SFTRun:
+    """Trains on examples as `whet sft` does and returns the finished run. `callbacks` are called with it after every
+    step."""
+    from whet.config import SFTConfig
+
+    config = _config(SFTConfig, recipe, overrides, data=data, val_data=val_data)
+
+    from whet.trainers.sft import train_sft
+
+    with _progress():
+        return train_sft(config, data=data, val_data=val_data, callbacks=callbacks)
+
+
+@no_exit()
+def train_reward(
+    recipe: Recipe = None, *, data: Rows | None = None, val_data: Rows | None = None, **overrides: Any
+) -> RewardTrainingRun:
+    """Trains a reward model on preference pairs as `whet train-reward` does and returns the finished run."""
+    from whet.config import RewardTrainingConfig
+
+    config = _config(RewardTrainingConfig, recipe, overrides, data=data, val_data=val_data)
+
+    from whet.trainers.train_reward import train_reward as run
+
+    with _progress():
+        return run(config, data=data, val_data=val_data)
+
+
+@no_exit()
+def evaluate(
+    recipe: Recipe = None,
+    *,
+    reward: Callable[..., Any] | None = None,
+    data: Rows | None = None,
+    **overrides: Any,
+) -> Evaluation:
+    """Evaluates a model as `whet eval` does, shows its tables, and returns the metrics and the scored responses.
+
+    `reward` and `data` stand in for `reward.function` and `data.val_files`."""
+    from whet.cli.evaluate import evaluated
+    from whet.config import EvalConfig
+
+    return evaluated(_config(EvalConfig, recipe, overrides, reward=reward, data=data), reward=reward, data=data)
+
+
+@no_exit()
+def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: Any) -> list[dict[str, Any]]:
+    """Samples responses as `whet generate` does and returns the lines of its file, in the order of the prompts.
+
+    `data` stands in for `input`. Without `output` nothing is kept on disk."""
+    from whet.cli.evaluate import generated
+    from whet.config import GenerateConfig
+
+    with TemporaryDirectory(prefix="whet-generate-") as folder:
+        kept = overrides if "output" in overrides else {**overrides, "output": f"{folder}/completions.jsonl"}
+        config = _config(GenerateConfig, recipe, kept, data=data)
+        done = generated(config, data=data)
+        return [json.loads(line) for line in done.output.read_text(encoding="utf-8").splitlines()]
+
+
+@no_exit()
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    adapter: bool = False,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
+
+    `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved.
+    """
+    from whet.checkpoints.export import export as run
+
+    return run(Path(checkpoint), Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+
+
+def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects: object) -> Any:
+    from whet.config import load_config
+
+    given = {name for name, value in objects.items() if value is not None}
+    return load_config(schema, recipe, overrides, given=given).config
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    from whet.tracking.long_phases import LongPhases
+
+    with LongPhases().watch():
+        yield
