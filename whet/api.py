@@ -130,14 +130,21 @@ def export(
     adapter: bool = False,
     base: str | None = None,
     trust_remote_code: bool = False,
+    hub: str | None = None,
+    private: bool = False,
 ) -> Path:
     """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
 
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved.
-    """
+    The folder is uploaded to the repository `hub` (owner/name), which is made where it is missing."""
     from whet.checkpoints.export import export as run
 
-    return run(Path(checkpoint), Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    written = run(Path(checkpoint), Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    if hub is not None:
+        from whet.checkpoints.hub import upload
+
+        upload(written, hub, private=private)
+    return written
 
 
 def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects: object) -> Any:

@@ -66,11 +66,18 @@ def export(
         bool, typer.Option("--adapter", help="write only the trained adapter, in peft's format, without merging it")
     ] = False,
     base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved")] = None,
+    hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to the hub too")] = None,
+    private: Annotated[bool, typer.Option("--private", help="with --hub: make a new repository private")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
     ] = False,
 ) -> None:
     """Export the model of a checkpoint as a Hugging Face folder."""
-    from whet.checkpoints.export import export as run
+    from whet.api import export as run
 
-    typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")
+    options = {"adapter": adapter, "base": base, "trust_remote_code": trust_remote_code, "hub": hub, "private": private}
+    typer.echo(f"wrote {run(checkpoint, out, **options)}")  # type: ignore[arg-type]
+    if hub is not None:
+        from whet.checkpoints.hub import address
+
+        typer.echo(f"uploaded it to {address(hub)}")

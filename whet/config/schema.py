@@ -18,11 +18,12 @@ from whet.config.environment import StageConfig as StageConfig
 from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
 from whet.config.section import Choice, key
 from whet.config.section import Section as Section
+from whet.config.trainer import SamplingConfig as SamplingConfig
+from whet.config.trainer import TrainerConfig as TrainerConfig
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average
 Dtype = Literal["float32", "bfloat16"]
-Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 class LoraConfig(Section):
@@ -123,22 +124,6 @@ class DataConfig(MediaRowsConfig):
     )
     sampler_options: dict[str, Any] = key({}, "options of the sampler")
     hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
-
-
-class SamplingConfig(Section):
-    """Sampling parameters."""
-
-    n: PositiveInt = key(1, "responses a prompt")
-    temperature: NonNegativeFloat = key(0.0, "sampling temperature; 0 is greedy")
-    top_p: PositiveFloat = key(1.0, "sample from the smallest set of tokens with this total probability", le=1.0)
-    top_k: NonNegativeInt = key(0, "sample from the k most likely tokens; 0 is off")
-    min_p: NonNegativeFloat = key(0.0, "least probability of a token, relative to the most likely one's", le=1.0)
-    repetition_penalty: PositiveFloat = key(1.0, "divides logits > 0 of tokens in prompt or response; 1 is off")
-    presence_penalty: float = key(0.0, "subtracted from the logit of each token in the response", ge=-2.0, le=2.0)
-    frequency_penalty: float = key(0.0, "subtracted for each time that a token is in the response", ge=-2.0, le=2.0)
-    stop: list[str] = key([], "strings that end a response; the string stays in the response")
-    bad_words: list[str] = key([], "strings that are never sampled, with and without a space before them")
-    allowed_token_ids: list[NonNegativeInt] | None = key(None, "the only tokens sampled, the end token among them")
 
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
@@ -332,36 +317,6 @@ class TeacherConfig(Section):
     hint_options: dict[str, Any] = key({}, "options of the hint source")
     hint_template: str = key("{{ content }}\n\nHint: {{ hint }}", "jinja template of the teacher's last message")
     max_hint_tokens: PositiveInt = key(256, "most tokens of a hint; longer ones are truncated")
-
-
-class TrainerConfig(Section):
-    """The length, validation, checkpoints and logs of a run."""
-
-    total_steps: PositiveInt | None = key(None, "steps of the run; unset: total_epochs passes over the data")
-    total_epochs: PositiveInt = key(1, "passes over the data, where total_steps is unset")
-    val_freq: int = key(0, "steps between validations; 0: only before and after training, -1: never", ge=-1)
-    val_before_train: bool = key(True, "validate the initial model")
-    validation: SamplingConfig = SamplingConfig()
-    save_freq: NonNegativeInt = key(0, "steps between checkpoints; 0: only at the end")
-    save_limit: PositiveInt | None = key(
-        2, "newest checkpoints to keep, besides the best and the last good; unset: all"
-    )
-    best_metric: str | None = key(
-        None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, on examples -val/loss"
-    )
-    resume: str = key("auto", "auto: newest checkpoint, if any; never; overwrite: delete the earlier run; or a path")
-    max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
-    seed: NonNegativeInt = key(0, "seed of all random draws")
-    run_dir: str | None = key(None, "folder of the run; unset: runs/<project_name>/<experiment_name>")
-    project_name: str = key("whet", "project name in trackers and in the default run_dir")
-    experiment_name: str = key("default", "run name in trackers and in the default run_dir")
-    logger: list[Logger] = key(["console", "jsonl"], "trackers that receive the metrics")
-    log_rollouts: int = key(1, "steps between files in rollouts/; 0: none", ge=0)
-    table_rows: NonNegativeInt = key(8, "trajectories that trackers show in a table; 0: none")
-    log_tokens: NonNegativeInt = key(0, "steps between files in tokens/ with every column of every token; 0: none")
-    profile: list[PositiveInt] = key([], "steps to profile into profile/: operators by phase, and memory over time")
-    callbacks: list[str] = key([], "functions called after every step, as module:function or file.py:function")
-    loop: str | None = key(None, "function that replaces the training loop, as module:function or file.py:function")
 
 
 class TrainConfig(Section):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
+from whet.checkpoints.hub import Uploads
 from whet.config.schema import ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
@@ -71,6 +72,8 @@ class Frame:
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
         )
         self.signals = StopSignals(self.run_dir / "stop")
+        repo = self.config.trainer.hub_repo if self.opened.is_taken else None
+        self.uploads = Uploads(repo) if repo is not None else None
         self.history = list(self.opened.history)
         model = Path(str(self.config.model.path)).expanduser()  # saving reads it: user code may change the folder
         self._model_path = model.absolute() if model.exists() else str(self.config.model.path)
@@ -186,7 +189,7 @@ class Frame:
         Raises: EngineError where weights are not finite; CheckpointError where it cannot be written."""
         with phase("save"):
             self._check_weights()
-            return checkpoint.save(
+            folder = checkpoint.save(
                 self.run_dir,
                 self.step,
                 roles=self.roles,
@@ -198,11 +201,18 @@ class Frame:
                 model_config=self.model_config,
                 save_limit=self.config.trainer.save_limit,
             )
+        if self.uploads is not None:
+            self.uploads.checkpoint(folder)
+            if self.step == self.total_steps:
+                self.uploads.model(folder, trust_remote_code=self.config.model.trust_remote_code)
+        return folder
 
     def close(self) -> None:
         """Ends workers and trackers, then lets go of the folder; the later ones also where an earlier one fails."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
+            if self.uploads is not None:
+                stack.callback(self.uploads.close)
             for tracker in (self.timings_file, self.metrics_file, self.trackers):
                 stack.callback(tracker.close, failed=not isinstance(sys.exception(), Stopped | None))
             for group in self.roles.values():

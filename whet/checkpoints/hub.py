@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uploads of exported models and checkpoints to the hub (`HF_ENDPOINT`, `HF_TOKEN`)."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import HfApi, constants
+
+from whet.checkpoints.export import export
+from whet.errors import CheckpointError, WhetError
+
+log = logging.getLogger(__name__)
+CLOSE_SECONDS = 1800.0  # for which the end of a run waits for uploads
+
+
+def address(repo: str) -> str:
+    """The page of a repository."""
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+def upload(folder: Path, repo: str, *, path: str | None = None, private: bool = False) -> None:
+    """Uploads a folder to `path` in a repository (owner/name), which is made where it is missing.
+
+    Raises: CheckpointError with what the hub said."""
+    api = HfApi(library_name="whet")
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, path_in_repo=path, commit_message=f"Upload {folder.name}")
+    except Exception as error:  # of the hub's client and of what it stands on, which raise errors of their own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder} was not uploaded to {address(repo)}: {reason}; check the name and HF_TOKEN, then upload it "
+            f"with `hf upload {repo} {folder}`"
+        ) from error
+
+
+class Uploads:
+    """Uploads checkpoints of a run beside its training, one at a time, and at the end the exported model. A failed
+    upload is logged: it ends no run.
+
+    Waits: in `close`, CLOSE_SECONDS at most.
+    """
+
+    def __init__(self, repo: str) -> None:
+        self._repo = repo
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-hub")
+        self._running: list[Future[None]] = []
+
+    def checkpoint(self, folder: Path) -> None:
+        """Uploads a checkpoint to checkpoints/global_step_N."""
+        self._running.append(self._thread.submit(self._guarded, folder, f"checkpoints/{folder.name}"))
+
+    def model(self, folder: Path, *, trust_remote_code: bool) -> None:
+        """Exports the model of a checkpoint, and uploads it to the top of the repository."""
+
+        def exported() -> None:
+            with TemporaryDirectory(prefix="whet-hub-") as scratch:
+                try:
+                    out = export(folder, Path(scratch) / "model", trust_remote_code=trust_remote_code)
+                except WhetError as error:
+                    log.warning("the model is not uploaded: %s", error)
+                    return
+                self._guarded(out, None)
+
+        self._running.append(self._thread.submit(exported))
+
+    def close(self) -> None:
+        """Waits for the uploads that are left."""
+        _, late = wait(self._running, CLOSE_SECONDS)
+        if late:
+            log.warning("%d uploads to %s are given up after %.0f s", len(late), address(self._repo), CLOSE_SECONDS)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _guarded(self, folder: Path, path: str | None) -> None:
+        try:
+            upload(folder, self._repo, path=path, private=True)
+        except CheckpointError as error:
+            log.warning("%s", error)
+        else:
+            log.info("uploaded %s to %s", path or "the model", address(self._repo))
