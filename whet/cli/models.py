@@ -73,11 +73,10 @@ def export(
     ] = False,
 ) -> None:
     """Export the model of a checkpoint as a Hugging Face folder."""
-    from whet.api import export as run
+    from whet.checkpoints.export import export as run
+    from whet.checkpoints.hub import address, upload
 
-    options = {"adapter": adapter, "base": base, "trust_remote_code": trust_remote_code, "hub": hub, "private": private}
-    typer.echo(f"wrote {run(checkpoint, out, **options)}")  # type: ignore[arg-type]
+    typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")
     if hub is not None:
-        from whet.checkpoints.hub import address
-
+        upload(out, hub, private=private)
         typer.echo(f"uploaded it to {address(hub)}")
