@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from whet.data.load import load_prompts
 from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError
 from whet.evaluation.answers import readable
+from whet.metrics import watching
 from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.rollout.batch import rows_of, to_batch
@@ -171,6 +173,18 @@ def test_answers_come_by_prompt_and_every_draw_has_a_key_of_its_own(tokenizer: P
     again = Scripted(tokenizer, "0")
     Collector(again, tokenizer, apply_chat_template=False, seed=7).collect(prompts[1:], 3, PARAMS, step=1)
     assert [request.key for request in again.requests] == [request.key for request in engine.requests[3:6]]
+
+
+def test_sampling_tells_the_progress_and_its_speed(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts, told = [text_prompt(tokenizer, "1+1=", 0)], list[tuple[int, int, str]]()
+    collector = Collector(Scripted(tokenizer, "0", "1", "2"), tokenizer, apply_chat_template=False)
+    seconds = iter(range(100, 10_000, 2))
+    collector.driver._clock = lambda: float(next(seconds))
+    with watching(lambda name: nullcontext(), lambda *counted: told.append(counted)):
+        collector.collect(prompts, 3, PARAMS, step=1)
+    assert told[-1][:2] == (3, 3)
+    tokens, unit = told[-1][2].split()
+    assert unit == "tokens/s" and 0 <= int(tokens) <= 3  # six tokens in at least two seconds
 
 
 def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -95,13 +95,14 @@ def vision_model(
         "qwen2_vl": (
             Qwen2VLForConditionalGeneration,
             Qwen2VLConfig,
-            {"embed_dim": width, "hidden_size": hidden, "mlp_ratio": 2},
+            {"embed_dim": width, "hidden_size": hidden, "mlp_ratio": 2, "in_chans": 3},  # which SGLang reads
         ),
         "qwen2.5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, {**gated, **window}),
         "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, {**gated, **deep}),
     }
     model, config, special = classes[arch]
-    text |= {"head_dim": head_dim} if arch == "qwen3_vl" else {}
+    if arch == "qwen3_vl":  # transformers interleaves always, vLLM and SGLang where the config says so
+        text |= {"head_dim": head_dim, "rope_parameters": {**rope, "mrope_interleaved": True}}
     shared = {name: text[name] for name in ("tie_word_embeddings", "dtype", "eos_token_id", "pad_token_id")}
     made = config(text_config=text, vision_config={**own, **special}, **ids, **shared)
     return cast(PreTrainedModel, model(made))

@@ -178,11 +178,12 @@ class Collector:
         """n trajectories of each prompt in order, not scored yet.  Raises: DeadlineError; what the engine raises."""
         episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
         done, total, until = dict[str, Trajectory](), len(episodes), time.monotonic() + self.deadline_seconds
+        speed = self.driver.speed()
         try:
             self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
             while len(done) < total:
                 self.driver.turn(POLL_SECONDS)
-                counted(len(done), total)
+                counted(len(done), total, speed())
                 if time.monotonic() > until and len(done) < total:
                     raise late(self.engine, self.deadline_seconds, total - len(done), total)
         except BaseException:
@@ -224,6 +225,7 @@ class Driver:
         self._open: dict[str, _Open] = {}  # by id of the episode
         self._late_at = {agent: dict[str, float]() for agent in environments}  # by sub-agent and id, the oldest first
         self._unsent = deque[Sample]()
+        self._num_tokens = 0  # of all completions so far
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
 
@@ -241,6 +243,16 @@ class Driver:
     def is_sampling(self) -> bool:
         """Tells whether the engine has something to do."""
         return bool(self._sampling)
+
+    def speed(self) -> Callable[[], str]:
+        """Returns a function that tells the tokens per second of the completions since now, "" before the first."""
+        started, before = self._clock(), self._num_tokens
+
+        def shown() -> str:
+            tokens, seconds = self._num_tokens - before, self._clock() - started
+            return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+
+        return shown
 
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Begins episodes; `on_done` gets the trajectory of each."""
@@ -347,6 +359,7 @@ class Driver:
                 continue
             del self._sampling[event.uid]
             if isinstance(event, Finished):
+                self._num_tokens += len(event.completion.token_ids)
                 self._carry_out(episode.on_completion(event.completion))
             else:
                 self._carry_out(episode.on_failure(event.failure))

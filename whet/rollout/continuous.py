@@ -105,7 +105,7 @@ class BackgroundCollector(Collector):
         waited for, `between` is called now and then and may raise.
 
         Raises: DeadlineError; the error of the thread."""
-        until = time.monotonic() + self.deadline_seconds
+        until, speed = time.monotonic() + self.deadline_seconds, self.driver.speed()
         while time.monotonic() < until:
             try:
                 return future.result(timeout=TURN_SECONDS)
@@ -113,7 +113,7 @@ class BackgroundCollector(Collector):
                 if future.done():  # the error of the thread is one
                     raise
             between()
-            counted(*progress())
+            counted(*progress(), speed())
         done, total = progress()
         raise late(self.engine, self.deadline_seconds, total - done, total)
 

@@ -83,6 +83,7 @@ class Taken:
     groups: list[Group]
     metrics: Metrics
     is_dropped: bool = False  # the filter kept none of them
+    dropped: Sequence[Group] = ()  # the other groups that the filter dropped
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,9 @@ class Rollouts:
         if self.group_filter is not None:
             self._report_filter(handed_out, metrics)
         kept = handed_out.kept
-        return Taken(kept or handed_out.dropped[: handed_out.wanted], metrics, is_dropped=not kept)
+        taken = 0 if kept else handed_out.wanted
+        groups, others = kept or handed_out.dropped[:taken], handed_out.dropped[taken:]
+        return Taken(groups, metrics, is_dropped=not kept, dropped=others)
 
     def _report_filter(self, handed_out: HandOut, metrics: Metrics) -> None:
         """Measures what was sampled and what was dropped of it, and warns of a step that trains on nothing."""

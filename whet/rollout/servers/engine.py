@@ -21,11 +21,13 @@ from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.folder import split_adapters
 from whet.models.load import outline
+from whet.models.vision.load import load_vision
 from whet.rollout.constraints import check_rules
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.media import SharedMedia
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
 from whet.types import Failure, Versions
@@ -79,6 +81,8 @@ class ServerEngine(ABC):
         with torch.device("meta"):
             whole: Any = outline(self.base, trust_remote_code=model.trust_remote_code)
         self._outline: PreTrainedModel = whole
+        self.vision = load_vision(self.base, whole.config, trust_remote_code=model.trust_remote_code)
+        self._media = SharedMedia(self.vision, self.package.title)
         config = whole.config.get_text_config()
         self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
         self._live: dict[str, Live] = {}  # by uid, the oldest first
@@ -331,7 +335,7 @@ class ServerEngine(ABC):
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
-            self.check_media(request)
+            self._media.check(request)
         if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "
@@ -344,13 +348,6 @@ class ServerEngine(ABC):
             )
         if params.allowed_token_ids is not None or params.bad_words:
             check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
-
-    def check_media(self, request: Request) -> None:
-        """Raises: EngineError where the server cannot read the media of a request."""
-        raise EngineError(
-            f"request {request.uid} has {request.media[0].kind}s, and rollout.engine.name={self.package.name} samples "
-            "from text alone; change it to native, hf or vllm"
-        )
 
     async def _answer(self, live: Live) -> None:
         """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""

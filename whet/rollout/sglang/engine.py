@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
-from whet.errors import EngineError, WeightSyncError
+from whet.errors import ConfigError, EngineError, WeightSyncError
 from whet.models.attention import token_bytes
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
@@ -82,6 +83,7 @@ class SGLangEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
+        _check_positions(self.base, self._outline.config)
         path, tokenizer = where_found(self.base, model)
         is_host, of_token = device == HOST, token_bytes(self._outline.config.get_text_config(), dtype.itemsize)
         arguments = {
@@ -104,7 +106,8 @@ class SGLangEngine(ServerEngine):
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
-        variables = environment(threads or torch.get_num_threads(), device, num_devices)
+        self._patches = () if self.vision is None else self.vision.forbidden
+        variables = environment(threads or torch.get_num_threads(), device, num_devices, self._patches)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def _open(self, is_open: bool) -> None:
@@ -127,14 +130,16 @@ class SGLangEngine(ServerEngine):
         """Sends a request and reads its answer, piece by piece."""
         name, sampled = _named(live.name), Sampled()
         self._streams[name] = live, sampled
-        try:
-            async for piece in self.server.client.events("/generate", body_of(live.request, name, self.version)):
+        with ExitStack() as files:
+            files.callback(self._streams.pop, name, None)
+            opened = self._media.opened(live.request)  # in a thread: images are decoded
+            media = await asyncio.to_thread(files.enter_context, opened) if live.request.media else []
+            body = body_of(live.request, name, self.version, media)
+            async for piece in self.server.client.events("/generate", body):
                 if (new := sampled.add(piece)) and live.request.streams:
                     versions = last_versions(sampled.versions, new)
                     place = len(sampled.token_ids) - new
                     self.stream(live, place, sampled.token_ids[place:], sampled.log_probs[place:], versions)
-        finally:
-            self._streams.pop(name, None)
         if sampled.reason is None:
             raise EngineError(f"SGLang ended its answer to request {live.request.uid} early; expected a finish_reason")
         return sampled.completion(live.request)
@@ -229,11 +234,21 @@ class SGLangEngine(ServerEngine):
                 f"request {request.uid} has stop strings, and SGLang's stream breaks off at them; expected stop tokens "
                 "alone: leave out rollout.stop, or use the engine native or vllm"
             )
-        if not off or params.bad_words or params.allowed_token_ids is not None:
+        bad_words = set(params.bad_words) - {(token_id,) for token_id in self._patches}
+        if not off or bad_words or params.allowed_token_ids is not None:
             raise EngineError(
                 f"request {request.uid} has a penalty, bad words or allowed tokens, and the log-probs of SGLang would "
                 "be those after them; expected none: turn them off under rollout, or use the engine native or vllm"
             )
+
+
+def _check_positions(base: str, config: Any) -> None:
+    """Raises: ConfigError for a Qwen3-VL whose rotary positions SGLang would not interleave, as transformers does."""
+    if config.model_type.startswith("qwen3_vl") and not config.text_config.rope_parameters.get("mrope_interleaved"):
+        raise ConfigError(
+            f"{base} is a {config.model_type} without mrope_interleaved in text_config.rope_parameters of its "
+            "config.json, and SGLang would compute other log-probs than the trainer; set it to true there"
+        )
 
 
 def _named(name: str) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
     return [python, "-m", "whet_sglang", *flags]
 
 
-def environment(threads: int, device: torch.device, num_devices: int) -> dict[str, str]:
-    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on."""
+def environment(threads: int, device: torch.device, num_devices: int, patches: Sequence[int] = ()) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on.
+
+    The server samples none of the tokens `patches`."""
     engine = {"SGLANG_USE_CPU_ENGINE": "1"} if device == devices.HOST else {}
-    return variables(threads, device, num_devices, INSIDE) | engine
+    return variables(threads, device, num_devices, INSIDE) | engine | {"WHET_PATCHES": json.dumps(list(patches))}

@@ -3,23 +3,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from whet.errors import EngineError
+from whet.models.positions import next_position
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.media import Shown, positions_of
 from whet.types import FinishReason, Versions
 
 GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a draw's hash
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def body_of(request: Request, name: str, version: int) -> dict[str, Any]:
+def body_of(request: Request, name: str, version: int, media: Sequence[Shown] = ()) -> dict[str, Any]:
     """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
     params, sampled = request.params, len(request.sampled_ids)
     return {
         "rid": name,
         "input_ids": [*request.prompt_ids, *request.sampled_ids],
+        "image_data": [_shown(request, media)] if media else None,
         "extra_key": f"version {version}",  # prompts that were computed with other weights are not shared
         "stream": True,
         "return_logprob": True,
@@ -35,6 +42,22 @@ def body_of(request: Request, name: str, version: int) -> dict[str, Any]:
             "sampling_seed": _seed(request),
         },
     }
+
+
+def _shown(request: Request, media: Sequence[Shown]) -> str:
+    """The media and positions of a request, for media_of of inside/whet_sglang.py: SGLang takes no other fields."""
+    return json.dumps({"whet": [asdict(each) for each in media], "positions": _positions(request)})
+
+
+def _positions(request: Request) -> list[list[int]]:
+    """Multimodal rotary positions [3, T] of the prompt and of the longest response: SGLang has none for tokens that it
+    sampled before it computes a request again."""
+    found = positions_of(request)
+    assert found is not None
+    left = len(request.prompt_ids) + request.params.max_new_tokens - found.shape[1]
+    rest = next_position(found) + torch.arange(left).expand(3, -1)
+    together: list[list[int]] = torch.cat([found, rest], dim=1).tolist()
+    return together
 
 
 def _seed(request: Request) -> int:

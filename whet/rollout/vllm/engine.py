@@ -15,14 +15,13 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
-from whet.models.vision.load import load_vision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import Live, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
+from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.weights import Adapter, adapter_folder
-from whet.rollout.vllm.media import SharedMedia
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
 
@@ -90,8 +89,6 @@ class VLLMEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
-        vision = load_vision(self.base, self._outline.config, trust_remote_code=model.trust_remote_code)
-        self._media = SharedMedia(vision)
         path, tokenizer = where_found(self.base, model)
         arguments = {
             "model": path,
@@ -108,7 +105,8 @@ class VLLMEngine(ServerEngine):
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "logprobs_mode": "raw_logprobs",
             # pixel values come normalized; vLLM's own processor leaves that to the tower
-            **({} if vision is None else {"mm_device_do_normalize": False}),
+            **({} if self.vision is None else {"mm_device_do_normalize": False}),
+            **config_overrides("hf_overrides", self._outline.config),
             **(_for_adapter(model) if adapter else {}),
         }
         self.takes_adapter, self._lora = adapter, model.lora
@@ -136,11 +134,9 @@ class VLLMEngine(ServerEngine):
         """Sends a request and waits for its completion."""
         request = live.request
         with ExitStack() as files:
-            features = None
-            if request.media:  # in a thread: images are decoded
-                opened = self._media.opened(request, self.version)
-                features = await asyncio.to_thread(files.enter_context, opened)
-            body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, features)
+            opened = self._media.opened(request)  # in a thread: images are decoded
+            media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
+            body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, media)
             if request.streams:
                 return completion_of(await self._streamed(live, body), request)
             return completion_of(await self.server.client.answer("POST", GENERATE, body, seconds=None), request)
@@ -228,10 +224,6 @@ class VLLMEngine(ServerEngine):
     def wake(self) -> None:
         """Undoes `sleep`.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
-
-    def check_media(self, request: Request) -> None:
-        """Raises: EngineError where vLLM cannot read the media of a request."""
-        self._media.check(request)
 
     def check(self, request: Request) -> None:
         """Raises: EngineError for a request that can never be sampled."""

@@ -3,30 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from whet.errors import EngineError
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.servers.engine import FIRST_VERSION
-from whet.rollout.vllm.media import positions_of
+from whet.rollout.servers.media import Shown, positions_of
 from whet.types import FinishReason, Versions
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def body_of(
-    request: Request, name: str, version: int, adapter: str | None = None, features: Mapping[str, Any] | None = None
+    request: Request, name: str, version: int, adapter: str | None = None, media: Sequence[Shown] = ()
 ) -> dict[str, Any]:
-    """The body of a call for `request`, which the server is to call `name`, under weights of `version`; `features` are
-    those of its media."""
-    params, sampled = request.params, len(request.sampled_ids)
+    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+    params, sampled, positions = request.params, len(request.sampled_ids), positions_of(request)
     return {
         "request_id": name,
         "model": adapter,
         "token_ids": [*request.prompt_ids, *request.sampled_ids],
-        "features": features,
+        "features": _features(media, version) if media else None,
         "cache_salt": f"version {version}",  # prompts that were computed with other weights are not shared
         "sampling_params": {
             "max_tokens": params.max_new_tokens - sampled,
@@ -49,10 +48,20 @@ def body_of(
                 "key": request.key,
                 "sampled": sampled,
                 "bad_words": [list(word) for word in params.bad_words],
-                "positions": positions_of(request),
+                "positions": None if positions is None else positions.tolist(),
             },
         },
     }
+
+
+def _features(media: Sequence[Shown], version: int) -> dict[str, Any]:
+    """The files of media by kind; features of weights of another version are not used."""
+    found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
+    for each in media:
+        run = {"offset": each.places[0], "length": each.places[-1] + 1 - each.places[0]}
+        for field, value in zip(found.values(), (f"{each.digest} version {version}", run, each.path), strict=True):
+            field.setdefault(each.kind, []).append(value)
+    return found
 
 
 def completion_of(answer: Any, request: Request) -> Completion:

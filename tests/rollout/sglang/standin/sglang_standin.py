@@ -3,7 +3,7 @@
 
 SGLang's kernels are built for CUDA alone. With this module each of their names can be imported, and calling one raises:
 the server runs with what torch itself computes. torchvision's wheel is built for CUDA too; the two operators that it
-wants to see are declared before it is imported."""
+wants to see are declared before it is imported. So are operators that some of SGLang's models name when imported."""
 
 import importlib.machinery
 import sys
@@ -14,6 +14,12 @@ from typing import Any
 KERNELS = "sgl_kernel"
 VERSION = "0.4.10"
 BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 
 
 class Kernel:
@@ -43,7 +49,7 @@ class Finder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """The specification of a module of kernels."""
         if name == "torchvision" and "torch" in sys.modules:
-            _declare()
+            _declare("torchvision", ("nms" + BOXES, "qnms" + BOXES))
         if name.partition(".")[0] != KERNELS:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
@@ -56,16 +62,18 @@ class Finder:
         return module  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Does nothing."""
+        """Declares operators."""
+        if module.__name__ == KERNELS:
+            _declare(KERNELS, [name + "() -> ()" for name in OPERATORS])
 
 
-def _declare() -> None:
+def _declare(space: str, operators: Sequence[str]) -> None:
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
+    library = torch.library.Library(space, "FRAGMENT")
+    for operator in operators:
         try:
-            library.define(name + BOXES)
+            library.define(operator)
         except RuntimeError:  # torchvision's own operators are there
             return
     KEPT.append(library)

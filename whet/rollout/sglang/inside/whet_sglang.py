@@ -7,23 +7,37 @@ spawns import this file too, as their main module, so the additions are in all o
   kernels for deterministic inference; the client takes the prompt's length off the seed.
 - Ends: a response ends at its stop_token_ids alone, not at those of the folder's configuration too.
 - Versions: every piece of a streamed answer tells the weight versions of its tokens, not only the last one.
+- Images and videos: pixel values are read from files in shared memory, positions come with the request. Tokens of
+  patches are never sampled; log-probs are those among all tokens. Features stay until the tower's weights change.
 - Progress: /server_info tells how many tokens of each unfinished request were sent.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import sys
+from itertools import groupby
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from sglang.srt.layers import sampler
-from sglang.srt.managers import scheduler
-from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers import mm_schedule, scheduler
+from sglang.srt.managers.schedule_batch import (
+    FINISH_MATCHED_TOKEN,
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+    Req,
+)
 from sglang.srt.managers.scheduler_components import output_streamer
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
+PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
 GOLDEN, FIRST, SECOND = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -129,12 +143,102 @@ def _tell_progress() -> None:
     scheduler.Scheduler.get_internal_state = get_internal_state
 
 
+def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessorOutput:
+    """The media of a request, from the files that hold their pixel values, and its rotary positions."""
+    items = []
+    for each in given["whet"]:
+        pixels = load_file(each["path"])
+        feature = next(name for name in pixels if name.startswith("pixel_values"))
+        item = MultimodalDataItem(
+            modality=Modality[each["kind"].upper()],
+            feature=pixels.pop(feature),
+            offsets=[(run[0], run[-1]) for run in _runs(each["places"])],
+            # times one by one: SGLang's towers let those of one video attend to each other
+            model_specific_data={
+                name: grid.new_tensor([[1, *grid[0, 1:]]] * grid[0, 0]) for name, grid in pixels.items()
+            },
+        )
+        item.set_hash(int(each["digest"][:15], 16))
+        items.append(item)
+    positions = torch.tensor(given["positions"])
+    return MultimodalProcessorOutput(
+        input_ids=token_ids,
+        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(token_ids, items),
+        mm_items=items,
+        mrope_positions=positions,
+        mrope_position_delta=positions.max().add(1 - positions.shape[1]).view(1, 1),
+    )
+
+
+def _one_by_one(grid: torch.Tensor) -> torch.Tensor:
+    """The grid of each time: a tower would let those of one video attend to each other.   [1, 3] -> [T, 3]"""
+    times, height, width = grid[0].tolist()
+    return torch.tensor([[1, height, width]] * times)
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """Places in runs without gaps."""
+    return [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+
+
+def _read_media() -> None:
+    from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration  # they import many models
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+
+    plain = QwenVLImageProcessor.process_mm_data_async
+
+    async def process(self: Any, image_data: Any, input_text: Any, *args: Any, **kwargs: Any) -> Any:
+        if image_data and isinstance(image_data[0], str) and image_data[0].startswith("{"):
+            return media_of(json.loads(image_data[0]), list(input_text))
+        return await plain(self, image_data, input_text, *args, **kwargs)
+
+    QwenVLImageProcessor.process_mm_data_async = process
+    Qwen2_5_VLForConditionalGeneration.get_image_feature = image_features
+
+
+def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
+    """The tower's features of Qwen2.5-VL's images; SGLang's own function returns patches of others than 14 pixels."""
+    pixels = torch.cat([item.feature for item in items]).type(model.visual.dtype)
+    features: torch.Tensor = model.visual(pixels, grid_thw=torch.cat([item.image_grid_thw for item in items]))
+    return features
+
+
+def _keep_features() -> None:
+    plain, towers = WeightUpdater.update_weights_from_disk, dict[int, list[int]]()
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = plain(self, *args, **kwargs)
+        weights = [weight for name, weight in self.get_model().named_parameters() if name.startswith("visual.")]
+        tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
+        if tower != towers.get(0) and mm_schedule.embedding_cache is not None:
+            mm_schedule.embedding_cache.clear()
+        towers[0] = tower
+        return done
+
+    WeightUpdater.update_weights_from_disk = update
+
+
+def _never_sample() -> None:
+    plain = sampler.Sampler.forward
+
+    def forward(self: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = out.next_token_logits
+        out.next_token_logits = logits.index_fill(-1, torch.tensor(PATCHES, device=logits.device), -torch.inf)
+        return plain(self, out, *args, **{**kwargs, "logprob_logits": logits})
+
+    sampler.Sampler.forward = forward
+
+
 sampler.multinomial_with_seed = draw_logs
 sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_some
 Req._check_token_based_finish = ends
 _give_seeds()
 _tell_versions()
 _tell_progress()
+if PATCHES:
+    _read_media()
+    _keep_features()
+    _never_sample()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

@@ -6,13 +6,14 @@
 - Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
   whet/rollout/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
-- Images and videos: pixel values are read from a file in shared memory when the tower encodes them; rotary positions
-  come with the request.
+- Images and videos: pixel values are read from a file in shared memory when the tower encodes them; features are kept
+  until the tower's weights change; rotary positions come with the request.
 """
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 
 GREEDY = 1e-5  # temperatures below are greedy, as in vLLM
 MASK = 2**64 - 1
+FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
 class Extension:
@@ -47,6 +49,10 @@ class Extension:
     def replace_adapter(self, name: str, path: str) -> None:
         """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
         self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
+
+    def num_encoded(self) -> int:
+        """The number of images and videos that the tower has encoded."""
+        return FEATURES.num_encoded
 
 
 # -- weights
@@ -94,6 +100,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             _pack_experts(self.model)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
+        FEATURES.keep_for(self.model)
 
     def shutdown(self) -> None:
         """Does nothing."""
@@ -226,14 +233,64 @@ def _key_the_sampler() -> None:
 # -- images and videos
 
 
+class Features:
+    """The tower's outputs by digest, the least recently used ones dropped: vLLM forgets its own with each update."""
+
+    def __init__(self) -> None:
+        self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
+        self.num_encoded = 0
+        self._found: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def keep_for(self, model: torch.nn.Module) -> None:
+        """Drops all where the weights of the tower are others than before."""
+        weights = [weight for name, weight in model.named_parameters() if name.startswith("visual.")]
+        tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
+        if tower != self.tower:
+            self._found.clear()
+            self.tower = tower
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The features of a media as `whet.rollout.vllm.media` names it, by a tower of these weights."""
+        if (found := self._found.get(_digest(name))) is not None:
+            self._found.move_to_end(_digest(name))
+        return found
+
+    def add(self, name: str, features: torch.Tensor) -> None:
+        """Keeps new features on the host; vLLM's own media, of its warm-up, have no digest."""
+        if not (digest := _digest(name)):
+            return
+        self.num_encoded += 1
+        self._found[digest] = features.detach().to("cpu", copy=True)
+        while sum(each.nbytes for each in self._found.values()) > FEATURE_BYTES:
+            self._found.popitem(last=False)
+
+
+FEATURES = Features()
+
+
+def _digest(name: str) -> str:
+    return name.rpartition(" version ")[0]
+
+
 def _read_media() -> None:
-    """Lets the model runner read pixel values from the files of requests, and take positions that came with them."""
+    """Lets the model runner read pixel values from the files of requests unless it has the features, and take positions
+    that came with them."""
     runner = gpu_model_runner.GPUModelRunner
     plain_batch, plain_positions = runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions
+    plain_cache = runner._cache_encoder_output
 
     def batch(self: Any, *args: Any) -> Any:
-        hashes, items, *rest = plain_batch(self, *args)
-        return hashes, [(kind, _with_pixels(item)) for kind, item in items], *rest
+        missing = []
+        for name, (kind, item), place in zip(*plain_batch(self, *args), strict=True):
+            if (found := FEATURES.find(name)) is None:
+                missing.append((name, (kind, _with_pixels(item)), place))
+            else:
+                self.encoder_cache[name] = found.to(self.device)
+        return tuple(map(list, zip(*missing, strict=True))) or ([], [], [])
+
+    def cache(self: Any, name: str, output: torch.Tensor, *rest: Any) -> None:
+        FEATURES.add(name, output)
+        plain_cache(self, name, output, *rest)
 
     def positions(self: Any, request: Any) -> None:
         if (given := _given(request, "positions", None)) is None:
@@ -243,6 +300,7 @@ def _read_media() -> None:
             request.mrope_position_delta = int(found.max()) + 1 - found.shape[1]
 
     runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions = batch, positions
+    runner._cache_encoder_output = cache
 
 
 def _with_pixels(item: Any) -> Any:

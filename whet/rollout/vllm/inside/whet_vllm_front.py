@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from vllm.entrypoints.generate.structured_decisions import api_router
-from vllm.entrypoints.scale_out.token_in_token_out import mm_features
+from vllm.entrypoints.scale_out.token_in_token_out import mm_features, serving
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 
@@ -60,5 +61,23 @@ def _media(path: str) -> MultiModalKwargsItem:
     return MultiModalKwargsItem({name: MultiModalFieldElem(data=value, field=field) for name, value in data.items()})
 
 
+def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, list[Any]], **more: Any) -> Any:
+    """vLLM's input, where only the patch tokens of a media get its features: a Qwen3-VL video has text between times,
+    which the protocol of /inference/v1/generate does not tell."""
+    marked = {
+        kind: [replace(run, is_embed=_patches_of(prompt_token_ids, run)) for run in runs]
+        for kind, runs in mm_placeholders.items()
+    }
+    return _plain_input(prompt_token_ids=prompt_token_ids, mm_placeholders=marked, **more)
+
+
+def _patches_of(token_ids: list[int], run: Any) -> torch.Tensor | None:
+    """True where a token is as the first of the run; None where all are."""
+    tokens = torch.tensor(token_ids[run.offset : run.offset + run.length])
+    found = tokens == tokens[0]
+    return None if found.all() else found
+
+
+_plain_input, serving.mm_input = serving.mm_input, _with_patches
 api_router.init_structured_decisions_state = _no_decisions
 mm_features.decode_mm_kwargs_item = _media

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of requests for vLLM: pixel values in shared memory, read when its worker encodes them."""
+"""Images and videos of requests for a server: pixel values in shared memory, which its processes read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
+
+import torch
 
 from whet.errors import EngineError
 from whet.models.positions import patches, rotary_positions
 from whet.models.vision.base import Vision
-from whet.models.vision.qwen import Qwen3Vision, QwenVision
+from whet.models.vision.qwen import QwenVision
 from whet.rollout.protocol import Request
 from whet.rollout.servers.weights import weights_file
 from whet.types import Media
@@ -19,22 +22,32 @@ from whet.types import Media
 HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A media of a request."""
+
+    kind: str
+    digest: str
+    path: str  # of a safetensors file with the outputs of the processor
+    places: list[int]  # of its patch tokens in the prompt
+
+
 class SharedMedia:
     """Pixel values in shared memory: each media once, for as long as a request needs it."""
 
-    def __init__(self, vision: Vision | None) -> None:
-        self.vision = vision
+    def __init__(self, vision: Vision | None, title: str) -> None:
+        self.vision, self._title = vision, title
         self._lock = Lock()
         self._files: dict[str, tuple[str, ExitStack]] = {}  # by digest
         self._users: dict[str, int] = {}
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError where vLLM cannot read the media of a request."""
-        if not isinstance(self.vision, QwenVision) or isinstance(self.vision, Qwen3Vision):  # log-probs 5e-3 off
+        """Raises: EngineError where the server cannot read the media of a request."""
+        if not isinstance(self.vision, QwenVision):
             model = "reads text" if self.vision is None else f"is {self.vision.config.model_type}"
             raise EngineError(
-                f"request {request.uid} has {request.media[0].kind}s, and the model {model}; whet gives vLLM images "
-                "of Qwen2-VL and Qwen2.5-VL: change the model, or rollout.engine.name to native or hf"
+                f"request {request.uid} has {request.media[0].kind}s, and the model {model}; whet gives {self._title} "
+                "images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: change the model, or rollout.engine.name to native or hf"
             )
         for each in request.media:
             if each.kind not in self.vision.kinds or each.tokens is None:
@@ -42,18 +55,13 @@ class SharedMedia:
                 raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads text, {reads}")
 
     @contextmanager
-    def opened(self, request: Request, version: int) -> Iterator[dict[str, Any]]:
-        """The fields of a body for the media of a request, whose files are there until the end of the context.
-
-        `version` is that of the weights: features of other weights are not used.  Raises: DataError."""
+    def opened(self, request: Request) -> Iterator[list[Shown]]:
+        """The media of a request, whose files are there until the end of the context.  Raises: DataError."""
         with ExitStack() as held:
-            features: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
-            for media, places in zip(request.media, patches(request.prompt_ids, request.media), strict=True):
-                run = {"offset": places[0], "length": len(places)}
-                given = f"{media.digest} version {version}", run, held.enter_context(self._file(media))
-                for field, value in zip(features.values(), given, strict=True):
-                    field.setdefault(media.kind, []).append(value)
-            yield features
+            yield [
+                Shown(media.kind, media.digest, held.enter_context(self._file(media)), places)
+                for media, places in zip(request.media, patches(request.prompt_ids, request.media), strict=True)
+            ]
 
     @contextmanager
     def _file(self, media: Media) -> Iterator[str]:
@@ -78,7 +86,15 @@ class SharedMedia:
                     self._files.pop(digest)[1].close()
 
 
-def positions_of(request: Request) -> list[list[int]] | None:
-    """Multimodal rotary positions [3, T] of all tokens that a request begins with; vLLM's own differ behind videos."""
-    positions = rotary_positions((*request.prompt_ids, *request.sampled_ids), request.media, request.opening)
-    return None if positions is None else positions.tolist()
+def config_overrides(argument: str, config: Any) -> dict[str, Any]:
+    """The server's argument with fields to change in a folder's config, if any: transformers always interleaves the
+    rotary positions of Qwen3-VL, a server where the config says so, as published ones do."""
+    if not config.model_type.startswith("qwen3_vl"):
+        return {}
+    rope = {**config.text_config.rope_parameters, "mrope_interleaved": True}
+    return {argument: {"text_config": {"rope_parameters": rope}}}
+
+
+def positions_of(request: Request) -> torch.Tensor | None:
+    """Rotary positions [3, T] of all tokens that a request begins with; those of servers differ behind videos."""
+    return rotary_positions((*request.prompt_ids, *request.sampled_ids), request.media, request.opening)
