@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `whet view` in Chromium."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.viewer.conftest import DIGEST, HOSTILE, record, write_lines
+from whet.viewer.server import open_server
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; `make chromium` installs it"),
+]
+WAIT = 20_000  # milliseconds
+
+
+@pytest.fixture
+def page(folder: Path) -> Iterator[Any]:
+    """The page of the folder's runs. No request leaves the machine, and nothing is logged as an error."""
+    server = open_server(folder)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    errors: list[str] = []
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--disable-gpu", "--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1300, "height": 800}, color_scheme="light")
+        opened.set_default_timeout(WAIT)
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        own = f"http://127.0.0.1:{server.server_address[1]}/"
+        opened.on("request", lambda request: None if request.url.startswith(own) else errors.append(request.url))
+        opened.goto(own)
+        opened.wait_for_selector("figure canvas")
+        yield opened
+        browser.close()
+    server.shutdown()
+    server.server_close()
+    assert not errors
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return [each.strip() for each in page.locator(selector).all_inner_texts()]
+
+
+def open_trajectory(page: Any, step: int, line: int, kind: str = "step") -> None:
+    page.evaluate(f"location.hash = 'tab=trajectories&run=one&kind={kind}&step={step}&line={line}'")
+    page.wait_for_selector(".detail .title")
+
+
+def test_curves_follow_a_running_run_and_lead_to_trajectories(page: Any, folder: Path) -> None:
+    assert texts(page, ".run .name") == ["deep/two", "one"]
+    assert texts(page, "figcaption b") == ["critic/score/mean", "sft/loss"]
+    assert page.locator('[data-metric="critic/score/mean"] .values').inner_text() == "0.500"
+    with (folder / "one/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "critic/score/mean": 0.875}\n')
+    sync_api.expect(page.locator('[data-metric="critic/score/mean"] .values')).to_have_text("0.875")
+    assert page.locator(".run", has_text="one").locator(".num").inner_text() == "3/9"
+    over = page.locator('[data-metric="critic/score/mean"] .u-over')
+    box = over.bounding_box()
+    over.click(position={"x": 3, "y": box["height"] - 3})
+    page.wait_for_selector(".detail .title")
+    assert page.locator("#step").input_value() == "1"
+
+
+def test_chosen_metrics_smoothing_and_log_scale_are_kept(page: Any) -> None:
+    page.locator("summary", has_text="time").click()
+    page.get_by_label("rollout", exact=True).check()
+    page.wait_for_selector('[data-metric="time/rollout"] canvas')
+    page.get_by_label("log scale").check()
+    page.get_by_label("smoothing").fill("0.5")
+    page.reload()
+    page.wait_for_selector('[data-metric="time/rollout"] canvas')
+    assert page.get_by_label("log scale").is_checked() and page.get_by_label("smoothing").input_value() == "0.5"
+
+
+def test_tokens_are_coloured_by_the_chosen_column(page: Any) -> None:
+    open_trajectory(page, 1, 2)
+    page.wait_for_selector(".tokens span")
+    spans = page.locator(".tokens span")
+    assert texts(page, ".tokens span") == ["lo", "ok", "it", "is", "four"]
+    strength = "spans => spans.map(each => each.style.getPropertyValue('--strength'))"
+    # Log-probs -1, -2, -0.5 against the largest, 2; full colour is 70 %. What was read has none.
+    assert spans.evaluate_all(strength) == ["35%", "70%", "", "", "18%"]
+    assert texts(page, ".legend .num") == ["-2", "0"]
+    page.locator("#column").select_option("gap")  # trainer less sampler: -0.5, 0, and 0.25
+    assert spans.evaluate_all(strength) == ["70%", "0%", "", "", "35%"]
+    kinds = spans.evaluate_all("spans => spans.map(each => each.className)")
+    assert kinds == ["below", "untrained above", "read", "read", "above"]
+    page.locator("#column").select_option("who")
+    assert texts(page, ".legend span") == ["policy", "tool"]
+    page.locator("#column").select_option("policy_version")
+    assert texts(page, ".legend span") == ["3", "4"]
+    spans.first.hover()
+    assert re.search(
+        r"token 1 of 5 · turn 1.*log-prob \(sampler\)\s*-1\b", page.locator("#tip").inner_text(), re.DOTALL
+    )
+
+
+def test_turns_show_tools_and_images_that_the_run_keeps(page: Any) -> None:
+    open_trajectory(page, 1, 2)
+    page.keyboard.press("v")
+    page.wait_for_selector(".block.tool img")
+    assert texts(page, ".block header") == ["prompt", "turn 1", "tool", "turn 2 reward 1"]
+    assert page.locator(".block.tool img").get_attribute("src").endswith(DIGEST)
+    sync_api.expect(page.locator(".block.tool img")).to_have_js_property("naturalWidth", 4)
+
+
+def test_text_of_a_model_is_text(page: Any) -> None:
+    open_trajectory(page, 2, 0)
+    assert page.locator(".block.policy .text").inner_text() == HOSTILE
+    assert page.title() == "whet view" and page.locator("main script").count() == 0
+
+
+def test_failures_and_filtered_groups_say_why(page: Any) -> None:
+    open_trajectory(page, 2, 2)
+    assert page.locator(".failure").inner_text() == "tool: it broke"
+    page.locator("#show").select_option("failed")
+    sync_api.expect(page.locator(".count")).to_have_text("1 trajectory")
+    page.locator("#show").select_option("all")
+    page.locator("#kind").select_option("dropped")
+    page.wait_for_selector(".note")
+    assert page.locator(".note").inner_text() == "Filtered out by dapo."
+
+
+def test_keys_move_find_and_explain(page: Any) -> None:
+    page.keyboard.press("2")
+    page.locator(".run", has_text="one").click()
+    page.wait_for_selector(".detail .title")
+    title = page.locator(".detail h3")
+    sync_api.expect(title).to_have_text("0:2:0")  # of the newest step
+    page.keyboard.press("ArrowLeft")
+    sync_api.expect(title).to_have_text("0:0:0")
+    page.keyboard.press("ArrowDown")
+    sync_api.expect(title).to_have_text("0:0:1")
+    page.keyboard.press("[")
+    sync_api.expect(title).to_have_text("0:0:0")
+    page.keyboard.press("/")
+    page.keyboard.type("five")
+    page.keyboard.press("Enter")
+    sync_api.expect(title).to_have_text("0:0:1")
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    assert page.locator("#keys").is_visible() and "within the group" in page.locator("#keys").inner_text()
+    page.keyboard.press("Escape")
+    page.keyboard.press("3")
+    page.wait_for_selector(".times")
+    assert texts(page, ".times td:first-child") == ["rollout", "rest of the step"]
+    page.keyboard.press("4")
+    page.wait_for_selector("pre.raw")
+    page.go_back()
+    page.wait_for_selector(".times")
+
+
+def test_dark_and_light_follow_the_system_until_one_is_chosen(page: Any) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(background)
+    assert light != dark
+    page.keyboard.press("t")
+    assert page.evaluate(background) == light
+    page.reload()
+    page.wait_for_selector("figure canvas")
+    assert page.evaluate(background) == light
+
+
+def test_a_list_of_thousands_has_few_elements(page: Any, folder: Path) -> None:
+    write_lines(folder / "one/rollouts/step_000003.jsonl", (record(f"0:{i // 8}:{i % 8}") for i in range(5000)))
+    open_trajectory(page, 2, 0)
+    page.wait_for_selector('#step option[value="3"]', state="attached")
+    open_trajectory(page, 3, 4321)
+    sync_api.expect(page.locator(".count")).to_have_text("5,000 trajectories")
+    sync_api.expect(page.locator('.row[aria-selected="true"]')).to_be_visible()
+    sync_api.expect(page.locator(".detail h3")).to_have_text(f"0:{4321 // 8}:{4321 % 8}")
+    assert page.locator(".row").count() < 40
+    page.locator(".list").evaluate("list => list.scrollTop = list.scrollHeight")
+    sync_api.expect(page.locator(".row").last).to_contain_text("2+2=")

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trajectories of a run: an index of the places of lines, so that a page reads no more than it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KINDS = ("step", "validation", "dropped")  # of files in rollouts/: KIND_STEP.jsonl
+SNIPPET = 160  # characters of a text in a list
+INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it has read
+KEPT_QUERIES = 8
+
+
+class Row(NamedTuple):
+    """A trajectory as lists are made of it: its place, and what it is sorted and filtered by."""
+
+    kind: str
+    step: int
+    line: int
+    offset: int  # in bytes
+    group: str
+    reward: float | None
+    accuracy: float | None
+    tokens: int
+    turns: int
+    truncated: bool
+    failed: bool
+    log_prob: float | None  # mean of its tokens
+
+
+@dataclass(frozen=True)
+class Query:
+    """The trajectories that a list shows. Without a step those of all steps."""
+
+    kind: str = "step"
+    step: int | None = None
+    show: str = "all"  # of SHOWN
+    sort: str = "file"  # of SORTED
+    text: str = ""
+
+
+SHOWN: dict[str, Callable[[Row], bool]] = {
+    "all": lambda row: True,
+    "right": lambda row: (row.accuracy or 0) > 0,
+    "wrong": lambda row: not row.failed and row.accuracy == 0,
+    "failed": lambda row: row.failed,
+    "truncated": lambda row: row.truncated,
+}
+SORTED: dict[str, Callable[[Row], Any]] = {
+    "best": lambda row: (row.failed, -(row.reward or 0.0)),
+    "worst": lambda row: (row.failed, row.reward or 0.0),
+    "longest": lambda row: -row.tokens,
+    "turns": lambda row: -row.turns,
+    "unlikely": lambda row: row.log_prob or 0.0,
+}
+
+
+class Records:
+    """The trajectories of a run's folder. Files are read when they are asked for, and again after they have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rows: dict[Path, tuple[Any, list[Row]]] = {}
+        self._tokens: OrderedDict[Path, tuple[Any, dict[str, list[int]]]] = OrderedDict()
+        self._queries: OrderedDict[Any, list[Row]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def steps(self) -> dict[str, list[int]]:
+        """The steps of which there are files, by kind, and under `tokens` those with tokens."""
+        found = {kind: self._steps_of("rollouts", kind) for kind in KINDS}
+        return {**found, "tokens": self._steps_of("tokens", "step")}
+
+    def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+        """A stretch of the list that a query gives, with the list's whole length, and how many of its files are read so
+        far: a query over many is answered before all are, and is to be repeated."""
+        with self._lock:
+            steps = self._steps_of("rollouts", query.kind) if query.step is None else [query.step]
+            paths, until = [self._path(query.kind, step) for step in steps], time.monotonic() + INDEX_SECONDS
+            stamps = list[tuple[int, int, int]]()
+            for path, step in zip(paths, steps, strict=True):
+                if stamps and time.monotonic() > until:
+                    break
+                stamps.append(self._index(path, query.kind, step))
+            paths = paths[: len(stamps)]
+            key = (query, tuple(stamps))
+            if key not in self._queries:
+                self._queries[key] = list(self._chosen(query, paths))
+                while len(self._queries) > KEPT_QUERIES:
+                    self._queries.popitem(last=False)
+            rows = self._queries[key]
+        shown = [self._shown(row) for row in rows[max(offset, 0) : max(offset, 0) + limit]]
+        return {"total": len(rows), "rows": shown, "files": len(steps), "read": len(paths)}
+
+    def trajectory(self, kind: str, step: int, line: int) -> dict[str, Any]:
+        """A trajectory: its record, the rows of its tokens, and its group.  Raises: LookupError."""
+        with self._lock:
+            path = self._path(kind, step)
+            self._index(path, kind, step)
+            row = self._rows[path][1][line]
+            group = [each for each in self._rows[path][1] if each.group == row.group]
+        record = _line_at(path, row.offset)
+        members = [{"line": each.line, "reward": each.reward, "failed": each.failed} for each in group]
+        return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
+
+    def media(self, name: str) -> Path:
+        """The file of an image or video by its digest.  Raises: LookupError."""
+        if not re.fullmatch(r"[0-9a-f]{16,128}", name):
+            raise LookupError(name)
+        for path in (self.folder / "media").glob(f"{name}.*"):
+            return inside(self.folder, path)
+        raise LookupError(name)
+
+    def _steps_of(self, folder: str, kind: str) -> list[int]:
+        if kind not in KINDS:
+            raise LookupError(kind)
+        numbers = (re.fullmatch(rf"{kind}_(\d+)", path.stem) for path in (self.folder / folder).glob(f"{kind}_*.jsonl"))
+        return sorted(int(each[1]) for each in numbers if each)
+
+    def _path(self, kind: str, step: int) -> Path:
+        if kind not in KINDS:
+            raise LookupError(kind)
+        return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
+
+    def _index(self, path: Path, kind: str, step: int) -> tuple[int, int, int]:
+        """Reads the places of a file's lines where it is new.  Returns its stamp.  Raises: LookupError."""
+        stamp = _stamp(path)
+        if path not in self._rows or self._rows[path][0] != stamp:
+            with path.open("rb") as file:
+                self._rows[path] = stamp, list(_rows(file, kind, step))
+        return stamp
+
+    def _chosen(self, query: Query, paths: Sequence[Path]) -> list[Row]:
+        chosen: list[Row] = []
+        for path in paths:
+            rows = self._rows[path][1]
+            if query.text:
+                hits = _lines_with(path, query.text, [row.offset for row in rows])
+                rows = [row for place, row in enumerate(rows) if place in hits]
+            chosen += filter(SHOWN[query.show], rows)
+        return sorted(chosen, key=SORTED[query.sort]) if query.sort in SORTED else chosen
+
+    def _shown(self, row: Row) -> dict[str, Any]:
+        record = _line_at(self._path(row.kind, row.step), row.offset)
+        failure = record.get("failure") or {}
+        return {
+            **{name: getattr(row, name) for name in ("kind", "step", "line", "group", "reward", "accuracy")},
+            **{name: getattr(row, name) for name in ("tokens", "turns", "truncated", "failed")},
+            "uid": record.get("uid"),
+            "prompt": _plain(str(record.get("prompt", ""))[-20 * SNIPPET :])[-SNIPPET:],
+            "response": str(failure.get("message") or record.get("response", ""))[:SNIPPET],
+            "has_media": bool(record.get("media")),
+        }
+
+    def _token_rows(self, kind: str, step: int, uid: str) -> list[dict[str, Any]]:
+        """The rows of a trajectory in tokens/, those of its players too."""
+        path = inside(self.folder, self.folder / "tokens" / f"step_{step:06}.jsonl")
+        if kind != "step" or not path.is_file():
+            return []
+        with self._lock:
+            stamp = _stamp(path)
+            if path not in self._tokens or self._tokens[path][0] != stamp:
+                self._tokens[path] = stamp, _places_by_uid(path)
+                while len(self._tokens) > KEPT_QUERIES:
+                    self._tokens.popitem(last=False)
+            places = self._tokens[path][1]
+        names = [name for name in places if name == uid or name.startswith(f"{uid}/")]
+        return [_line_at(path, offset) for name in names for offset in places[name]]
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """Returns `path`.  Raises: LookupError where a link leads out of `folder`."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise LookupError(path)
+    return path
+
+
+def _rows(file: Any, kind: str, step: int) -> Iterator[Row]:
+    """The row of each line; a damaged line is left out."""
+    offset, number = 0, 0
+    for line in file:
+        try:
+            record = json.loads(line)
+            uid = str(record.get("uid", ""))
+            yield Row(
+                *(kind, step, number, offset, uid.rpartition(":")[0]),
+                *(_finite(record.get("reward")), _finite(record.get("accuracy"))),
+                *(int(record.get("tokens") or 0), int(record.get("turns") or 0)),
+                *(record.get("finish_reason") == "length", record.get("failure") is not None),
+                _finite(record.get("mean_log_prob")),
+            )
+            number += 1
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            pass
+        offset += len(line)
+
+
+def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
+    """The numbers of the lines that contain a text as JSON writes it, ASCII letters in any case."""
+    needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
+    content, found, place = path.read_bytes().lower(), set[int](), 0
+    while (place := content.find(needle, place)) >= 0:
+        number = bisect_right(offsets, place) - 1
+        found.add(number)
+        place = offsets[number + 1] if number + 1 < len(offsets) else len(content)
+    return found
+
+
+def _places_by_uid(path: Path) -> dict[str, list[int]]:
+    """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid."""
+    places: dict[str, list[int]] = {}
+    offset, decoder = 0, json.JSONDecoder()
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                uid, _ = decoder.raw_decode(line[:1000].decode("utf-8", "replace"), len('{"uid": '))
+                places.setdefault(str(uid), []).append(offset)
+            except ValueError:
+                pass
+            offset += len(line)
+    return places
+
+
+def _line_at(path: Path, offset: int) -> dict[str, Any]:
+    """Raises: LookupError where no object is there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            record = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LookupError(f"{path}: {error}") from error
+    if not isinstance(record, dict):
+        raise LookupError(path)
+    return record
+
+
+def _plain(text: str) -> str:
+    """A text without the special tokens of chat templates."""
+    return re.sub(r"<\|[^|<>]{1,40}\|>", "", text).strip()
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise LookupError(path.name) from error
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of `whet view`. It only reads, only below its folder, and answers only to addresses of its machine:
+a page of another site that resolves its own name to this machine gets nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from whet.errors import ConfigError
+from whet.viewer.curves import Curves, find_runs
+from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
+
+MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
+TYPES = {  # of files that are sent; others are not
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".bmp": "image/bmp",
+    ".mp4": "video/mp4",
+    ".webm": "video/webm",
+    ".mov": "video/quicktime",
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Site:
+    """The answers to the page, from the runs below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._open: dict[Path, tuple[Curves, Records]] = {}
+        self._lock = threading.Lock()
+
+    def runs(self, _: Mapping[str, str]) -> Any:
+        """Lists the runs: name, steps, state, the names of its metrics, the steps of its files."""
+        found = []
+        for name, path in find_runs(self.root).items():
+            curves, records = self._opened(path)
+            curves.refresh()
+            shown = path.name if name == "." else name
+            found.append(
+                {"id": name, "name": shown, **curves.summary(), "metrics": curves.names(), "files": records.steps()}
+            )
+        return {"folder": self.root.name, "runs": found}
+
+    def curves(self, query: Mapping[str, str]) -> Any:
+        """The points of the metrics `names`, separated by commas."""
+        curves, _ = self._run(query)
+        curves.refresh()
+        return curves.points(query["names"].split(","), MAX_POINTS)
+
+    def seconds(self, query: Mapping[str, str]) -> Any:
+        """The times of a run's steps, by phase."""
+        curves, _ = self._run(query)
+        curves.refresh()
+        return curves.seconds([name for name in curves.names() if name.startswith("time/")], MAX_POINTS // 4)
+
+    def trajectories(self, query: Mapping[str, str]) -> Any:
+        """A stretch of a list of trajectories."""
+        _, records = self._run(query)
+        step = query.get("step", "")
+        show, sort = query.get("show", "all"), query.get("sort", "file")
+        if show not in SHOWN or sort not in {"file", *SORTED}:
+            raise LookupError(show, sort)
+        asked = Query(query.get("kind", "step"), int(step) if step else None, show, sort, query.get("text", ""))
+        return records.page(asked, int(query.get("offset", 0)), min(int(query.get("limit", 100)), MAX_ROWS))
+
+    def trajectory(self, query: Mapping[str, str]) -> Any:
+        """A trajectory with its tokens and its group."""
+        _, records = self._run(query)
+        return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
+
+    def config(self, query: Mapping[str, str]) -> Any:
+        """The run's config.yaml."""
+        folder = self._path(query)
+        path = folder / "config.yaml"
+        return {"text": inside(folder, path).read_text("utf-8", "replace") if path.is_file() else ""}
+
+    def media(self, run: str, name: str) -> Path:
+        """The file of an image or video."""
+        return self._run({"run": run})[1].media(name)
+
+    def _run(self, query: Mapping[str, str]) -> tuple[Curves, Records]:
+        return self._opened(self._path(query))
+
+    def _path(self, query: Mapping[str, str]) -> Path:
+        """The folder of a run that `find_runs` finds, so that no name leads elsewhere.  Raises: LookupError."""
+        path = self.root / query["run"]
+        with self._lock:
+            if path in self._open:
+                return path
+        return find_runs(self.root)[query["run"]]
+
+    def _opened(self, path: Path) -> tuple[Curves, Records]:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = Curves(path), Records(path)
+            return self._open[path]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request; every value in it is text of somebody else."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    site: Site
+    own_host: str
+
+    def do_GET(self) -> None:
+        """Sends the page, a file of it, numbers as JSON, or an image."""
+        url = urlsplit(self.path)
+        if not is_own(self.headers.get("Host", ""), self.own_host):
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
+        try:
+            kind, content = self._content(unquote(url.path), {k: v[-1] for k, v in parse_qs(url.query).items()})
+        except (LookupError, ValueError, OSError):
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such thing here")
+        return self._send(HTTPStatus.OK, kind, content)
+
+    def _content(self, path: str, query: Mapping[str, str]) -> tuple[str, bytes]:
+        match path.split("/")[1:]:
+            case [""]:
+                return TYPES[".html"], _static("index.html")
+            case ["static", name]:
+                return TYPES[Path(name).suffix], _static(name)
+            case ["media", run, name]:
+                file = self.site.media(unquote(run), name)
+                return TYPES[file.suffix.lower()], file.read_bytes()
+            case ["api", ("runs" | "curves" | "seconds" | "trajectories" | "trajectory" | "config") as name]:
+                answer = json.dumps(getattr(self.site, name)(query), ensure_ascii=False)
+                return "application/json", answer.encode("utf-8", "backslashreplace")
+        raise LookupError(path)
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # as http.server names it
+        """Logs nothing."""
+
+
+def is_own(host: str, own: str) -> bool:
+    """Tells whether a Host header is the name that the server was given, localhost, or an address: the name of a site
+    that resolves to this machine is none of these."""
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in {"localhost", own}
+    return True
+
+
+def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+    """Returns a server that listens; port 0 is a free one.  Raises: ConfigError without runs, and for a port in use."""
+    if not root.is_dir() or not find_runs(root):
+        state = "holds no run" if root.is_dir() else "is no folder"
+        raise ConfigError(
+            f"{root} {state}; expected a run's folder (it has metrics.jsonl), or a folder with runs in it"
+        )
+    handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
+    try:
+        server = ThreadingHTTPServer((host, port), handler)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}; choose another port, or 0 for any"
+        ) from error
+    server.daemon_threads = True
+    return server
+
+
+def _static(name: str) -> bytes:
+    """A file of the page.  Raises: LookupError."""
+    folder = resources.files("whet.viewer") / "static"
+    if name not in {each.name for each in folder.iterdir()}:
+        raise LookupError(name)
+    return (folder / name).read_bytes()
