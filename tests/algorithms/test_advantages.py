@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from whet.algorithms.adapters import estimate
+from whet.algorithms.statistics import whiten
 from whet.registry import ADV_ESTIMATORS
 
 Batch = dict[str, Tensor]
@@ -365,3 +366,65 @@ def test_distillation_pulls_towards_the_teacher() -> None:
     assert advantages("on_policy_distillation", batch, coef=4.0)[:, 0].tolist() == [2.0, 2.0]
     both = advantages("grpo_distillation", batch, coef=4.0, std_norm=False)
     assert both[:, 0].tolist() == [1.0, 3.0]
+
+
+# ---- vapo, and what is not whitened
+
+
+def test_vapo_by_hand() -> None:
+    # deltas: (0 + 1/2 - 1, 0 + 1/4 - 1/2, 1 - 1/4) = (-1/2, -1/4, 3/4); l = 3, alpha = 2/3: lambda = 1 - 1/2 = 1/2
+    # A: 3/4; -1/4 + 3/8 = 1/8; -1/2 + 1/16 = -7/16.    lambda of the critic 1: 3/4, 1/2, 0, plus V: 1, 1, 1
+    # the row of one token: lambda max(0, 1 - 3/2) = 0, delta 2 - 1 = 1; its return is 2
+    batch = {
+        "token_level_rewards": torch.tensor([[0.0, 0.0, 1.0], [2.0, 0.0, 0.0]], dtype=torch.float64),
+        "values": torch.tensor([[1.0, 0.5, 0.25], [1.0, 9.0, 9.0]], dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+    }
+    result = estimate(ADV_ESTIMATORS["vapo"], batch, {"alpha": 2 / 3, "whiten": False})
+    assert result.advantages.tolist() == [pytest.approx([-7 / 16, 1 / 8, 3 / 4]), [1, 0, 0]]
+    assert result.returns is not None and result.returns.tolist() == [[1, 1, 1], [2, 0, 0]]
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "lam_critic"), [(0.3, 1.0, 1.0), (0.5, 0.9, 0.7), (0.05, 1.0, 0.95)])
+def test_vapo_is_gae_row_by_row(make_batch: MakeBatch, alpha: float, gamma: float, lam_critic: float) -> None:
+    """With the slow loop's lambda of each row for the policy, and one for the critic."""
+    batch = make_batch(5, rows=40)
+    options = {"alpha": alpha, "gamma": gamma, "lam_critic": lam_critic, "whiten": False}
+    result = estimate(ADV_ESTIMATORS["vapo"], batch, options)
+    assert result.returns is not None
+    plain = {"gamma": gamma, "whiten": False}
+    for row in range(40):
+        one = {name: column[row : row + 1] for name, column in batch.items()}
+        length = int(one["response_mask"].sum())
+        lam = max(0.0, 1 - 1 / (alpha * length)) if length else 0.0
+        policy = estimate(ADV_ESTIMATORS["gae"], one, {**plain, "lam": lam}).advantages
+        torch.testing.assert_close(result.advantages[row : row + 1], policy)
+    critic = estimate(ADV_ESTIMATORS["gae"], batch, {**plain, "lam": lam_critic}).returns
+    torch.testing.assert_close(result.returns, critic)
+    whole = estimate(ADV_ESTIMATORS["vapo"], batch, {**options, "whiten": True}).advantages
+    torch.testing.assert_close(whole, whiten(result.advantages, batch["response_mask"]))
+
+
+def test_what_is_not_whitened_is_the_same_before_it(make_batch: MakeBatch) -> None:
+    batch = make_batch(6, rows=30)
+    for name, options in (("gae", {"gamma": 0.9, "lam": 0.8}), ("reinforce_plus_plus", {"gamma": 0.9})):
+        raw = estimate(ADV_ESTIMATORS[name], batch, {**options, "whiten": False})
+        usual = estimate(ADV_ESTIMATORS[name], batch, options)
+        torch.testing.assert_close(whiten(raw.advantages, batch["response_mask"]), usual.advantages)
+        assert usual.returns is not None and raw.returns is not None and torch.equal(usual.returns, raw.returns)
+    # r = (0, 1), gamma 1/2: the return itself
+    two = {"token_level_rewards": torch.tensor([[0.0, 1.0]]), "response_mask": torch.ones(1, 2).long()}
+    plain = estimate(ADV_ESTIMATORS["reinforce_plus_plus"], two, {"gamma": 0.5, "whiten": False})
+    assert plain.advantages.tolist() == [[0.5, 1.0]]
+
+
+def test_the_number_added_to_a_deviation_may_be_another() -> None:
+    # scores 0 and 2: deviation sqrt(2); with 1 added 1 / (1 + sqrt(2)); all four: sample deviation sqrt(4 / 3)
+    batch = {
+        "token_level_rewards": torch.tensor([[0.0], [2.0], [0.0], [2.0]], dtype=torch.float64),
+        "response_mask": torch.ones(4, 1).long(),
+        "uid": torch.tensor([0, 0, 1, 1]),
+    }
+    for name, deviation in (("grpo", 2**0.5), ("lite_ppo", (4 / 3) ** 0.5)):
+        found = estimate(ADV_ESTIMATORS[name], batch, {"eps": 1.0}).advantages[:, 0]
+        assert found.tolist() == pytest.approx([each / (deviation + 1) for each in (-1, 1, -1, 1)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.correction import gap
+from whet.algorithms.correction import gap, out_of_bounds, weight_metrics
 from whet.registry import REJECTIONS, WEIGHTS, call
 
 LOG2 = math.log(2)
@@ -45,6 +45,35 @@ def test_importance_is_cut_above() -> None:
     # of the sequence: 4 / 2 and 2
     assert weight("importance", level="sequence", cap=1.5) == pytest.approx([1.5] * 4)
     assert weight("importance", level="sequence") == pytest.approx([2] * 4)
+
+
+def test_importance_may_have_a_floor() -> None:
+    assert weight("importance", floor=0.8) == pytest.approx([2, 0.8, 1, 2])
+    assert weight("importance", level="sequence", floor=3.0, cap=4.0) == pytest.approx([3] * 4)
+
+
+def test_importance_of_a_row_or_a_segment_is_a_geometric_mean() -> None:
+    # log 4, -log 2, 0: the mean is log 2 / 3; apart at the second token: log 4 and 0
+    mean = 2 ** (1 / 3)
+    assert weight("importance", level="geometric") == pytest.approx([mean] * 3 + [2])
+    assert weight("importance", level="segment") == pytest.approx([mean] * 3 + [2])
+    apart = {**BATCH, "response_mask": torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])}
+    found: Tensor = call(WEIGHTS["importance"], apart, {"level": "segment", "cap": 9.0})
+    assert found[0, [0, 2]].tolist() == pytest.approx([4, 1])
+    # normalised over tokens: (mean 3 + 2) / 4
+    size = (3 * mean + 2) / 4
+    of_tokens = weight("importance", level="segment", normalise=True)
+    assert of_tokens == pytest.approx([mean / size] * 3 + [2 / size])
+
+
+def test_the_spread_of_weights_and_what_is_outside() -> None:
+    weights = torch.tensor([[4.0, 0.5, 1.0, 7.0], [2.0, 9.0, 9.0, 9.0], [9.0] * 4])
+    found = {name: value.item() for name, value in weight_metrics(weights, SAMPLED).items()}
+    # 4, 1/2, 1, 2: mean 15/8, squares 17 + 1/4 + 4 - 4 (15/8)^2
+    assert found == {"std": pytest.approx(((16 + 0.25 + 1 + 4) / 4 - (15 / 8) ** 2) ** 0.5), "min": 0.5, "max": 4}
+    assert weight_metrics(weights, torch.zeros(3, 4)) == {}
+    assert out_of_bounds(weights, SAMPLED, 0.6, 2.0).item() == 0.5  # 4 and 1/2
+    assert out_of_bounds(weights, SAMPLED, 0.0, 4.0).item() == 0.0
 
 
 def test_importance_may_keep_the_size_of_a_step() -> None:
@@ -107,5 +136,7 @@ def test_the_gap_in_numbers() -> None:
     assert float(found["kl"]) == pytest.approx(sum(k3) / 4)
     # weights 4, 1/2, 1, 2: 7.5^2 / (4 * 21.25)
     assert float(found["effective_sample_size"]) == pytest.approx(56.25 / 85)
+    assert float(found["chi2"]) == pytest.approx(21.25 / 4 - 1)
+    assert float(found["perplexity_ratio"]) == pytest.approx(math.exp(-2 * LOG2 / 4))
     assert float(found["rollout_perplexity"]) == pytest.approx(math.exp(7 / 4))
     assert float(found["trainer_perplexity"]) == pytest.approx(math.exp(7 / 4 - 2 * LOG2 / 4))

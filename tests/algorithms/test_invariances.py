@@ -197,6 +197,12 @@ OTHERS = [
         pytest.param(REJECTIONS["divergence"], {"level": level, "high": 0.1}, id=level)
         for level in ("token", "sequence_mean", "sequence_sum", "sequence_max")
     ),
+    *(
+        pytest.param(WEIGHTS[name], {"level": level}, id=f"{name} {level}")
+        for name in ("importance", "icepop")
+        for level in ("geometric", "segment")
+    ),
+    pytest.param(WEIGHTS["importance"], {"floor": 0.7, "cap": 1.2}, id="floor"),
     pytest.param(ADV_ESTIMATORS["cpo"], {"gate": True, "loss_position": "entropy"}, id="gate"),
 ]
 

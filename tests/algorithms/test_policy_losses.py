@@ -177,3 +177,19 @@ def test_huge_log_ratios_stay_finite(make_batch: MakeBatch, name: str, shift: fl
     assert loss.isfinite().all()
     assert log_probs.grad.isfinite().all()
     assert all(value.isfinite().all() and not value.requires_grad for value in diagnostics.values())
+
+
+def test_gspo_by_segment() -> None:
+    # l - o = log 2, log 2, -, log 4, log 1: segments (log 2, log 2) and (log 4, 0): ratios 2, 2 and 2, 2;
+    # with log 8 in the first place the first segment is exp((log 8 + log 2) / 2) = 4
+    batch = {
+        "log_probs": torch.tensor([[math.log(8.0), math.log(2.0), 7.0, math.log(4.0), 0.0]], dtype=torch.float64),
+        "old_log_probs": torch.zeros(1, 5, dtype=torch.float64),
+        "advantages": -torch.ones(1, 5, dtype=torch.float64),
+        "response_mask": torch.tensor([[1, 1, 0, 1, 1]]),
+    }
+    loss, diagnostics = loss_of("gspo", batch, level="segment")
+    assert loss[0, [0, 1, 3, 4]].tolist() == pytest.approx([4, 4, 2, 2])
+    whole, _ = loss_of("gspo", batch)
+    assert whole[0, [0, 1, 3, 4]].tolist() == pytest.approx([8**0.5] * 4)  # exp((log 16 + log 4) / 4)
+    assert not diagnostics["pg_clipfrac"][0, [0, 1, 3, 4]].any()

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
+from whet.algorithms.shaping import (
+    RunningScores,
+    linear_map,
+    normalise,
+    pay_on_last_token,
+    scale_truncated,
+    soft_overlong,
+)
 
 
 def test_soft_overlong_by_hand() -> None:
@@ -69,3 +76,17 @@ def test_running_scores_are_those_of_all_steps() -> None:
     assert float(shaped[1, 1]) == pytest.approx((3.0 - mean) / (deviation + 1e-6), rel=1e-5)
     resumed.update(columns["token_level_rewards"][3:], columns["response_mask"][3:])  # nothing sampled, nothing new
     assert resumed.state() == running.state()
+
+
+def test_a_linear_map_of_scores() -> None:
+    # 10 (s - 1/2), on the last sampled token of each row; the failed row stays 0
+    columns = paid_at_the_end([1.0, 0.0, 0.5, 0.0], [7, 7, 8, 8])
+    mapped = linear_map(columns["token_level_rewards"], columns["response_mask"], scale=10.0, bias=-0.5)
+    assert mapped.tolist() == [[0, 0, 5], [0, -5, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_truncated_rows_are_paid_a_share() -> None:
+    rewards = torch.tensor([[0.0, 4.0], [1.0, -2.0]])
+    cut = torch.tensor([True, False])
+    assert scale_truncated(rewards, cut, 0.25).tolist() == [[0, 1], [1, -2]]
+    assert scale_truncated(rewards, ~cut, 0.0).tolist() == [[0, 4], [0, 0]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import Groups, masked_mean, row_sums, whiten
+from whet.algorithms.statistics import Groups, masked_mean, reverse_scan, row_sums, segment_means, whiten
 
 NAN = torch.nan
 
@@ -75,3 +75,20 @@ def test_groups_equal_torch_on_each_group(make_batch: Callable[..., dict[str, Te
 def test_a_nan_in_a_failed_row_reaches_nobody() -> None:
     groups = Groups(torch.tensor([1, 1, 1]), torch.tensor([[1], [0], [1]]))
     assert groups.deviation(torch.tensor([1.0, NAN, 2.0])).tolist() == [-0.5, 0.0, 0.5]
+
+
+def test_means_of_segments_by_hand() -> None:
+    # runs of sampled positions: (1, 3), then (5); in the second row (2, 4, 6); text between them is nan
+    x = torch.tensor([[1.0, 3.0, torch.nan, 5.0], [torch.nan, 2.0, 4.0, 6.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+    assert segment_means(x, mask).tolist() == [[2, 2, 0, 5], [0, 4, 4, 4], [0, 0, 0, 0]]
+    leaf = x.masked_fill(mask == 0, 0.0).requires_grad_()
+    segment_means(leaf, mask)[0, 0].backward()
+    assert leaf.grad is not None and leaf.grad[0].tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_a_scan_may_have_a_decay_for_each_row() -> None:
+    terms, mask = torch.randn(4, 700, dtype=torch.float64), torch.randint(0, 2, (4, 700))
+    decays = torch.tensor([0.0, 0.5, 0.9, 1.0], dtype=torch.float64)
+    each = torch.cat([reverse_scan(terms[row : row + 1], mask[row : row + 1], float(decays[row])) for row in range(4)])
+    assert torch.equal(reverse_scan(terms, mask, decays), each)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.algorithms.value_loss import explained_variance
 from whet.registry import VALUE_LOSSES, call
 
 
@@ -64,3 +65,12 @@ def test_the_implicit_reward_is_told_right_from_wrong() -> None:
     assert loss[:, 0].tolist() == pytest.approx(expected)
     assert torch.equal(loss[:, 0], loss[:, 1])  # one number a row
     assert diagnostics["prm_accuracy"][:, 0].tolist() == [1.0, 0.0]
+
+
+def test_the_share_of_the_variance_that_values_explain() -> None:
+    # R = 1, 2, 3 (variance 1), R - V = 0, 1, 0 (mean 1/3, variance 1/3): 1 - (1/3) / (1 + 1e-5)
+    returns, values = torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double(), torch.tensor([[1.0, 1.0, 3.0, -9.0]]).double()
+    mask = torch.tensor([[1, 1, 1, 0]])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(1 - 1 / 3 / (1 + 1e-5))
+    assert explained_variance(returns, returns, mask).item() == 1.0
+    assert explained_variance(torch.full_like(returns, 5.0), returns, mask).item() == pytest.approx(0, abs=1e-4)

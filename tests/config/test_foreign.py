@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.config.keys import foreign_key, foreign_keys, is_known
+from whet.config.foreign import foreign_key, foreign_keys
+from whet.config.keys import is_known
 from whet.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ from whet.errors import ConfigError
         ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
         (
             "actor_rollout_ref.actor.clip_ratio=0.2",
-            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both)",
+            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both; there",
         ),
         ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
         ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),

@@ -57,7 +57,7 @@ def test_the_variants_keep_the_problem_and_change_the_algorithm(given: list[str]
     assert aggregation(dr_grpo.algorithm) == "seq-mean-token-sum-norm" and not uses_critic(dr_grpo.algorithm)
 
 
-VISION = {"vlm_quickstart": ("images", 1), "two_images": ("images", 2), "video_direction": ("videos", 1)}
+VISION = {"vlm_quickstart": ("images", 1), "two_images": ("images", 2), "video_flashes": ("videos", 1)}
 
 
 @pytest.mark.parametrize("name", VISION)

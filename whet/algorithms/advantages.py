@@ -15,38 +15,73 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go, whiten
+from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go
+from whet.algorithms.statistics import whiten as whitened
 from whet.options import Cap, Finite, NonNegative, Positive, Share
 from whet.registry import register_adv_est
 
 
 @register_adv_est("gae")
 def gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, lam: Share = 1.0
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the sampled tokens, whitened; returns = L + V.   -> [B, R], [B, R]
 
-        d_t = r_t + gamma V_next - V_t        L_t = d_t + gamma lam L_next        A = whiten(L)
+        d_t = r_t + gamma V_next - V_t        L_t = d_t + gamma lam L_next        A = whiten(L), or L without `whiten`
 
     `next` is the next sampled token: text that the policy did not sample is skipped, and (V_next, L_next) is (0, 0)
     after the last sampled token, so that no value comes from padding.
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
     """
-    deltas = token_level_rewards + gamma * next_sampled(values, response_mask) - values
+    deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     advantages = reverse_scan(deltas, response_mask, gamma * lam)
-    return whiten(advantages, response_mask), advantages + values
+    return (whitened(advantages, response_mask) if whiten else advantages), advantages + values
+
+
+@register_adv_est("vapo")
+def vapo(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: Share = 1.0,
+    lam_critic: Share = 1.0,
+    alpha: Positive = 0.05,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`gae` with a lambda of its own for the critic, and one of the policy by length.   -> A, returns [B, R]
+
+        lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
+
+    l is the number of sampled tokens of the row: the longer, the further a reward reaches back.
+    Yue et al. 2025, https://arxiv.org/abs/2504.05118.
+    """
+    deltas = _deltas(token_level_rewards, values, response_mask, gamma)
+    lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
+    lam_policy = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
+    advantages = reverse_scan(deltas, response_mask, gamma * lam_policy)
+    returns = reverse_scan(deltas, response_mask, gamma * lam_critic) + values
+    return (whitened(advantages, response_mask) if whiten else advantages), returns
 
 
 @register_adv_est("grpo")
-def grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True) -> Tensor:
-    """A = (s - mu_G) / (sd_G + 1e-6), or s - mu_G without `std_norm`.   -> [B]
+def grpo(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True, eps: NonNegative = 1e-6
+) -> Tensor:
+    """A = (s - mu_G) / (sd_G + eps), or s - mu_G without `std_norm`.   -> [B]
 
     Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     deviation = groups.deviation(scores)
-    return deviation / (groups.std(scores) + 1e-6) if std_norm else deviation
+    return deviation / (groups.std(scores) + eps) if std_norm else deviation
 
 
 @register_adv_est("dr_grpo", aggregation="seq-mean-token-sum-norm")
@@ -73,15 +108,15 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Ten
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus(
-    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """R_t = r_t + gamma R_{t+1} over sampled tokens; A = whiten(R).   -> A [B, R], R [B, R]
+    """R_t = r_t + gamma R_{t+1} over sampled tokens; A = whiten(R), or R without `whiten`.   -> A [B, R], R [B, R]
 
     No critic and no group: the baseline is the mean over all sampled tokens of the batch.
     Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     returns = reward_to_go(token_level_rewards, response_mask, gamma)
-    return whiten(returns, response_mask), returns
+    return (whitened(returns, response_mask) if whiten else returns), returns
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
@@ -91,7 +126,7 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Ten
     Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     deviation = Groups(uid, response_mask).deviation(token_level_rewards.sum(-1))
-    return whiten(deviation[:, None].expand(response_mask.shape), response_mask)
+    return whitened(deviation[:, None].expand(response_mask.shape), response_mask)
 
 
 @register_adv_est("remax", unbiased=True)
@@ -150,14 +185,14 @@ def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> T
 
 
 @register_adv_est("lite_ppo")
-def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = (s - mu_G) / (sd + 1e-6), sd the sample deviation of all scores of the batch.   -> [B]
+def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, eps: NonNegative = 1e-6) -> Tensor:
+    """A = (s - mu_G) / (sd + eps), sd the sample deviation of all scores of the batch.   -> [B]
 
     Liu et al. 2025, https://arxiv.org/abs/2508.08221.
     """
     scores = token_level_rewards.sum(-1)
     batch = Groups(torch.zeros_like(uid), response_mask)
-    return Groups(uid, response_mask).deviation(scores) / (batch.std(scores) + 1e-6)
+    return Groups(uid, response_mask).deviation(scores) / (batch.std(scores) + eps)
 
 
 @register_adv_est("raft")
@@ -207,8 +242,8 @@ def gdpo(
     for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
         advantage = advantage + weight * groups.deviation(part) / (groups.std(part) + 1e-6)
     if over == "rows":
-        return whiten(advantage[:, None], groups.member[:, None])[:, 0]
-    return whiten(advantage[:, None].expand(response_mask.shape), response_mask)
+        return whitened(advantage[:, None], groups.member[:, None])[:, 0]
+    return whitened(advantage[:, None].expand(response_mask.shape), response_mask)
 
 
 @register_adv_est("optimal_token_baseline", aliases=("tir_optimal_token_baseline",))
@@ -286,3 +321,8 @@ def grpo_distillation(
     """A = A_GRPO - coef (o - g): learning from a reward and a teacher.   -> [B, R]"""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
     return base - coef * (old_log_probs - teacher_log_probs)
+
+
+def _deltas(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """r_t + gamma V_next - V_t.   -> [B, R]"""
+    return token_level_rewards + gamma * next_sampled(values, response_mask) - values

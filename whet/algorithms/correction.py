@@ -14,11 +14,12 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums
+from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums, segment_means
 from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_rejection, register_weight
 
 LARGEST = 20.0  # log-weight; its exp is far beyond any bound
+Level = Literal["token", "segment", "geometric", "sequence"]
 
 
 @register_weight("importance")
@@ -27,20 +28,24 @@ def importance(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: Literal["token", "sequence"] = "token",
+    level: Level = "token",
     cap: Cap = 2.0,
+    floor: NonNegative = 0.0,
     normalise: bool = False,
 ) -> Tensor:
-    """min(w, cap), w = exp(x) of each token, or exp(sum_t x) of its sequence.   -> [B, R]
+    """max(min(w, cap), floor), w = exp(x) of each token, or of a `level` above it.   -> [B, R]
 
+    "sequence" is exp(sum_t x), "geometric" exp(mean_t x) of the row, "segment" the same of a run of sampled tokens.
     With `normalise` the weight is divided by its mean over the mini-batch's sampled tokens (or sequences), so that the
     size of a step stays the same.
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
     """
-    weight = _ratio(old_log_probs, rollout_log_probs, level).clamp(max=cap)
+    weight = ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(floor, cap)
     if not normalise:
         return weight
-    each = (weight, response_mask) if level == "token" else (weight[:, :1], response_mask.sum(-1, keepdim=True) > 0)
+    each = (weight, response_mask)
+    if level not in ("token", "segment"):
+        each = weight[:, :1], response_mask.sum(-1, keepdim=True) > 0
     return weight / masked_mean(*each).clamp(min=1e-8)
 
 
@@ -50,7 +55,7 @@ def icepop(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: Literal["token", "sequence"] = "token",
+    level: Level = "token",
     low: Share = 0.5,
     high: Annotated[float, Ge(1)] = 5.0,
 ) -> Tensor:
@@ -58,7 +63,7 @@ def icepop(
 
     Ling team 2025, https://arxiv.org/abs/2510.18855.
     """
-    weight = _ratio(old_log_probs, rollout_log_probs, level)
+    weight = ratio(old_log_probs, rollout_log_probs, response_mask, level)
     return weight * ((weight >= low) & (weight <= high))
 
 
@@ -143,24 +148,49 @@ def divergence(
 
 def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Metrics of the difference between rollout and trainer: mean and largest abs(x), KL(u || o) by k3, effective
-    sample size of exp(x) as a fraction of the tokens, and both perplexities. Scalars."""
+    sample size of exp(x) as a fraction of the tokens, chi2(o || u) = mean of exp(x)^2 - 1, both perplexities and the
+    trainer's over the rollout's. Scalars."""
     sampled = response_mask != 0
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
     weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
     count = sampled.sum().clamp(min=1)
+    perplexities = {
+        "rollout_perplexity": (-masked_mean(rollout_log_probs, response_mask)).exp(),
+        "trainer_perplexity": (-masked_mean(old_log_probs, response_mask)).exp(),
+    }
     return {
         "abs_mean": masked_mean(x.abs(), response_mask),
         "abs_max": x.abs().max() if x.numel() else x.sum(),
         "kl": masked_mean(x.clamp(-LARGEST, LARGEST).expm1() - x, response_mask),
         "effective_sample_size": weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-8),
-        "rollout_perplexity": (-masked_mean(rollout_log_probs, response_mask)).exp(),
-        "trainer_perplexity": (-masked_mean(old_log_probs, response_mask)).exp(),
+        "chi2": masked_mean(weight.square(), response_mask) - 1.0,
+        **perplexities,
+        "perplexity_ratio": (-masked_mean(x, response_mask)).exp(),
     }
 
 
-def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tensor:
+def weight_metrics(weight: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Deviation, minimum and maximum of the weights where the mask is not 0; none where there is no such token.
+    Scalars."""
+    values = weight[mask != 0]
+    if not values.numel():
+        return {}
+    return {"std": values.std(correction=0), "min": values.min(), "max": values.max()}
+
+
+def out_of_bounds(weight: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """The share of tokens, of those where the mask is not 0, with a weight below `low` or above `high`. Scalar."""
+    return masked_mean((weight < low) | (weight > high), mask)
+
+
+def ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """exp of x, of its mean over a segment or row, or of its sum over a row; at most exp(20).   [B, R] -> [B, R]"""
     x = old_log_probs - rollout_log_probs
-    if level == "sequence":
+    if level == "segment":
+        x = segment_means(x, response_mask)
+    elif level == "geometric":
+        x = row_means(x, response_mask)[:, None].expand_as(x)
+    elif level == "sequence":
         x = x.sum(-1, keepdim=True).expand_as(x)
     return x.clamp(-LARGEST, LARGEST).exp()
 

@@ -14,7 +14,7 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from whet.algorithms.statistics import log_ratio, pick, row_means, row_sums
+from whet.algorithms.statistics import log_ratio, pick, row_means, row_sums, segment_means
 from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_policy_loss
 
@@ -54,16 +54,18 @@ def gspo(
     *,
     clip_ratio_low: Share = 3e-4,
     clip_ratio_high: NonNegative = 4e-4,
+    level: Literal["sequence", "segment"] = "sequence",
 ) -> Loss:
     """PPO's clipped loss on the ratio of the whole sequence, s = exp(mean_t(l - o)), log s at most 10.   -> [B, R]
 
     ratio_t = sg(s) exp(l - sg(l)) has the value s and the gradient of its own token, so that advantages may differ by
-    token (GSPO-token); with one advantage per row the mean over tokens has the gradient of -A s.
+    token (GSPO-token); with one advantage per row the mean over tokens has the gradient of -A s. With level="segment"
+    the mean is that of a run of sampled tokens, such as a turn between replies of a tool (ROLL, ratio_type=segment).
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     moved = (log_probs - old_log_probs).detach()
-    sequence_ratio = row_means(moved, response_mask).clamp(max=10.0).exp()
-    ratio = sequence_ratio[:, None] * (log_probs - log_probs.detach()).exp()
+    means = row_means(moved, response_mask)[:, None] if level == "sequence" else segment_means(moved, response_mask)
+    ratio = means.clamp(max=10.0).exp() * (log_probs - log_probs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return loss, {"pg_clipfrac": clipped}
 

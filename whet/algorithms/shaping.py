@@ -31,6 +31,23 @@ def pay_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(sampled & (after == 1), scores[:, None], 0.0)
 
 
+def linear_map(token_level_rewards: Tensor, response_mask: Tensor, *, scale: float, bias: float) -> Tensor:
+    """scale (s + bias) in the place of each row's score s; the bias is paid on its last sampled token.   -> [B, R]
+
+    AReaL's reward_scaling and reward_bias (https://arxiv.org/abs/2505.24298).
+    """
+    paid = pay_on_last_token(torch.full_like(token_level_rewards[:, 0], bias), response_mask)
+    return scale * (token_level_rewards + paid)
+
+
+def scale_truncated(token_level_rewards: Tensor, truncated: Tensor, factor: float) -> Tensor:
+    """The rewards, those of truncated rows times `factor`: 0 pays nothing for them, 1 no less.   [B, R], [B] -> [B, R]
+
+    NeMo-RL's stop_properly_penalty_coef.
+    """
+    return torch.where(truncated[:, None], factor * token_level_rewards, token_level_rewards)
+
+
 def normalise(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -29,6 +29,17 @@ def row_means(x: Tensor, mask: Tensor) -> Tensor:
     return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
 
 
+def segment_means(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each run of neighbouring positions where `mask` is not 0, at all positions of the run; 0 elsewhere.
+    Differentiable.   [B, R] -> [B, R]"""
+    sampled = mask != 0
+    starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    segment = starts.cumsum(-1)  # 0 before the first
+    totals = x.new_zeros(len(x), x.shape[1] + 1).scatter_add(1, segment, x.masked_fill(~sampled, 0.0))
+    lengths = x.new_zeros(len(x), x.shape[1] + 1).scatter_add(1, segment, sampled.to(x.dtype))
+    return (totals / lengths.clamp(min=1)).gather(1, segment).masked_fill(~sampled, 0.0)
+
+
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """l - o, clamped to [-20, 20], because exp of larger values may overflow."""
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
@@ -133,8 +144,10 @@ class Groups:
         return (squares / (self.size - 1).clamp(min=1)).sqrt().to(x.dtype)
 
 
-def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
+def reverse_scan(terms: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
     """y_t = terms_t + decay y_s at sampled positions, s the next sampled position; 0 elsewhere.   [B, R] -> [B, R]
+
+    `decay` is one number, or one for each row [B].
 
     Text that the policy did not sample adds no discount, and its `terms` are ignored. The result has no gradient.
     """
@@ -147,7 +160,11 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
             sampled = mask[:, block] != 0
             # One position of all rows must be contiguous: reading columns of [B, R] costs a cache miss per number.
             sums = terms[:, block].masked_fill(~sampled, 0.0).T.contiguous()  # [block, B]
-            factors = torch.ones_like(terms[:, block]).masked_fill(sampled, decay).T.contiguous()  # [block, B]
+            ones = torch.ones_like(terms[:, block])
+            if isinstance(decay, Tensor):
+                factors = torch.where(sampled, decay[:, None], ones).T.contiguous()
+            else:
+                factors = ones.masked_fill(sampled, decay).T.contiguous()  # [block, B]
             for total, factor in zip(reversed(sums.unbind(0)), reversed(factors.unbind(0)), strict=True):
                 carried = total.addcmul_(factor, carried)
             result[:, block] = sums.T.masked_fill(~sampled, 0.0)

@@ -28,3 +28,11 @@ def clipped(
         diagnostics["vf_clipfrac"] = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)
     return 0.5 * losses, diagnostics
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - var(R - V) / (var(R) + 1e-5) over the N positions where `mask` is not 0, var with N - 1: 1 where the values
+    are the returns, 0 where they are no better than their mean.   [B, R] x 3 -> scalar"""
+    sampled = mask != 0
+    left = (returns - values)[sampled].var()
+    return 1.0 - left / (returns[sampled].var() + 1e-5)

@@ -40,6 +40,17 @@ class Command(StrEnum):
     generate = "generate"
 
 
+class ConfigCommand(StrEnum):
+    """The first word of `whet config`: a command that reads a config, or convert."""
+
+    train = "train"
+    sft = "sft"
+    train_reward = "train-reward"
+    eval = "eval"
+    generate = "generate"
+    convert = "convert"
+
+
 For = Annotated[
     Command | None,
     typer.Option("--for", help="the command that the config is for; unset: train, or sft if only sft accepts it"),
@@ -47,7 +58,9 @@ For = Annotated[
 
 
 def config(
-    command: Annotated[Command, typer.Argument(help="the command that reads the config")],
+    command: Annotated[
+        ConfigCommand, typer.Argument(help="the command that reads the config; convert: FILE or 'COMMAND' to a recipe")
+    ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     meanings: Annotated[
@@ -56,16 +69,41 @@ def config(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON Schema of recipe files, for editors")
     ] = False,
+    system: Annotated[
+        str | None, typer.Option("--from", help="convert: the framework (verl, easyr1, roll, trl)", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
 ) -> None:
-    """Print the resolved config with the source of each value."""
+    """Print the resolved config with the source of each value, or convert another framework's."""
     from whet.config.schema import COMMANDS
 
-    if schema:
+    if command is ConfigCommand.convert:
+        _convert(words or [], system, output)
+    elif schema:
         from whet.config.render import json_schema
 
         typer.echo(json.dumps(json_schema(COMMANDS[command]), indent=1))
     else:
         _print(COMMANDS[command], *split_recipe(words, config_name), meanings=meanings)
+
+
+def _convert(words: list[str], system: str | None, output: Path | None) -> None:
+    """Writes the recipe for a file or command of another framework; with `output` prints what is not in it."""
+    from whet.config.convert import SYSTEMS, convert
+    from whet.config.foreign_files import read
+
+    if len(words) != 1 or system is None:
+        raise ConfigError(
+            "whet config convert takes one file, or one command in quotes, and --from: "
+            f"whet config convert run.sh --from {'|'.join(SYSTEMS)}"
+        )
+    text = convert(read(words[0], system), system).to_yaml()
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    output.write_text(text, encoding="utf-8")
+    typer.echo("".join(line for line in text.splitlines(keepends=True) if line.startswith("#")), nl=False)
+    typer.echo(f"wrote {output}")
 
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:

@@ -72,8 +72,11 @@ Norm = Over | Literal["running"]
 
 
 class ShapingConfig(Section):
-    """Normalisation and clipping of rewards before the estimator, and of advantages after it."""
+    """Scaling, normalisation and clipping of rewards before the estimator, and of advantages after it."""
 
+    reward_scale: float = key(1.0, "factor of scores, after reward_bias is added to them")
+    reward_bias: float = key(0.0, "number added to every score")
+    truncated_factor: float = key(1.0, "factor of the rewards of responses truncated at the limit")
     norm_mean: Norm = key("none", "rows whose mean score is subtracted; running: of all steps")
     norm_std: Norm = key("none", "rows whose standard deviation divides; running: of all steps")
     reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from whet.config.keys import foreign_key, is_known, is_section, nearest_key
+from whet.config.foreign import foreign_key
+from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.schema import Section
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
@@ -133,22 +134,28 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-def _parse(schema: type[Section], text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """Reads an override in Hydra's syntax, which may sweep over several values.  Raises: ConfigError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    key, equals, written = text.partition("=")
+    key, equals, _ = text.partition("=")
     if not equals and not text.startswith("~"):
         raise ConfigError(f"{text!r} is not an override; write key=value, or ~key to remove a value of the recipe")
     try:
-        override = OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         hint = f"quote a value that has commas, braces, brackets or quotes in it: '{key}=\"...\"'"
         raise ConfigError(f"{text[:200]!r} cannot be read ({_first_line(error)}); {hint}") from error
+
+
+def _parse(schema: type[Section], text: str) -> Override:
+    override = parse_override(text)
     if override.is_sweep_override():
+        key, _, written = text.partition("=")
         raise ConfigError(
             f"{text} is a Hydra sweep over several values, expected one value; write a list as {key}=[{written}], text "
-            f"with commas as {key}='\"...\"'"
+            f"with commas as {key}='\"...\"', or add -m to `whet train`, which starts a run for each value"
         )
     if override.is_delete() and not is_known(schema, override.key_or_group):
         raise ConfigError(unknown_key(schema, override.key_or_group, COMMAND_LINE))

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted keys of a config schema: their fields, their types in words, and what an unknown one may mean.
-
-The keys of verl, EasyR1, ROLL and TRL with their counterparts are in foreign_keys.md (see docs/migrating.md)."""
+"""Dotted keys of a config schema: their fields, their types in words, and what an unknown one may mean."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -19,8 +14,6 @@ from whet.config.section import Choice, Section
 from whet.options import BOUNDS, words
 
 ENOUGH_ALIKE = 0.6  # similarity (0 to 1) below which a suggestion would mislead
-TABLES = Path(__file__).with_name("foreign_keys.md")
-_CODE = re.compile(r"`([^`]+)`")
 
 
 @cache
@@ -120,50 +113,3 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
     return words(annotation, [bound for bound in bounds if type(bound) in BOUNDS], describe_type)
-
-
-@dataclass(frozen=True)
-class ForeignKey:
-    """A key of another system and its counterparts; `ours` is empty where there is none."""
-
-    system: str
-    key: str
-    ours: tuple[str, ...]  # keys, some as key=value
-    remark: str
-
-
-def foreign_key(schema: type[Section], key: str) -> str | None:
-    """Returns what to write instead of another system's key (or a key below it); None for a key of no known system."""
-    found = [each for each in foreign_keys() if f"{key}.".startswith(f"{each.key}.")]
-    found = [each for each in found if all(is_known(schema, ours.partition("=")[0]) for ours in each.ours)]
-    if found:
-        best = max(found, key=lambda each: len(each.key))
-        remark = f" ({best.remark})" if best.remark else ""
-        ours = " and ".join(best.ours)
-        return f"a key of {best.system}" + (f"; write {ours}{remark}" if ours else f" without a counterpart{remark}")
-    top = f"{key.partition('.')[0]}."
-    systems = [each.system for each in foreign_keys() if each.key.startswith(top)]
-    if systems and not is_known(schema, top[:-1]):
-        return f"a key of {systems[0]}; docs/migrating.md has those of its keys that have a counterpart"
-    return None
-
-
-@cache
-def foreign_keys() -> tuple[ForeignKey, ...]:
-    """Reads all keys of the tables."""
-    return tuple(_read(TABLES.read_text(encoding="utf-8")))
-
-
-def _read(text: str) -> Iterator[ForeignKey]:
-    system = ""
-    for line in text.splitlines():
-        if line.startswith("| ") and not line.startswith("| `"):
-            system = line.split("|")[1].strip()
-        if not line.startswith("| `"):
-            continue
-        theirs, ours, remark = (cell.strip() for cell in line.strip("|").split(" | "))
-        keys, counterparts = _CODE.findall(theirs), tuple(_CODE.findall(ours))
-        paired = len(keys) == len(counterparts)
-        for number, key in enumerate(keys):
-            own = counterparts[number : number + 1] if paired else counterparts
-            yield ForeignKey(system, key.partition("=")[0], own, remark.strip("| "))

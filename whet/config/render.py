@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -23,16 +23,17 @@ def to_yaml(config: Section) -> str:
 
 def keyed_lines(config: Section) -> list[tuple[str, str]]:
     """The lines of the config as YAML, each with the dotted key that it sets, "" for the name of a section."""
-    return list(_lines(config.model_dump(mode="json"), ""))
+    return list(value_lines(config.model_dump(mode="json")))
 
 
-def _lines(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def value_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the lines of nested values, each with the dotted key that it sets, "" for the name of a mapping."""
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:", ""
-            yield from _lines(value, f"{key}.")
+            yield from value_lines(value, f"{key}.")
         else:
             yield f"{indent}{name}: {inline(value)}", key
 

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published scripts become recipes with the framework's numbers; convert/*.yaml has their keys and values."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from tests.config.frameworks import STEPS
+from tests.peers.peer import ask, interpreter
+from whet.algorithms.adapters import estimate
+from whet.config import TrainConfig, load_config
+from whet.config.algorithm_checks import aggregation
+from whet.config.compose import flatten
+from whet.config.convert import Converted, convert
+from whet.config.foreign_files import Written, read
+from whet.errors import ConfigError
+from whet.metrics import Metrics
+from whet.protocol import DataProto
+from whet.registry import ADV_ESTIMATORS
+from whet.trainers.build import train
+from whet.trainers.correction import Chosen, Correction
+from whet.trainers.objectives import PolicyObjective
+from whet.trainers.shape import Shaper
+
+PEERS = Path(__file__).parents[1] / "peers"
+FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
+SCRIPTS = [name for name in FACTS if name != "easyr1_config"]
+COMMANDS = {
+    "verl": "python3 -m verl.trainer.main_ppo",
+    "easyr1": "python3 -m verl.trainer.main config=base.yaml",
+    "trl": "accelerate launch --config_file zero3.yaml examples/scripts/grpo.py",
+}
+
+
+def text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) or value is None else str(value)
+
+
+def written(name: str, folder: Path) -> Path:
+    """The script in the form in which it was published."""
+    facts = FACTS[name]
+    keys, system, form = facts["keys"], facts["from"], facts.get("form", "")
+    if base := facts.get("base"):
+        (folder / "base.yaml").write_text(yaml.safe_dump(FACTS[base]["keys"]))
+    if system == "roll" or form == "yaml":
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"hydra": {"run": {"dir": "."}}, **nested(keys)}))
+        return file
+    flags = system == "trl"
+    words = [f"--{key} {flag(value)}" if flags else f"{key}={quoted(text(value))}" for key, value in keys.items()]
+    command = " \\\n    ".join([COMMANDS[system], *words])
+    file = folder / f"{name}.{'py' if form in ('python', 'docstring') else 'sh'}"
+    if form == "python":
+        options = {key: value for key, value in keys.items() if key != "model_name_or_path"}
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        model = keys["model_name_or_path"]
+        file.write_text(f"from trl import *\nGRPOTrainer(model={model!r}, args=GRPOConfig({arguments})).train()\n")
+    elif form == "docstring":
+        other = "python other.py --beta 9"
+        file.write_text(f'"""\npip install math_verify\n\n{command}\n\n# or\n\n{other}\n"""\nimport torch\n')
+    else:
+        file.write_text(f"set -x\nexport A=b # not read\n\n{command} $@\n")
+    return file
+
+
+def quoted(value: str) -> str:
+    """A word of a shell in which variables count."""
+    return '"' + value.replace('"', "'") + '"' if "$" in value else shlex.quote(value)
+
+
+def flag(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(f'"{each}"' for each in value)
+    return "" if value is True else shlex.quote(text(value))
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        place = tree
+        for each in sections:
+            place = place.setdefault(each, {})
+        place[name] = value
+    return tree
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """All keys of a script, those of the file that it names included, references replaced."""
+    facts = FACTS[name]
+    keys = {**(FACTS[facts["base"]]["keys"] if "base" in facts else {}), **facts["keys"]}
+    whole = {f"${{{key}}}": value for key, value in keys.items()}
+    return {key: whole.get(value, value) if isinstance(value, str) else value for key, value in keys.items()}
+
+
+def converted(name: str, folder: Path) -> Converted:
+    return convert(read(str(written(name, folder)), FACTS[name]["from"]), FACTS[name]["from"])
+
+
+OF_THEIR_DATA = ("data.mix", "reward.domains", "reward.kwargs")
+
+
+def recipe(name: str, folder: Path, overrides: Mapping[str, Any]) -> TrainConfig:
+    """The recipe as a file, loaded with a model and data from here; domains are those of their data."""
+    file, result = folder / "recipe.yaml", converted(name, folder)
+    result.values = {key: value for key, value in result.values.items() if not key.startswith(OF_THEIR_DATA)}
+    file.write_text(result.to_yaml())
+    return load_config(TrainConfig, file, overrides, checked=False).config
+
+
+def test_there_are_at_least_twenty_scripts_with_their_addresses() -> None:
+    assert len(SCRIPTS) >= 20
+    assert {FACTS[name]["from"] for name in SCRIPTS} == set(STEPS)
+    assert all(FACTS[name]["source"].startswith("https://github.com/") for name in SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_published_form_is_read(name: str, tmp_path: Path) -> None:
+    """Scripts, commands with flags, YAML with references, Python: the same keys and values."""
+    found = dict(flatten(read(str(written(name, tmp_path)), FACTS[name]["from"]).values))
+    known = {key: value for key, value in keys_of(name).items() if value is not None}
+    home = str(Path.home())
+    expected = dict(flatten(json.loads(json.dumps(known).replace("$HOME", home))))
+    differ = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+    assert {key: pair for key, pair in differ.items() if "${" not in str(pair)} == {}
+
+
+QUICK = ("easyr1_cispo", "roll_grpo_vl", "trl_gspo", "verl_dapo_7b", "verl_ppo")  # one of each framework, and a critic
+DRY_RUNS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS]
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_a_recipe_passes_a_dry_run(
+    name: str, tmp_path: Path, model_folder: Path, additions: list[dict[str, str]]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    field = converted(name, tmp_path).values.get("data.prompt_key", "prompt")
+    lines = [json.dumps({**row, field: row["prompt"], "data_source": "sums"}) for row in additions]
+    rows.write_text("\n".join(lines))
+    overrides = {
+        "model.path": str(model_folder),
+        "critic.model_path": None,
+        "data.train_files": [str(rows)],
+        "data.val_files": [str(rows)],
+        "data.format_prompt": None,
+        "data.apply_chat_template": False,
+        "rollout.engine.name": "native",
+        "reward.function": "exact_match",
+        "reward.manager": None,
+        "model.freeze": [],
+        "trainer.logger": ["console"],
+        "trainer.run_dir": str(tmp_path / "run"),
+        # the model here reads 512 tokens, the data are 20 rows
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 64,
+        "algorithm.overlong.buffer_length": 16,
+        "data.train_batch_size": 4,
+        "actor.mini_batch_size": 4,
+        "critic.mini_batch_size": 4,
+    }
+    config = recipe(name, tmp_path, overrides)
+    train(load_config(TrainConfig, tmp_path / "recipe.yaml", overrides).config, dry_run=True)
+    assert config.rollout.n == converted(name, tmp_path).values["rollout.n"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def batch_of(n: int) -> dict[str, Tensor]:
+    """Three groups of n rows, float64; scores on the last token, one group's all equal."""
+    draw = torch.Generator().manual_seed(7)
+    rows, width = 3 * n, 9
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+
+    lengths = torch.randint(1, width + 1, (rows,), generator=draw)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    last = (torch.arange(width) == lengths[:, None] - 1).double()
+    scores = torch.randint(0, 3, (rows,), generator=draw).double() / 2
+    scores[:n] = 1.0
+    old = -normal().abs() - 0.2
+    columns = {
+        "values": normal(),
+        "old_log_probs": old,
+        "log_probs": (old + 0.4 * normal()).clamp(max=-0.01),
+        "ref_log_probs": old + 0.4 * normal(),
+        "rollout_log_probs": old + 0.2 * normal(),
+        "entropy": normal().abs(),
+        "token_level_scores": scores[:, None] * last,
+    }
+    return {
+        **{name: column * mask for name, column in columns.items()},
+        "last": last,
+        "lengths": lengths,
+        "response_mask": mask,
+        "uid": torch.arange(3).repeat_interleave(n),
+        "reward_baselines": torch.randn(rows, generator=draw, dtype=torch.float64),
+        "accuracy": (scores == 1).double(),
+        "truncated": torch.zeros(rows, dtype=torch.bool),
+        "prompts": torch.zeros(rows, 1).long(),
+        "attention_mask": torch.cat([torch.ones(rows, 1).long(), mask], 1),
+    }
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, model_folder: Path) -> None:
+    """Advantages, loss and gradient of one batch, by the loop's own parts and by the framework's formulas."""
+    config = recipe(name, tmp_path, {"model.path": str(model_folder)})
+    keys, columns = keys_of(name), batch_of(min(config.rollout.n, 5) if config.rollout.n > 1 else 3)
+    if name == "trl_max_rl":  # the script sets it in its code
+        config = recipe(name, tmp_path, {"algorithm.adv_estimator": "grpo", "algorithm.adv_options": {"eps": 1e-4}})
+    leaf = columns["log_probs"].clone().requires_grad_()
+    advantages, total = STEPS[FACTS[name]["from"]](keys, {**columns, "log_probs": leaf})
+    (slope,) = torch.autograd.grad(total, leaf)
+
+    metrics, shaper, algorithm = Metrics(), Shaper(config), config.algorithm
+    if algorithm.overlong.penalty:  # lengths near the limit of this batch
+        keys = {**keys, "data.max_response_length": 9, "custom_reward_function.overlong_buffer.len": 4}
+        overrides = {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4}
+        config = recipe(name, tmp_path, overrides)
+        shaper, algorithm = Shaper(config), config.algorithm
+        advantages, total = STEPS[FACTS[name]["from"]](keys, {**columns, "log_probs": leaf})
+        (slope,) = torch.autograd.grad(total, leaf)
+    batch = DataProto.from_dict({key: value for key, value in columns.items() if key not in ("last", "lengths")})
+    batch = shaper.rewards(batch, metrics)
+    entry = ADV_ESTIMATORS[algorithm.adv_estimator]
+    options = entry.resolve_options(algorithm.adv_options, "algorithm.adv_options")
+    batch = batch.with_columns(advantages=estimate(entry, batch.tensors(), options).advantages)
+    batch = Correction.from_config(config).weigh(shaper.advantages(batch, metrics), metrics)
+    torch.testing.assert_close(batch["advantages"], advantages, rtol=1e-9, atol=1e-9)
+
+    objective = PolicyObjective.from_config(config)
+    objective = replace(objective, entropy_coef=algorithm.entropy_coef, kl_coef=algorithm.kl.coef)
+    ours = columns["log_probs"].clone().requires_grad_()
+    outputs = {"log_probs": ours, "entropy": columns["entropy"]}
+    tensors = {key: value for key, value in batch.tensors().items() if key not in outputs}
+    found, _ = objective.loss(outputs, tensors, objective.counts(tensors))
+    torch.testing.assert_close(found, total, rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(found, ours)
+    torch.testing.assert_close(gradient, slope, rtol=1e-8, atol=1e-10)
+    assert isinstance(Chosen.estimator(algorithm), Chosen)
+
+
+SCRIPT = """#!/usr/bin/env bash
+set -x
+project='DAPO'
+a=2
+length=$((1024 * a))
+total=$(((length + 8) * 2))
+MODEL=${MODEL_PATH_OF_NOBODY:-"models/Qwen"}   # a comment
+files="['/x.parquet', '/y.parquet']"
+ARGS=(
+  data.train_batch_size=64   # prompts
+  data.max_prompt_length=$length
+)
+MORE="
+    actor_rollout_ref.rollout.n=$a \\
+    actor_rollout_ref.rollout.top_k=-1"
+if [ "$a" = 1 ]; then
+  echo data.shuffle=False
+fi
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$files" \\
+    data.max_response_length=${total} \\
+    +actor_rollout_ref.model.path="${MODEL}" \\
+    trainer.logger=['console','wandb'] \\
+    trainer.project_name="${project}" \\
+    trainer.experiment_name=${UNKNOWN_TO_ALL} \\
+    "${ARGS[@]}" $MORE $@
+"""
+
+
+def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    found = read(str(file), "verl")
+    assert found.values == {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": ["/x.parquet", "/y.parquet"],
+        "data.max_response_length": 4112,
+        "actor_rollout_ref.model.path": "models/Qwen",
+        "trainer.logger": ["console", "wandb"],
+        "trainer.project_name": "DAPO",
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 2048,
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.rollout.top_k": -1,
+    }
+    assert found.unread == [
+        "trainer.experiment_name=${UNKNOWN_TO_ALL}: variable UNKNOWN_TO_ALL is not set in the script",
+        "the script has branches or loops: their assignments were all carried out, in order",
+    ]
+
+
+def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
+    keys = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.lam": 0.9,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.1,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": 3,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.model.external_lib": "mine",
+        "trainer.n_gpus_per_node": 8,
+        "no.such.key": 1,
+        "rollout.n": 3,
+    }
+    found = convert(Written(keys), "verl")
+    assert found.without == [
+        "actor_rollout_ref.model.external_lib=mine (transformers loads the model as its config.json describes it)",
+        "no.such.key=1 (no key that whet knows)",
+        "rollout.n=3 (no key that whet knows)",
+    ]
+    assert "algorithm.lam: advantage estimator grpo does not read it" in found.ignored
+    coef, use = (f"actor_rollout_ref.actor.{name}" for name in ("kl_loss_coef", "use_kl_loss"))
+    assert f"{coef}=0.1: without effect, since {use} is not set" in found.ignored
+    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=2: concerns speed"
+    assert any(line.startswith(width) for line in found.ignored)
+    assert any(line.startswith("trainer.n_gpus_per_node=8: set cluster.n_gpus_per_node") for line in found.check)
+    # 1024 prompts a step, 256 an update: a step of theirs is four updates
+    assert found.values["actor.optim.warmup_steps"] == 12
+    assert found.values["algorithm.loss_options.clip_ratio_c"] == 3.0
+    origin = found.origins["algorithm.loss_options.clip_ratio_c"]
+    assert origin == "default of verl: actor_rollout_ref.actor.clip_ratio_c"
+    assert found.values["rollout.n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"scale_rewards": "none", "loss_type": "dr_grpo"}, ("grpo", {"std_norm": False}, "seq-mean-token-sum-norm")),
+        ({"scale_rewards": "batch"}, ("lite_ppo", {"eps": 1e-4}, "token-mean")),
+        ({"loss_type": "bnpo"}, ("grpo", {"eps": 1e-4}, "token-mean")),
+        ({"loss_type": "sapo"}, ("grpo", {"eps": 1e-4}, "seq-mean-token-mean")),
+    ],
+)
+def test_the_scale_and_the_loss_of_trl(keys: dict[str, Any], expected: tuple[str, dict[str, Any], str]) -> None:
+    values = convert(Written({"num_processes": 4, "beta": 0.04, **keys}), "trl").values
+    algorithm = load_config(TrainConfig, None, values, checked=False).config.algorithm
+    assert (algorithm.adv_estimator, algorithm.adv_options, aggregation(algorithm)) == expected
+    assert (algorithm.kl.where, algorithm.kl.coef, algorithm.kl.form) == ("loss", 0.04, "k3_ratio")
+    assert (values["data.train_batch_size"], values["actor.mini_batch_size"]) == (4, 4)  # 4 x 8 responses, 8 a prompt
+
+
+@pytest.mark.parametrize("source", ["no_such_file.sh", "echo nothing here"])
+def test_what_sets_nothing_is_an_error(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a file, or a command|sets no key of verl"):
+        read(source, "verl")
+    with pytest.raises(ConfigError, match="expected verl, easyr1, roll, trl"):
+        convert(Written({"a": 1}), "slime")
+
+
+VERL = [name for name in SCRIPTS if FACTS[name]["from"] == "verl"]
+
+
+@pytest.mark.slow
+def test_the_formulas_are_verls_own_functions(tmp_path: Path) -> None:
+    """Advantages and policy loss of each script by verl itself; the rewards after KL and penalty are given to both."""
+    python, calls, expected = interpreter("WHET_PEERS_VENV", ".venv-peers"), [], []
+    for name in VERL:
+        keys, columns = keys_of(name), batch_of(4)
+        keys = {key: value for key, value in keys.items() if not key.startswith("custom_reward_function")}
+        keys["algorithm.use_kl_in_reward"] = keys["actor_rollout_ref.actor.use_kl_loss"] = False
+        advantages, total = STEPS["verl"](keys, columns)
+        actor = "actor_rollout_ref.actor."
+        parts = torch.zeros(len(columns["uid"]), 2).double()
+        batch = {**columns, "token_level_rewards": columns["token_level_scores"], "reward_parts": parts}
+        options = {"gamma": keys.get("algorithm.gamma", 1.0), "lam": keys.get("algorithm.lam", 1.0)}
+        calls.append(("estimate", keys.get("algorithm.adv_estimator", "gae"), batch, options))
+        loss = "gpg" if keys.get(f"{actor}use_gpg_loss") else keys.get(f"{actor}policy_loss.loss_mode", "vanilla")
+        clip = {f"clip_ratio_{side}": keys.get(f"{actor}clip_ratio_{side}", 0.2) for side in ("low", "high")}
+        mode = {"loss_agg_mode": keys.get(f"{actor}loss_agg_mode", "token-mean"), "clip_ratio_c": 3.0}
+        calls.append(("loss", loss, {**columns, "advantages": advantages}, {**clip, **mode}))
+        expected += [advantages, total]
+    found = ask(python, PEERS / "verl_worker.py", tmp_path, calls)
+    for call, ours, theirs in zip(calls, expected, found, strict=True):
+        value = theirs[0] if call[0] == "loss" else theirs * call[2]["response_mask"]
+        torch.testing.assert_close(value.double(), ours, rtol=1e-5, atol=1e-6, msg=f"{call[:2]}")
+
+
+@pytest.mark.slow
+def test_the_formulas_are_trls_own_loss(tmp_path: Path) -> None:
+    python, calls, expected = interpreter("WHET_TRL_VENV", ".venv-trl"), [], []
+    names = ("importance_sampling_level", "loss_type", "beta", "max_completion_length")
+    for name in (name for name in SCRIPTS if FACTS[name]["from"] == "trl"):
+        keys, columns = {**keys_of(name), "use_vllm": False}, batch_of(4)
+        advantages, total = STEPS["trl"](keys, columns)
+        told = {key: keys[key] for key in names if key in keys}
+        told |= {"loss_type": keys.get("loss_type", "dapo"), "epsilon_low": keys.get("epsilon", 0.2)}
+        told["epsilon_high"] = keys.get("epsilon_high", told["epsilon_low"])
+        rows = advantages.sum(1) / columns["response_mask"].sum(1)
+        calls.append(("loss", {**columns, "row_advantages": rows}, told))
+        expected.append(total)
+    for ours, (theirs, _) in zip(expected, ask(python, PEERS / "trl_worker.py", tmp_path, calls), strict=True):
+        torch.testing.assert_close(theirs.double(), ours, rtol=1e-6, atol=1e-6)

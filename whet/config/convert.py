@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the keys of another framework into a recipe (`whet config convert`); the keys are in foreign_keys.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whet.config.checks import problems
+from whet.config.foreign import UNSET, Row, Table, tables
+from whet.config.foreign_files import Written, scalar
+from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
+from whet.config.load import load_config
+from whet.config.render import value_lines
+from whet.config.schema import TrainConfig
+from whet.errors import ConfigError, RegistryError
+
+SYSTEMS = {table.system.lower(): table.system for table in tables()}
+
+
+@dataclass
+class Converted:
+    """A recipe by dotted key, the origin of each value, and what is not in it, each with the reason."""
+
+    system: str
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)  # no counterpart
+    ignored: list[str] = field(default_factory=list)  # concerns speed, or is without effect
+    check: list[str] = field(default_factory=list)
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, with the origin of each value and the three lists as comments."""
+        tree: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *sections, name = key.split(".")
+            place = tree
+            for each in sections:
+                place = place.setdefault(each, {})
+            place[name] = value
+        order = list(TrainConfig.model_fields)
+        ordered = {name: tree[name] for name in sorted(tree, key=order.index)}
+        lines = [f"# Converted from {self.system} by `whet config convert`."]
+        titles = {"check": "Check by hand", "without": "Without a counterpart", "ignored": "Ignored"}
+        for name, title in titles.items():
+            found = list(dict.fromkeys(getattr(self, name)))
+            lines += [f"# {title}:", *(f"#   {line}" for line in found)] if found else []
+        for line, key in value_lines(ordered):
+            origin = self.origins.get(key) or next((o for k, o in self.origins.items() if key.startswith(f"{k}.")), "")
+            lines.append(f"{line}  # {origin}" if key else line)
+        return "\n".join(lines) + "\n"
+
+
+def convert(written: Written, system: str) -> Converted:
+    """Returns the recipe for the keys of a file or command of verl, easyr1, roll or trl.  Raises: ConfigError."""
+    if system.lower() not in SYSTEMS:
+        raise ConfigError(f"--from {system} is no known framework; expected {', '.join(SYSTEMS)}")
+    return _Conversion(written, SYSTEMS[system.lower()]).run()
+
+
+class _Conversion:
+    def __init__(self, written: Written, system: str) -> None:
+        self.given = {key: value for key, value in written.values.items() if value is not None}
+        self.result = Converted(system, check=list(written.unread))
+        self.tables: list[Table] = [table for table in tables() if table.system == system]
+        self.rows = [row for table in self.tables for row in table.rows]
+        names = [key.partition("=")[0] for row in self.rows for key in row.theirs]
+        for key, value in list(self.given.items()):
+            if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in names):
+                self.given |= {f"{key}.{name}": each for name, each in self.given.pop(key).items()}
+        for row in self.rows:
+            key = row.theirs[0]
+            if row.unit is not None and (below := {k: v for k, v in self.given.items() if k.startswith(f"{key}.")}):
+                self.given[key] = below  # a key of a mapping, as a whole
+        self.defaults = {
+            key.partition("=")[0]: row.default for row in self.rows for key in row.theirs if row.default is not UNSET
+        }
+
+    def run(self) -> Converted:
+        """Converts row by row, those that read what others wrote last; then drops what whet would not read."""
+        for row in sorted(self.rows, key=lambda row: row.unit is not None):
+            if row.join is not None:
+                self._join(row)
+                continue
+            for key, ours in row.pairs():
+                self._convert(row, key, ours)
+        self._unknown()
+        for table in self.tables:
+            for key, value in table.implied.items():
+                self.write(key, value, f"always in {table.system}", over=False)
+        self._drop_unread()
+        self._validate()
+        return self.result
+
+    def value(self, key: str) -> Any:
+        """The value of a key of theirs, or its default."""
+        found = self.given.get(key, self.defaults.get(key))
+        if isinstance(found, str) and (reference := re.fullmatch(r"\$\{([\w.]+)\}", found)):
+            return self.value(reference[1])
+        return found
+
+    def write(self, key: str, value: Any, origin: str, *, over: bool = True) -> None:
+        """Sets a key of the recipe. A key that another one has set keeps its value, and the difference is told."""
+        if key in self.result.values:
+            if over and self.result.values[key] != value and not origin.startswith("default"):
+                if self.result.origins[key].startswith(("default", "always")):
+                    self.result.values[key], self.result.origins[key] = value, origin
+                else:
+                    self.result.check.append(f"{origin}: {key} is {self.result.values[key]} already, not {value}")
+            return
+        self.result.values[key], self.result.origins[key] = value, origin
+
+    def _convert(self, row: Row, pattern: str, ours: tuple[str, ...]) -> None:
+        key, _, wanted = pattern.partition("=")
+        if key not in self.given and row.default is UNSET:
+            return
+        value = self.value(key)
+        shown, origin = f"{key}={value}", key if key in self.given else f"default of {self.result.system}: {key}"
+        if (unmet := self._unmet(row)) is not None:
+            if key in self.given:
+                self.result.ignored.append(f"{shown}: without effect, since {unmet}")
+        elif row.unit is not None:
+            for target, each in UNITS[row.unit](self, key, value, row, ours):
+                self.write(target, each, origin)
+        elif row.kind == "speed":
+            self.result.ignored.append(f"{shown}: concerns speed or memory" + _remark(row))
+        elif row.kind == "same":
+            self.result.ignored.append(f"{shown}: {row.remark or 'whet always does this, or reads it with other keys'}")
+        elif wanted:
+            if value == scalar(wanted):
+                for each in ours:
+                    target, _, setting = each.partition("=")
+                    self.write(target, scalar(setting) if setting else value, origin)
+            elif value:
+                self.result.check.append(f"{shown}: only {pattern} has a counterpart" + _remark(row))
+        elif row.kind == "check" and value:
+            self.result.check.append(f"{shown}: set {' and '.join(ours) or 'its counterpart'}" + _remark(row))
+        elif row.kind == "check":
+            self.result.ignored.append(f"{shown}: the same here")
+        elif not ours:
+            self.result.without.append(shown + _remark(row))
+        else:
+            self._copy(row, value, ours, origin)
+
+    def _copy(self, row: Row, value: Any, ours: tuple[str, ...], origin: str) -> None:
+        """Writes a value, translated by the row; of a list each item."""
+        if isinstance(value, list):
+            value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
+        elif isinstance(value, (str, int, float, bool)) and value in row.values:
+            value = row.values[value]
+        if isinstance(value, Mapping) and not (ours and is_free(field_at(TrainConfig, ours[0].split("."))[1])):
+            for key, each in value.items():
+                self.write(key, each, origin)
+            return
+        for target in ours:
+            key, _, setting = target.partition("=")
+            field = leaf_fields(TrainConfig).get(key)
+            if field is not None and field.annotation == list[str] and isinstance(value, str):
+                value = [each.strip() for each in value.split(",")]
+            self.write(key, scalar(setting) if setting else value, origin)
+
+    def _join(self, row: Row) -> None:
+        """Several keys that become one, such as a file and a function in it."""
+        if row.theirs[0] in self.given:
+            parts = [str(self.given.get(key, "compute_score")) for key in row.theirs]
+            self.write(row.ours[0], str(row.join).join(parts), row.theirs[0])
+
+    def _unmet(self, row: Row) -> str | None:
+        for key, wanted in row.when.items():
+            value = self.value(key)
+            allowed = wanted if isinstance(wanted, list) else [wanted]
+            met = bool(value) if wanted == "set" else not value if wanted == "unset" else value in allowed
+            if not met:
+                return f"{key} is {value if value is not None else 'not set'}"
+        return None
+
+    def _unknown(self) -> None:
+        """Keys that no row has: those below a key of a row are converted with it, the others told."""
+        known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
+        for key, value in self.given.items():
+            if key in known:
+                continue
+            above = [each for each in known if key.startswith(f"{each}.")]
+            row = known[max(above, key=len)] if above else Row((key,), remark="no key that whet knows")
+            if row.unit is not None:
+                continue
+            mapping = next((each for each in row.ours if is_free(field_at(TrainConfig, each.split("."))[1])), None)
+            if mapping is not None and row.kind is None:
+                self.write(f"{mapping}.{key[len(max(above, key=len)) + 1 :]}", value, key)
+            elif row.kind in ("speed", "same"):
+                self.result.ignored.append(f"{key}={value}: concerns speed or memory, or is always so")
+            else:
+                target = self.result.check if row.kind == "check" else self.result.without
+                target.append(f"{key}={value}" + _remark(row))
+
+    def _drop_unread(self) -> None:
+        """Drops options that the function does not have, an aggregation beside a fixed one, and an idle critic."""
+        from whet.config.algorithm_checks import uses_critic
+        from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
+
+        values = self.result.values
+        algorithm = self._section("algorithm")
+        entries = {
+            "algorithm.adv_options": ADV_ESTIMATORS[algorithm.adv_estimator],
+            "algorithm.loss_options": POLICY_LOSSES[algorithm.policy_loss],
+        }
+        for prefix, entry in entries.items():
+            for key in [key for key in values if key.startswith(f"{prefix}.")]:
+                if key.removeprefix(f"{prefix}.") not in entry.options:
+                    self._drop(key, f"{entry.kind} {entry.name} does not read it")
+        for entry in entries.values():
+            fixed = entry.marks.get("aggregation")
+            if fixed and values.get("algorithm.loss_agg_mode", fixed) != fixed:
+                note = f"{values['algorithm.loss_agg_mode']} there, but {entry.name} is defined with {fixed} here"
+                self.result.check.append(f"algorithm.loss_agg_mode: {note}")
+                self._drop("algorithm.loss_agg_mode", note)
+        if not uses_critic(self._section("algorithm")):
+            for key in [key for key in values if key.startswith("critic.")]:
+                self._drop(key, "no critic is trained")
+        if "algorithm.kl.where" not in values:
+            values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
+
+    def _drop(self, key: str, why: str) -> None:
+        if key in self.result.values:
+            del self.result.values[key]
+            origin = self.result.origins.pop(key)
+            if not origin.startswith("default"):
+                self.result.ignored.append(f"{origin}: {why}")
+
+    def _section(self, name: str) -> Any:
+        """A section of the config with the values so far."""
+        chosen = {key: value for key, value in self.result.values.items() if key.startswith(f"{name}.")}
+        known = {f"{key}": value for key, value in chosen.items() if key in choices(TrainConfig)}
+        try:
+            return load_config(TrainConfig, None, known, checked=False).config[name]
+        except (ConfigError, RegistryError) as error:
+            self.result.check.append(str(error))
+            for key in known:
+                self._drop(key, "refused")
+            return load_config(TrainConfig, None, {}, checked=False).config[name]
+
+    def _validate(self) -> None:
+        """Drops values that whet refuses, and tells what `whet train` would object to."""
+        for key in [key for key in self.result.values if not is_known(TrainConfig, key)]:
+            self._drop(key, "no key")
+        for _ in range(len(self.result.values)):
+            try:
+                loaded = load_config(TrainConfig, None, self.result.values, checked=False)
+            except ConfigError as error:
+                lines = str(error).splitlines()
+                refused = [
+                    key for key in self.result.values for line in lines if line.startswith((f"{key}=", f"{key}."))
+                ]
+                self.result.check += lines
+                if not refused:
+                    raise
+                for key in refused:
+                    self._drop(key, "refused")
+                continue
+            self.result.check += [f"whet train: {line}" for line in problems(loaded.config)]
+            return
+
+
+def _remark(row: Row) -> str:
+    return f" ({row.remark})" if row.remark else ""
+
+
+Unit = Iterator[tuple[str, Any]]
+
+
+def _updates(of: _Conversion) -> int:
+    """Updates of a step."""
+    values = of.result.values
+    batch: int = values.get("data.train_batch_size", leaf_fields(TrainConfig)["data.train_batch_size"].default)
+    updates: int = -(-batch // (values.get("actor.mini_batch_size") or batch)) * values.get("actor.epochs", 1)
+    return updates
+
+
+def _in_updates(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """Steps of the loop in updates of the optimizer; a negative number is none."""
+    if value > 0:
+        yield ours[0], value * _updates(of)
+
+
+def _ratio(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """A share of all steps in updates, where their number is known."""
+    steps = of.result.values.get("trainer.total_steps")
+    if not value:
+        return
+    if steps:
+        yield ours[0], int(value * steps) * _updates(of)
+    else:
+        of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
+
+
+def _dual(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    if value:
+        yield ours[0], 1 + 2 * of.value("pg_clip")
+
+
+def _overlong(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """DAPO's penalty, where the buffer is switched on."""
+    if of.given.get(f"{key.rpartition('.')[0]}.enable", True):
+        yield ours[0], value
+
+
+def _beta(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    if value:
+        yield "algorithm.kl.where", "loss"
+        yield "algorithm.kl.coef", value
+
+
+def _trl_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
+    one update where that needs several."""
+    given, n = of.given, of.value("num_generations")
+    processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
+    if "num_processes" not in given:
+        of.result.check.append("num_processes is not set: batch sizes are those of one process; multiply them by yours")
+    pass_size = given.get("per_device_train_batch_size", 8) * processes
+    step = given.get("generation_batch_size") or pass_size * given.get("steps_per_generation", gathered)
+    yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
+
+
+def _roll_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """Prompts of an update: responses of a device, times accumulation, times the ranks that read different rows."""
+    given, prefix = of.given, key.rpartition(".")[0]
+    devices = given.get("actor_train.device_mapping", [0])
+    if isinstance(devices, str):
+        bounds = [int(number) for number in re.findall(r"\d+", devices)]
+        devices = range(*bounds)
+    parallel = "actor_train.strategy_args.strategy_config."
+    ranks = len(devices)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        ranks //= given.get(parallel + name, 1)
+    n, batch = of.value("num_return_sequences_in_group"), of.value("rollout_batch_size")
+    update = value * given.get(f"{prefix}.gradient_accumulation_steps", 1) * max(1, ranks)
+    for target, each in _prompts(of, batch * n, min(update, batch * n), n):
+        if target == ours[0]:
+            yield target, each
+
+
+def _prompts(of: _Conversion, step: int, update: int, n: int) -> Unit:
+    if step % n or update % n or step % update:
+        of.result.check.append(
+            f"a step has {step} and an update {update} responses, {n} a prompt: whole groups have no such sizes"
+        )
+        update = max(n, update - update % n)
+        step = max(update, step - step % update)
+    yield "data.train_batch_size", step // n
+    yield "actor.mini_batch_size", update // n
+
+
+def _rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """ROLL's worker classes as functions: one for all rows, or one for each domain."""
+    workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
+    for domain, worker in workers.items():
+        function = row.values.get(worker.rpartition(".")[2])
+        if function is None:
+            of.result.check.append(f"rewards.{domain}.worker_cls={worker}: set reward.domains.{domain}.function")
+            continue
+        if len(workers) == 1:
+            yield "reward.function", function
+            continue
+        yield f"reward.domains.{domain}.function", function
+        if sources := value.get(f"rewards.{domain}.tag_included"):
+            yield f"reward.domains.{domain}.sources", sources
+
+
+UNITS: Mapping[str, Callable[..., Unit]] = {
+    "updates": _in_updates,
+    "ratio": _ratio,
+    "dual": _dual,
+    "overlong": _overlong,
+    "beta": _beta,
+    "trl_batches": _trl_batches,
+    "roll_batches": _roll_batches,
+    "rewards": _rewards,
+}
