@@ -45,7 +45,9 @@ def test_train_export_and_eval(
 
     assert whet("train", "gsm8k", *SMALL) == 0
     shown = capsys.readouterr().out
-    assert "step 2/2  reward " in shown and "wrote run; " in shown
+    assert (
+        "step 2/2  reward " in shown and "run  finished, 2 of 2 steps" in shown and "whet export run run_model" in shown
+    )
     steps = [json.loads(line)["step"] for line in Path("run", "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2]
 

@@ -97,3 +97,17 @@ def test_a_thread_looks_by_itself() -> None:
             time.sleep(0.01)
     assert written.getvalue() == "loading models: 0:20\n"
     assert long_phases.REFRESH_SECONDS < long_phases.LONG_SECONDS
+
+
+def test_a_count_that_begins_again_is_timed_from_there() -> None:
+    shown, clock, written = shown_on(terminal=False)
+    with watching(shown.phase, shown.count), phase("update"):
+        for done in (1, 2, 3, 4):
+            clock.now += 10.0
+            counted(done, 4)
+        clock.now += 5.0  # the next mini-batch, which is quicker
+        counted(1, 4)
+        clock.now += 5.0
+        counted(2, 4, "80 tokens/s")
+        shown.refresh()
+    assert written.getvalue().splitlines()[0] == "update: 2/4, 0:50, about 0:05 left, 80 tokens/s"

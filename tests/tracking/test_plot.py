@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from whet.tracking.plot import COLOURS, Series, plot_learning_curve, running_mean
+from whet.tracking.plot import COLOURS, Panel, Series, plot_learning_curve, plot_panels, running_mean
 
 
 def pixels_near(picture: np.ndarray, colour: str) -> np.ndarray:
@@ -37,3 +37,13 @@ def test_the_running_mean_takes_what_there_is_at_the_ends() -> None:
     assert running_mean([1.0, 2.0, 6.0, 4.0, 0.0], 1) == pytest.approx([1.5, 3.0, 4.0, 10 / 3, 2.0])
     assert running_mean([1.0, float("nan"), 3.0], 1) == [1.0, 2.0, 3.0]
     assert running_mean([5.0, 7.0], 0) == [5.0, 7.0]
+
+
+def test_a_run_has_the_same_colour_in_every_panel(tmp_path: Path) -> None:
+    a, b = Series("a", [0, 1, 2], [0, 1, 2]), Series("b", [0, 1, 2], [2, 1, 0])
+    plot_panels(tmp_path / "panels.png", [Panel("one", [a, b]), Panel("two", [a, Series("b", [], [])])])
+    picture = imread(tmp_path / "panels.png")
+    middle = picture.shape[1] // 2
+    for side, in_it in ((picture[:600, :middle], True), (picture[:600, middle:], False)):  # the legend is below
+        assert len(pixels_near(side, COLOURS[0])) > 500
+        assert (len(pixels_near(side, COLOURS[1])) > 500) == in_it

@@ -23,8 +23,11 @@ from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
+from whet.cli.runs import plot, runs
 from whet.cli.serve import serve, serve_sandbox
+from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
+from whet.cli.view import view
 from whet.errors import RegistryError, WhetError, exit_error
 from whet.registry import installed_commands, load_target
 from whet.threads import yield_soon
@@ -48,6 +51,10 @@ for panel, name, function in (
     (TRAIN, "train", train),
     (TRAIN, "sft", sft),
     (TRAIN, "train-reward", train_reward),
+    (AFTER, "runs", runs),
+    (AFTER, "plot", plot),
+    (AFTER, "show", show),
+    (AFTER, "view", view),
     (AFTER, "eval", evaluate),
     (AFTER, "generate", generate),
     (AFTER, "compare", compare),

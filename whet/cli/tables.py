@@ -16,7 +16,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequen
     """A table whose columns with the numbers `left` are aligned left; all others hold numbers and are aligned right."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, title in enumerate(titles):
-        made.add_column(title, justify="left" if number in left else "right")
+        made.add_column(title, justify="left" if number in left else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

@@ -14,18 +14,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, program, split_recipe
+from whet.cli.runs import show_end
+from whet.cli.sweep import sweep
 
 if TYPE_CHECKING:
     from whet.config import ExamplesConfig, TrainConfig
 
 
+Multirun = Annotated[
+    bool, typer.Option("--multirun", "-m", help="start a run for each combination of values: trainer.seed=1,2")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")]
 
 
-def train(words: RecipeAndOverrides = None, config_name: ConfigName = None, dry_run: DryRun = False) -> None:
+def train(
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    dry_run: DryRun = False,
+    multirun: Multirun = False,
+) -> None:
     """Train a model with reinforcement learning (PPO, GRPO, ...)."""
     from whet.config import TrainConfig, load_config
 
+    if multirun:
+        sweep(TrainConfig, *split_recipe(words, config_name), dry_run=dry_run)
+        return
     config = load_config(TrainConfig, *split_recipe(words, config_name)).config
 
     from whet.trainers.build import train as run  # after the config is checked, since this loads torch
@@ -34,10 +47,13 @@ def train(words: RecipeAndOverrides = None, config_name: ConfigName = None, dry_
         run(config, dry_run=dry_run)
 
 
-def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
+def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None, multirun: Multirun = False) -> None:
     """Train a model on examples (supervised fine-tuning)."""
     from whet.config import SFTConfig, load_config
 
+    if multirun:
+        sweep(SFTConfig, *split_recipe(words, config_name))
+        return
     config = load_config(SFTConfig, *split_recipe(words, config_name)).config
 
     from whet.trainers.sft import train_sft
@@ -46,10 +62,18 @@ def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> Non
         train_sft(config)
 
 
-def train_reward(words: RecipeAndOverrides = None, config_name: ConfigName = None, dry_run: DryRun = False) -> None:
+def train_reward(
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    dry_run: DryRun = False,
+    multirun: Multirun = False,
+) -> None:
     """Train a reward model on preference pairs (Bradley-Terry)."""
     from whet.config import RewardTrainingConfig, load_config
 
+    if multirun:
+        sweep(RewardTrainingConfig, *split_recipe(words, config_name), dry_run=dry_run)
+        return
     config = load_config(RewardTrainingConfig, *split_recipe(words, config_name)).config
 
     from whet.trainers.train_reward import train_reward as run
@@ -63,6 +87,7 @@ def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) ->
     """Shows the progress of long phases, and at the end the folder of the run. After a signal, prints what was saved
     and the command that resumes, then exits with the status that shells expect: 130 after Ctrl-C."""
     from whet.tracking.long_phases import LongPhases
+    from whet.tracking.runs import read_run
     from whet.trainers.frame import run_folder
     from whet.trainers.stop import Stopped
 
@@ -74,8 +99,7 @@ def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) ->
         typer.echo(f"{stopped}:\n  {program()} {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped
     if writes:
-        folder = run_folder(config.trainer)
-        typer.echo(f"wrote {folder}; `{program()} export {folder} OUT` exports it as a Hugging Face folder")
+        show_end(read_run(run_folder(config.trainer)))
 
 
 def quickstart(

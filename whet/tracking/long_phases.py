@@ -27,6 +27,7 @@ class _Phase:
     name: str
     started: float
     next_line: float
+    counted_since: float = 0.0
     done: int = 0
     total: int | None = None
     note: str = ""
@@ -57,7 +58,7 @@ class LongPhases:
         started = self._clock()
         with self._lock:
             wait = LINE_SECONDS_IN_STEPS if self._is_step else LINE_SECONDS
-            opened = _Phase(name.removeprefix("time/"), started, started + wait)
+            opened = _Phase(name.removeprefix("time/"), started, started + wait, started)
             self._open.append(opened)
         try:
             yield
@@ -66,9 +67,11 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase."""
+        """Sets the progress of the innermost phase. A smaller number is the beginning of another round."""
         if self._open:
             phase = self._open[-1]
+            if done < phase.done:
+                phase.counted_since = self._clock()
             phase.done, phase.total, phase.note = done, total, note
 
     def refresh(self) -> None:
@@ -118,13 +121,13 @@ class LongPhases:
     def _name(phases: list[_Phase]) -> str:
         return ", ".join(phase.name for phase in phases if phase.name != STEP)
 
-    @staticmethod
-    def _state(phases: list[_Phase], seconds: float) -> str:
+    def _state(self, phases: list[_Phase], seconds: float) -> str:
         """The progress of the last phase, the time so far, and the remaining time at this pace."""
         last = phases[-1]
         parts = [clock_time(seconds)]
         if last.total:
             parts = [f"{last.done}/{last.total}", *parts]
         if last.total and 0 < last.done < last.total:
-            parts.append(f"about {clock_time(seconds / last.done * (last.total - last.done))} left")
+            counted = self._clock() - last.counted_since
+            parts.append(f"about {clock_time(counted / last.done * (last.total - last.done))} left")
         return ", ".join([*parts, *([last.note] if last.note else [])])

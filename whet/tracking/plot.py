@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -12,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#3366cc", "#dc6b2f", "#2e9e6b", "#9b59b6", "#c0392b", "#7f8c8d", "#17a2b8", "#000000", "#d4a017")
@@ -28,16 +30,57 @@ class Series:
     markers: bool = False  # draws a dot on each point, for rare measurements
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A graph with curves; its title is what they show."""
+
+    title: str
+    series: Sequence[Series]
+
+
 def plot_learning_curve(
     path: Path, series: Sequence[Series], *, title: str, x_label: str = "step", y_label: str = "reward"
 ) -> None:
     """Draws the curves into a PNG file. A long curve is drawn faint, with its running mean in full colour."""
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8, 4.5)
     axes = figure.add_subplot()
+    _fill(axes, series, x_label, y_label)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
+    if len(series) > 1:
+        axes.legend(frameon=False, loc="best")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def plot_panels(path: Path, panels: Sequence[Panel], *, title: str = "", x_label: str = "step") -> None:
+    """Draws graphs beside each other into a PNG file, up to three a row. A label has the same colour in all of them,
+    and one legend explains the colours."""
+    columns = min(3, math.ceil(math.sqrt(len(panels))))
+    rows = math.ceil(len(panels) / columns)
+    figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)
+    for number, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        _fill(axes, panel.series, x_label, "")
+        axes.set_title(panel.title, loc="left", fontsize=11)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    labels = [each.label for each in panels[0].series]
+    if len(labels) > 1:
+        lines = [Line2D([], [], color=colour, linewidth=2) for colour, _ in zip(cycle(COLOURS), labels, strict=False)]
+        figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=min(len(labels), 3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _fill(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
     for colour, each in zip(cycle(COLOURS), series, strict=False):
         _draw(axes, each, colour)
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -45,10 +88,6 @@ def plot_learning_curve(
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-    if len(series) > 1:
-        axes.legend(frameon=False, loc="best")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:

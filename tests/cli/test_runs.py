@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from tests.tracking.test_runs import make_run
+from whet.cli.app import main
+from whet.cli.runs import main_metrics, next_command
+from whet.config import SFTConfig, TrainConfig
+from whet.config.render import to_yaml
+from whet.tracking.runs import read_run, write_state
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.cli.runs.program", lambda: "whet")
+
+
+def whet(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+STEPS = [{"step": n, "val/accuracy": n / 4, "critic/score/mean": 1 - n / 4, "actor/entropy": 2000.0} for n in range(4)]
+
+
+def test_runs_are_listed_with_their_state_best_metric_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    config = to_yaml(TrainConfig.model_validate({"data": {"train_files": ["x.jsonl"]}}))
+    write_state(make_run(Path("runs/a"), *STEPS, config=config), "failed", 8, RuntimeError("no memory"))
+    write_state(make_run(Path("runs/b"), *STEPS[:2]), "finished", 1)
+    assert whet("runs", "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "path": "runs/a",
+        "state": "failed",
+        "step": 3,
+        "total_steps": 8,
+        "best_metric": "val/accuracy",
+        "best": 0.75,
+        "best_step": 3,
+        "error": "RuntimeError: no memory",
+        "command": "whet train runs/a/config.yaml trainer.run_dir=runs/a",
+    }
+    assert second["state"] == "finished" and second["command"] == "whet export runs/b runs/b_model"
+    assert whet("runs") == 0
+    shown = capsys.readouterr().out
+    assert "a             failed      3/8           0.75         3" in shown and "val/accuracy" in shown
+    assert "runs/a failed: RuntimeError: no memory\nto go on:\n  whet train runs/a/config.yaml" in shown
+
+
+def test_a_single_run_is_shown_with_first_last_and_best(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(Path("one"), *STEPS)
+    (folder / "timings.jsonl").write_text(
+        '{"step": 1, "time/step": 60.0, "time/rollout": 50.0, "system/driver/memory_gib": 2.0}\n'
+    )
+    assert whet("runs", "one") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "val/accuracy 0 0.75 0.75 3" in lines and "critic/score/mean 1 0.25 1 0" in lines
+    assert "actor/entropy 2,000 2,000" in lines and "time 1:00, rollout 0:50" in lines
+    assert "at most 2.0 GiB of memory, 0.0 CPU cores" in lines
+    assert whet("runs", "nowhere") == 2
+    assert "nowhere does not exist; name the folder of a run" in capsys.readouterr().err
+
+
+def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
+    given = make_run(Path("given"), config=to_yaml(TrainConfig()))  # its rows came from Python
+    write_state(given, "stopped")
+    assert next_command(read_run(given)) == "call whet.train again: the data of given came from Python"
+    values = {
+        "data": {"train_files": ["x.jsonl"]},
+        "trainer": {"resume": "never", "project_name": "p", "experiment_name": "e"},
+    }
+    sft = make_run(Path("runs/p/e"), config=to_yaml(SFTConfig.model_validate(values)))
+    write_state(sft, "stopped")
+    assert next_command(read_run(sft)) == "whet sft runs/p/e/config.yaml trainer.resume=auto"
+
+
+def test_the_main_metrics_are_those_that_a_run_has() -> None:
+    run = read_run(make_run(Path("a"), *STEPS))
+    assert main_metrics([run]) == [("val/accuracy", ""), ("critic/score/mean", ""), ("actor/entropy", "~")]
+
+
+def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/a"), *STEPS)
+    make_run(Path("runs/b"), *STEPS)
+    assert whet("plot", "runs", "-m", "val/accuracy", "-m", "actor/*", "-o", "deep/two.png") == 0
+    assert capsys.readouterr().out == "wrote deep/two.png: val/accuracy, actor/entropy of 2 runs\n"
+    assert imread("deep/two.png").shape[:2] == (675, 1500)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["plot", "a", "-m", "val/acc"], "no run has the metric 'val/acc'; did you mean val/accuracy?"),
+        (["plot", "empty"], "empty: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"),
+        (["plot", "nowhere"], "nowhere does not exist; expected a folder with config.yaml and inputs.json; "),
+        (["plot", "a", "-o", "x.jpg"], "--output x.jpg ends in .jpg, expected .png; name a .png file"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("a"), *STEPS)
+    make_run(Path("empty"))
+    assert whet(*words) == 2
+    assert f"DataError: {error}" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.errors import DataError
+from whet.tracking.rollouts import beside, find_rollouts, read_rollouts, reasons, selected
+
+ROWS: list[dict[str, Any]] = [
+    {"uid": "a", "prompt": "1+1=", "reward": 1.0, "tokens": 3, "parts": {"format": 1.0}, "failure": None},
+    {"uid": "b", "prompt": "2+2=", "reward": 0.0, "tokens": 12, "parts": {}, "failure": None, "response": "fünf, 5"},
+    {"uid": "c", "prompt": "2+2=", "reward": None, "tokens": 7, "parts": {}, "failure": {"source": "tool"}},
+]
+
+
+def uids(conditions: list[str], sort: str | None = None) -> str:
+    return "".join(row["uid"] for row in selected(ROWS, conditions, sort))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "found"),
+    [
+        ([], "abc"),
+        (["reward<1"], "b"),
+        (["reward != 1"], "bc"),  # a missing value is not 1
+        (["length>=7"], "bc"),
+        (["tokens=3.0"], "a"),
+        (["prompt=2+2="], "bc"),
+        (["response~fünf"], "b"),
+        (["response~, 5", "reward=0"], "b"),
+        (["failure"], "c"),
+        (["!failure"], "ab"),
+        (["failure~tool"], "c"),
+        (["failure.source=tool"], "c"),
+        (["parts.format=1"], "a"),
+        (["reward=none"], ""),
+    ],
+)
+def test_where(conditions: list[str], found: str) -> None:
+    assert uids(conditions) == found
+
+
+def test_sorted_rows_have_those_without_the_field_last() -> None:
+    assert uids([], "length") == "acb" and uids([], "-tokens") == "bca"
+    assert uids([], "reward") == "bac" and uids([], "-reward") == "abc"
+    assert uids([], "prompt") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "sort", "error"),
+    [
+        (["rewrd<1"], None, "no trajectory has the field 'rewrd'; did you mean reward?"),
+        ([], "-lenght", "no trajectory has the field 'lenght'; did you mean length?"),
+        (["xyz"], None, "no trajectory has the field 'xyz'; there are uid, prompt, reward"),
+        (["tokens<many"], None, "--where tokens<many: tokens is a number, and 'many' is none"),
+    ],
+)
+def test_mistakes_name_the_nearest_field(conditions: list[str], sort: str | None, error: str) -> None:
+    with pytest.raises(DataError, match=error.replace("?", r"\?")):
+        selected(ROWS, conditions, sort)
+
+
+def test_rows_of_the_same_prompt_stand_beside_each_other() -> None:
+    left = [{"prompt": "x", "n": 1}, {"prompt": "x", "n": 2}, {"prompt": "x", "n": 3}, {"prompt": "y", "n": 4}]
+    right = [{"prompt": "z", "n": 5}, {"prompt": "x", "n": 6}, {"prompt": "x", "n": 7}]
+    assert [(a["n"], b["n"]) for a, b in beside(left, right, "a", "b")] == [(1, 6), (2, 7)]
+    with pytest.raises(DataError, match="a and b have no prompt in common"):
+        beside(left[3:], right, "a", "b")
+
+
+def test_the_file_of_a_step_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    with pytest.raises(DataError, match=r"/rollouts has no files step_\*.jsonl or validation_\*.jsonl; expected"):
+        find_rollouts(tmp_path)
+    folder.mkdir()
+    for name in ("step_000002", "step_000004", "validation_000000", "validation_000004", "jumps_000004"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"uid": name}) + "\n" + '{"torn')
+    assert find_rollouts(tmp_path).stem == "step_000004"
+    assert find_rollouts(tmp_path, 0).stem == "validation_000000"
+    assert find_rollouts(tmp_path, 4, kind="validation").stem == "validation_000004"
+    assert read_rollouts(folder / "step_000002.jsonl") == [{"uid": "step_000002"}]
+    assert find_rollouts(folder / "step_000002.jsonl").stem == "step_000002"
+    with pytest.raises(DataError, match="nothing of step 3; the nearest steps that were written are 2, 4, 0"):
+        find_rollouts(tmp_path, 3)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "answers.jsonl").write_text("[]\n")
+    with pytest.raises(DataError, match=r"answers.jsonl:1 is '\[\]', expected a JSON object"):
+        read_rollouts(find_rollouts(tmp_path / "eval"))
+    (tmp_path / "eval" / "answers.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no trajectories"):
+        read_rollouts(find_rollouts(tmp_path / "eval"))
+
+
+def test_why_a_trajectory_has_its_reward() -> None:
+    failure = {"source": "tool", "message": "no answer", "timed_out": True}
+    assert reasons({"failure": failure, "ground_truth": "4"}) == ["failed in tool (deadline): no answer"]
+    assert reasons({"finish_reason": "length", "extracted": "5", "ground_truth": "4", "limit": "max_turns"}) == [
+        "cut off: data.max_response_length",
+        "limit: max_turns",
+        "read '5', expected '4'",
+    ]
+    assert reasons({"finish_reason": "stop", "extracted": None, "ground_truth": None}) == []
+    assert reasons({"dropped_by": "all_equal"}) == ["dropped by all_equal"]
+    assert reasons({"finish_reason": "abort"}) == ["ended by abort"]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from whet.errors import DataError
+from whet.tracking.runs import chosen_metrics, find_runs, nearest, read_run, short_names, write_state
+from whet.trainers.run_dir import lock_folder
+
+
+def make_run(folder: Path, *lines: dict[str, float | None], config: str = "trainer: {}\n") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    (folder / "inputs.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_state_is_what_the_run_noted_unless_its_process_holds_or_lost_the_lock(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {"step": 1, "a/b": 0.5})
+    assert read_run(folder).state == "ended"  # written by an earlier version
+    write_state(folder, "running", 9)
+    with lock_folder(folder):
+        assert (read_run(folder).state, read_run(folder).total_steps, read_run(folder).step) == ("running", 9, 1)
+    assert read_run(folder).state == "killed"
+    write_state(folder, "failed", 9, ValueError("no reward\nsecond line"))
+    assert (read_run(folder).state, read_run(folder).error) == ("failed", "ValueError: no reward")
+    (folder / ".lock").write_text("process 999999999 on elsewhere")  # its lock is asked for there
+    assert read_run(folder).state == "failed"
+
+
+def test_a_run_has_metrics_and_timings_by_step_and_the_best_of_them(tmp_path: Path) -> None:
+    lines = [{"step": 0, "val/loss": 3.0}, {"step": 1, "val/loss": None, "x": 1.0}, {"step": 2, "val/loss": 2.0}]
+    folder = make_run(tmp_path / "run", *lines, {"step": 3, "val/loss": 2.0})
+    (folder / "timings.jsonl").write_text('{"step": 1, "time/step": 4.0}\n{"step": 2, "time')
+    run = read_run(folder)
+    assert run.curve("val/loss") == ([0, 2, 3], [3.0, 2.0, 2.0])
+    assert math.isnan(run.records[1]["val/loss"]) and run.records[1]["time/step"] == 4.0
+    assert run.best_metric == "-val/loss" and run.best("-val/loss") == (2.0, 2) and run.best("val/loss") == (3.0, 0)
+    assert run.best("nothing") is None and run.metrics == ["time/step", "val/loss", "x"]
+    chosen = make_run(tmp_path / "chosen", *lines, config="trainer: {best_metric: x}\n")
+    assert read_run(chosen).best_metric == "x"
+
+
+def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path) -> None:
+    outer = make_run(tmp_path / "b" / "one")
+    make_run(outer / "inner")
+    make_run(tmp_path / ".hidden" / "two")
+    other = make_run(tmp_path / "a")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "config.yaml").write_text("{}")  # an evaluation has no inputs.json
+    assert find_runs(tmp_path) == [other, outer]
+    with pytest.raises(DataError, match=r"is not the folder of a run; expected .*; did you mean .*/b/one\?"):
+        read_run(tmp_path / "b")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        read_run(tmp_path / "nowhere")
+    (other / "run.json").write_text("[]")
+    with pytest.raises(DataError, match="damaged"):
+        read_run(other)
+
+
+def test_metrics_are_chosen_by_name_and_pattern_and_unknown_ones_name_the_nearest(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", {"step": 1, "val/accuracy": 1.0, "val/reward": 1.0, "actor/lr": 0.1}))
+    assert chosen_metrics([run], ["actor/lr", "val/*", "val/reward"]) == ["actor/lr", "val/accuracy", "val/reward"]
+    with pytest.raises(DataError, match=r"no run has the metric 'val/acuracy'; did you mean val/accuracy"):
+        chosen_metrics([run], ["val/acuracy"])
+    with pytest.raises(DataError, match="there are actor/lr, val/accuracy, val/reward"):
+        chosen_metrics([run], ["zzz"])
+    assert nearest("accuracy", run.metrics) == ["val/accuracy"]
+
+
+def test_short_names_are_as_long_as_it_takes_to_tell_folders_apart() -> None:
+    assert short_names([Path("runs/a/rl"), Path("runs/b/sft")]) == ["rl", "sft"]
+    assert short_names([Path("runs/a/rl"), Path("runs/b/rl")]) == ["a/rl", "b/rl"]
+    assert short_names([]) == []

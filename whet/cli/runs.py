@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet runs` and `whet plot`, and the table at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whet.cli.arguments import program
+from whet.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from whet.tracking.runs import RunFolder
+
+COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
+# Of a run's end: each row is the first of these metrics that the run has; a minus: lower is better, ~: neither is.
+MAIN = (
+    ("val/accuracy",),
+    ("val/reward",),
+    ("-val/loss",),
+    ("filter/sampled_score", "critic/score/mean"),
+    ("filter/sampled_accuracy", "reward/accuracy"),
+    ("-sft/loss", "-reward_model/loss"),
+    ("reward_model/accuracy",),
+    ("~response_length/mean",),
+    ("~actor/entropy",),
+    ("~actor/grad_norm",),
+    ("perf/throughput",),
+)
+TOKENS = ("perf/total_num_tokens", "sft/tokens", "reward_model/tokens")
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="a folder with runs, or a run")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
+) -> None:
+    """List runs with their state, best metric and how to go on.
+
+    Of a single run: a table of its main metrics, its time, its tokens and its files."""
+    from whet.tracking.console import shared_console
+    from whet.tracking.runs import find_runs, is_run, read_run
+
+    if not folder.exists():
+        raise DataError(f"{folder} does not exist; name the folder of a run, or one with runs: `whet runs FOLDER`")
+    found, console = [], shared_console()
+    for each in find_runs(folder):
+        try:
+            found.append(read_run(each))
+        except DataError as error:
+            typer.echo(f"not listed: {error}", err=True)
+    if as_json:
+        typer.echo(json.dumps([as_record(run) for run in found], indent=1))
+    elif not found:
+        typer.echo(f"no runs in {folder}; `{program()} quickstart` makes one")
+    elif is_run(folder):
+        show_end(found[0])
+    else:
+        console.print(runs_table(found, [{f"run in {folder}": str(run.path.relative_to(folder))} for run in found]))
+        open_runs = [run for run in found if run.state in ("stopped", "killed", "failed")]
+        for run in open_runs:
+            if run.error:
+                console.print(f"{run.path} failed: {run.error}", markup=False, soft_wrap=True)
+        if open_runs:
+            console.print("to go on:")
+            for run in open_runs:
+                console.print(f"  {next_command(run)}", markup=False, soft_wrap=True)
+
+
+def plot(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders with runs")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", "-m", help="a metric or a pattern (val/*), several times; unset: the main ones"),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the PNG file to write")] = Path("plot.png"),
+) -> None:
+    """Draw metrics of one or several runs into a PNG file."""
+    from whet.tracking.plot import Panel, Series, plot_panels
+    from whet.tracking.runs import chosen_metrics, find_runs, read_run, short_names
+
+    if output.suffix != ".png":
+        raise DataError(f"--output {output} ends in {output.suffix or 'nothing'}, expected .png; name a .png file")
+    paths = [path for folder in folders for path in find_runs(folder) or [folder]]
+    read = [read_run(path) for path in dict.fromkeys(paths)]
+    if empty := [str(run.path) for run in read if not run.records]:
+        raise DataError(
+            f"{', '.join(empty)}: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"
+        )
+    names = chosen_metrics(read, metric) if metric else [name for name, _ in main_metrics(read)]
+    labels, panels = short_names([run.path for run in read]), []
+    for name in names:
+        curves = [(label, *run.curve(name)) for label, run in zip(labels, read, strict=True)]
+        rare = {label: len(x) < len(run.records) / 2 for (label, x, _), run in zip(curves, read, strict=True)}
+        panels.append(Panel(name, [Series(label, x, y, markers=rare[label]) for label, x, y in curves]))
+    plot_panels(output, panels, title=labels[0] if len(labels) == 1 else "")
+    typer.echo(f"wrote {output}: {', '.join(names)} of {len(read)} run{'s' * (len(read) > 1)}")
+
+
+def main_metrics(found: Sequence[RunFolder]) -> list[tuple[str, str]]:
+    """The main metrics that any of the runs has, each with its best direction: "", "-" (lower) or "~" (neither)."""
+    known = {name for run in found for name in run.metrics}
+    rows = [next((name for name in names if name.lstrip("-~") in known), None) for names in MAIN]
+    wanted = dict.fromkeys([*(run.best_metric for run in found), *filter(None, rows)])
+    signed = {name.lstrip("-~"): name[0] if name[0] in "-~" else "" for name in wanted}
+    return [(name, sign) for name, sign in signed.items() if name in known]
+
+
+def as_record(run: RunFolder) -> dict[str, Any]:
+    """A run as `whet runs --json` prints it."""
+    best = run.best(run.best_metric)
+    return {
+        "path": str(run.path),
+        "state": run.state,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "best_metric": run.best_metric.removeprefix("-"),
+        "best": best and best[0],
+        "best_step": best and best[1],
+        "error": run.error or None,
+        "command": next_command(run),
+    }
+
+
+def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -> RenderableType:
+    """A table of runs; `named` has the columns that tell them apart."""
+    from rich.text import Text
+
+    from whet.cli.tables import table
+
+    shared = {run.best_metric for run in found if run.records}
+    rows: list[list[str | Text]] = []
+    for number, run in enumerate(found):
+        best = run.best(run.best_metric)
+        shown = ["", ""] if best is None else [_short(best[0]), str(best[1])]
+        rows.append([*map(Text, named[number].values()), state_of(run), f"{run.step}/{run.total_steps or '?'}", *shown])
+        if len(shared) != 1:
+            rows[-1].append("" if best is None else run.best_metric.removeprefix("-"))
+    keys = list(named[0])
+    best_title = shared.pop().removeprefix("-") if len(shared) == 1 else "best"
+    titles = [*keys, "state", "step", best_title, "at step", *(["metric"] if best_title == "best" else [])]
+    return table(titles, rows, left=(*range(len(keys) + 1), len(keys) + 4))
+
+
+def state_of(run: RunFolder) -> Text:
+    """The state of a run, in its colour."""
+    from rich.text import Text
+
+    return Text(run.state, style=COLOURS.get(run.state, ""))
+
+
+def next_command(run: RunFolder) -> str:
+    """The command that goes on with a run: resumes it, stops it if it runs, exports it if it is finished."""
+    from whet.config import RewardTrainingConfig, SFTConfig, TrainConfig
+    from whet.config.section import Section
+
+    path = shlex.quote(str(run.path))
+    if run.state == "running":
+        return f"touch {path}/stop"
+    if run.state in ("finished", "ended"):
+        return f"{program()} export {path} {path}_model"
+    kinds: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
+    command = max(kinds, key=lambda each: len(each.model_fields.keys() & run.config.keys())).command
+    data, trainer = run.config.get("data") or {}, run.config.get("trainer") or {}
+    if not data.get("train_files"):
+        return f"call whet.{command.replace('-', '_')} again: the data of {path} came from Python"
+    words = ["trainer.resume=auto"] if trainer.get("resume") in ("never", "overwrite") else []
+    default = Path("runs", str(trainer.get("project_name")), str(trainer.get("experiment_name")))
+    if Path(trainer.get("run_dir") or default).absolute() != run.path.absolute():
+        words.append(f"trainer.run_dir={path}")
+    return " ".join([program(), command, f"{path}/config.yaml", *words])
+
+
+def show_end(run: RunFolder) -> None:
+    """Prints the main metrics of a run, its time and tokens, where its files lie, and the next commands."""
+    from rich.text import Text
+
+    from whet.cli.tables import table
+    from whet.tracking.console import shared_console
+
+    console = shared_console()
+    steps = f"{run.step} of {run.total_steps} steps" if run.total_steps else f"{run.step} steps"
+    console.print(Text.assemble(f"{run.path}  ", state_of(run), f", {steps}"), soft_wrap=True)
+    if run.error:
+        console.print(run.error, markup=False, soft_wrap=True)
+    rows: list[list[str]] = []
+    for name, sign in main_metrics([run]):
+        _, values = run.curve(name)
+        best = None if sign == "~" else run.best(sign + name)
+        ends = [_short(values[0]), _short(values[-1])] if values else ["", ""]
+        row = [name, *ends, *(["", ""] if best is None else [_short(best[0]), str(best[1])])]
+        if all(row[1:] != other[1:] for other in rows):  # accuracy and reward are often the same
+            rows.append(row)
+    if rows:
+        console.print(table(["metric", "first", "last", "best", "at step"], rows))
+    for title, line in _facts(run):
+        console.print(f"{title:<12} {line}", markup=False, soft_wrap=True)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.4g}"
+
+
+def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
+    from whet.tracking.console import clock_time
+
+    totals: dict[str, float] = {}
+    for record in run.records:
+        for name, value in record.items():
+            if name.startswith("time/") or name in TOKENS:
+                totals[name.removeprefix("time/")] = totals.get(name.removeprefix("time/"), 0.0) + value
+    seconds = totals.pop("step", 0.0) + totals.get("validation", 0.0)
+    tokens = next((totals.pop(name) for name in TOKENS if name in totals), None)
+    if seconds:
+        parts = sorted(totals.items(), key=lambda each: -each[1])[:4]
+        yield "time", clock_time(seconds) + "".join(f", {name} {clock_time(value)}" for name, value in parts)
+    peaks = [
+        max((sum(r.get(f"system/{who}/{what}", 0.0) for who in ("driver", "workers")) for r in run.records), default=0)
+        for what in ("memory_gib", "cpu_cores", "accelerator_gib")
+    ]
+    if peaks[0]:
+        accelerator = f", {peaks[2]:.1f} GiB of the accelerator" if peaks[2] else ""
+        yield "at most", f"{peaks[0]:.1f} GiB of memory, {peaks[1]:.1f} CPU cores{accelerator}"
+    if tokens:
+        yield "tokens", f"{tokens:,.0f} trained on"
+    checkpoints = sorted((run.path / "checkpoints").glob("global_step_*"), key=lambda path: path.stat().st_mtime)
+    if checkpoints:
+        yield "checkpoints", f"{checkpoints[-1]}" + (f" and {len(checkpoints) - 1} more" if checkpoints[1:] else "")
+    if (run.path / "rollouts").is_dir():
+        yield "rollouts", f"{run.path}/rollouts/; `{program()} show {shlex.quote(str(run.path))}` prints them"
+    yield "curves", f"{program()} plot {shlex.quote(str(run.path))}"
+    yield "next", next_command(run)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a run writes to rollouts/: one JSON object a trajectory (`whet.evaluation.answers.readable`)."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.errors import DataError
+from whet.tracking.runs import nearest
+
+Record = Mapping[str, Any]
+ALIASES = {"length": "tokens", "score": "reward"}
+CONDITION = re.compile(r"\s*([\w./-]+?)\s*(!=|<=|>=|=|<|>|~)\s*(.*)", re.DOTALL)
+COMPARISONS = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None) -> Path:
+    """The file of a step's trajectories, of the last step without one.
+
+    `kind` is "step", "validation" or "dropped" (by the filter); unset: those trained on, or where a step has none those
+    of its validation. `run` may also be the folder of an evaluation, or such a file itself.
+    Raises: DataError naming the nearest steps that have a file."""
+    if run.is_file():
+        return run
+    if (run / "answers.jsonl").is_file() and not (run / "rollouts").is_dir():
+        return run / "answers.jsonl"
+    kinds = (kind,) if kind else ("step", "validation")
+    found = {
+        (int(path.stem.rpartition("_")[2]), each): path
+        for each in kinds
+        for path in (run / "rollouts").glob(f"{each}_*.jsonl")
+        if path.stem.rpartition("_")[2].isdecimal()
+    }
+    if not found:
+        names = " or ".join(f"{each}_*.jsonl" for each in kinds)
+        raise DataError(
+            f"{run}/rollouts has no files {names}; expected the folder of a run of "
+            "`whet train` with trainer.log_rollouts above 0, or of an evaluation; `whet runs` lists runs"
+        )
+    number = max(at for at, _ in found) if step is None else step
+    for each in kinds:
+        if (number, each) in found:
+            return found[number, each]
+    near = ", ".join(map(str, sorted({at for at, _ in found}, key=lambda at: (abs(at - number), at))[:5]))
+    raise DataError(
+        f"{run}/rollouts has nothing of step {number}; the nearest steps that were written are {near} "
+        "(trainer.log_rollouts sets how often)"
+    )
+
+
+def read_rollouts(file: Path) -> list[Record]:
+    """The trajectories of a file, without an incomplete last line.  Raises: DataError."""
+    rows: list[Record] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise DataError(f"{file}:{number} is {line[:80]!r}, expected a JSON object; name a file of rollouts/")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{file} has no trajectories; choose another step")
+    return rows
+
+
+def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str | None = None) -> list[Record]:
+    """The rows for which all conditions hold, sorted by a field (`-field`: largest first; rows without it last).
+
+    Raises: DataError for a field that no row has, and for a condition that cannot be read."""
+    kept = list(rows)
+    for condition in conditions:
+        kept = [row for row in kept if holds(condition, row, rows)]
+    if sort is None:
+        return kept
+    name = _known(sort.removeprefix("-"), rows)
+    has = [row for row in kept if field_of(row, name) is not None]
+    without = [row for row in kept if field_of(row, name) is None]
+    keys = {id(row): _comparable(field_of(row, name)) for row in has}
+    is_number = all(isinstance(key, float) for key in keys.values())
+    ordered = sorted(has, key=lambda row: keys[id(row)] if is_number else str(keys[id(row)]), reverse=sort[0] == "-")
+    return [*ordered, *without]
+
+
+def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
+    """Tells whether a row fulfils `field<1`, `field=text`, `field~part of its text`, `field` or `!field` (neither
+    missing, empty nor 0). Numbers are compared as numbers."""
+    found = CONDITION.fullmatch(condition)
+    if found is None:
+        name = _known(condition.strip().removeprefix("!").strip(), rows)
+        return bool(field_of(row, name)) != condition.strip().startswith("!")
+    name, sign, wanted = _known(found[1], rows), found[2], found[3].strip()
+    value = field_of(row, name)
+    if sign == "~":
+        return wanted in (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    if value is None:
+        return sign == "!="
+    left, right = _comparable(value), _comparable(wanted)
+    if isinstance(left, float) != isinstance(right, float):
+        if isinstance(left, float) and sign not in ("=", "!="):
+            raise DataError(
+                f"--where {condition}: {name} is a number, and {wanted!r} is none; compare it with a number"
+            )
+        left, right = str(value), wanted
+    return bool(COMPARISONS[sign](left, right))
+
+
+def field_of(row: Record, name: str) -> Any:
+    """A field of a row, also one of a mapping in it: `parts.format`."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: str) -> list[tuple[Record, Record]]:
+    """Pairs of trajectories of the same prompt, the first with the first, the second with the second.
+
+    Raises: DataError where no prompt is in both."""
+    waiting: defaultdict[str, list[Record]] = defaultdict(list)
+    for row in right:
+        waiting[str(row.get("prompt"))].append(row)
+    pairs = [(row, waiting[str(row.get("prompt"))].pop(0)) for row in left if waiting[str(row.get("prompt"))]]
+    if left and not pairs:
+        raise DataError(
+            f"{name} and {other} have no prompt in common; compare validations (--validation), or runs with the same "
+            "data and trainer.seed"
+        )
+    return pairs
+
+
+def reasons(row: Record) -> list[str]:
+    """Explains the reward of a trajectory: what failed, what cut it off, what was read from it."""
+    why = []
+    if failure := row.get("failure"):
+        late = " (deadline)" if failure.get("timed_out") else ""
+        why.append(f"failed in {failure.get('source')}{late}: {failure.get('message')}")
+    if row.get("dropped_by"):
+        why.append(f"dropped by {row['dropped_by']}")
+    if row.get("finish_reason") == "length":
+        why.append("cut off: data.max_response_length")
+    elif row.get("finish_reason") not in (None, "stop"):
+        why.append(f"ended by {row['finish_reason']}")
+    if row.get("limit"):
+        why.append(f"limit: {row['limit']}")
+    if row.get("ground_truth") is not None and not row.get("failure"):
+        read = f"read {row['extracted']!r}, " if row.get("extracted") is not None else ""
+        why.append(f"{read}expected {row['ground_truth']!r}")
+    return why
+
+
+def _known(name: str, rows: Sequence[Record]) -> str:
+    """The field that a user means.  Raises: DataError."""
+    name = ALIASES.get(name, name)
+    fields = {key: None for row in rows for key in row}
+    inner = [f"{key}.{part}" for row in rows for key, value in row.items() if isinstance(value, dict) for part in value]
+    known = list(dict.fromkeys([*fields, *inner]))
+    if name not in known:
+        near = nearest(name, [*known, *ALIASES])
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        raise DataError(f"no trajectory has the field {name!r}; {hint}")
+    return name
+
+
+def _comparable(value: Any) -> float | str:
+    """A number, also one that is written in a text; else text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the folders of runs: their state, config and metrics, whether or not they still run.
+
+run.json is written by the run: whether it runs, how it ended, the number of its steps, its error."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import json
+import math
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from whet import files
+from whet.errors import DataError
+from whet.tracking.jsonl import METRIC_FILES, read_records
+
+STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
+# ended: by an older version of whet; not begun: of a sweep
+State = Literal["running", "finished", "stopped", "failed", "killed", "ended", "not begun"]
+BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean", "-sft/loss", "-reward_model/loss")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run as its folder shows it."""
+
+    path: Path
+    config: Mapping[str, Any]
+    state: State
+    total_steps: int | None
+    error: str  # first line of what ended a failed run
+    records: list[dict[str, float]]  # metrics and timings of each step, with `step`; NaN where a file has null
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, sorted."""
+        return sorted({name for record in self.records for name in record} - {"step"})
+
+    def curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """The steps that have a metric, and its values; steps where it is NaN are left out."""
+        points = [(r["step"], r[metric]) for r in self.records if metric in r and not math.isnan(r[metric])]
+        return [step for step, _ in points], [value for _, value in points]
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that selects the best checkpoint, or else the first usual one that was logged; a minus before it
+        means that lower is better."""
+        chosen = (self.config.get("trainer") or {}).get("best_metric")
+        known = {name for record in self.records for name in record}
+        usual = next((name for name in BEST if name.removeprefix("-") in known), BEST[0])
+        return chosen if chosen and str(chosen).removeprefix("-") in known else usual
+
+    def best(self, metric: str) -> tuple[float, int] | None:
+        """The best value of a metric and the first step that has it; None without any. A minus before the name: the
+        lowest is best."""
+        pick = min if metric.startswith("-") else max
+        steps, values = self.curve(metric.removeprefix("-"))
+        found = pick(values, default=None)
+        return None if found is None else (found, int(steps[values.index(found)]))
+
+
+def write_state(folder: Path, state: State, total_steps: int | None = None, error: BaseException | None = None) -> None:
+    """Notes the state of a run in its folder."""
+    said = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    files.write(folder / STATE, json.dumps({"state": state, "total_steps": total_steps, "error": said}) + "\n")
+
+
+def is_run(folder: Path) -> bool:
+    """Tells whether a folder is that of a run."""
+    return (folder / CONFIG).is_file() and (folder / INPUTS).is_file()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The runs in a folder and in those below it, sorted by path; a run's own folders are not searched."""
+    found = []
+    for place, folders, _ in os.walk(folder):
+        if is_run(Path(place)):
+            found.append(Path(place))
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(found)
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Reads a run's folder.  Raises: DataError where it is none, or where a file of it is damaged."""
+    if not is_run(folder):
+        near = ", ".join(map(str, find_runs(folder)[:5])) if folder.is_dir() else ""
+        what = "is not the folder of a run" if folder.exists() else "does not exist"
+        hint = f"did you mean {near}?" if near else "`whet runs FOLDER` lists the runs in a folder"
+        raise DataError(f"{folder} {what}; expected a folder with {CONFIG} and {INPUTS}; {hint}")
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        noted = json.loads((folder / STATE).read_bytes()) if (folder / STATE).exists() else {}
+        if not isinstance(config, dict) or not isinstance(noted, dict):
+            raise ValueError("not a mapping")
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise DataError(f"{folder} has a damaged {CONFIG} or {STATE} ({error}); restore the file") from error
+    state, steps = noted.get("state", "ended"), noted.get("total_steps")
+    if is_locked(folder):
+        state = "running"
+    elif state == "running":
+        state = "killed"
+    return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), _records(folder))
+
+
+def is_locked(folder: Path) -> bool:
+    """Tells whether a live process holds the lock of a run's folder."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            owner = file.read().split()  # process PID on HOST
+            if owner[-1:] == [socket.gethostname().encode()]:
+                os.kill(int(owner[1]), 0)  # no lock is taken, even for a moment, where the process is gone
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError, IndexError):  # no such file or process, or a file system without locks
+        pass
+    return False
+
+
+def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[str]:
+    """The metrics of the runs that the names and patterns (`val/*`) choose, in that order.
+
+    Raises: DataError naming the nearest metrics where there is none."""
+    known = sorted({name for run in runs for name in run.metrics})
+    chosen: list[str] = []
+    for pattern in patterns:
+        found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
+        if not found:
+            near = nearest(pattern, known)
+            listed = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(known)}"
+            raise DataError(f"no run has the metric {pattern!r}{listed}")
+        chosen += [name for name in found if name not in chosen]
+    return chosen
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Finds up to three names that are like a name, or that contain it."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return list(dict.fromkeys([*close, *(each for each in names if name.lower() in each.lower())]))[:3]
+
+
+def short_names(folders: Iterable[Path]) -> list[str]:
+    """A name for each folder: its last names, as many as tell the folders apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names if parts else []
+
+
+def _records(folder: Path) -> list[dict[str, float]]:
+    """Metrics and timings of each step as one record, by step."""
+    merged: dict[int, dict[str, float]] = {}
+    for name in METRIC_FILES:
+        if (folder / name).exists():
+            for record in read_records(folder / name):
+                numbers = {key: math.nan if value is None else value for key, value in record.items()}
+                merged.setdefault(record["step"], {}).update(numbers)
+    return [merged[step] for step in sorted(merged)]
