@@ -27,6 +27,7 @@ from benchmarks import (
     scaling,
     three_domains,
     transport,
+    view,
 )
 from benchmarks.setting import Setting
 
@@ -68,6 +69,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "three_domains": three_domains,
     "games": games,
     "math_answers": math_answers,
+    "view": view,
 }
 
 HEAD = """\

@@ -35,7 +35,7 @@ from whet.errors import ConfigError
 from whet.models.init import END_OF_TURN, Arch, init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.quickstart import clear
+from whet.trainers.quickstart import NUM_CHECKED, clear, stop_when_warm
 from whet.trainers.sft import train_sft
 from whet.types import Message, Prompt
 
@@ -59,6 +59,7 @@ class Plan:
     has_few_states: bool = False  # so that trained and held-out games begin in the same ones
     texts: Callable[[], Sequence[str]] | None = None
     warm_up: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe of the warm-up
+    warm_enough: float | None = None  # mean probability of the shown answers that ends the warm-up before its last step
     arch: Arch = "qwen3"
 
 
@@ -85,16 +86,17 @@ PLANS = {
     "sokoban_ppo": Plan("P_OXS√#udlr>", noise=0.5, warm_up_steps=300),
     "sokoban_vision": Plan(
         "udlr>",
-        noise=0.5,
-        warm_up_steps=300,
+        noise=0.0,
+        warm_up_steps=400,
         warm_up={
             "data.apply_chat_template": True,
             "data.max_length": 64,
             "data.train_batch_size": 64,
-            "optim.name": "adamw",
-            "optim.lr": 2e-3,
+            "optim.name": "muon",
+            "optim.lr": 5e-3,
         },
-        arch="qwen2.5_vl",
+        warm_enough=0.5,
+        arch="qwen3_vl",  # learns where a patch is; Qwen2.5-VL stays at chance here
     ),
     "webshop_grpo": Plan(
         None,
@@ -212,7 +214,9 @@ def learn(name: str, run_dir: Path, seed: int, changes: Sequence[str]) -> Sequen
         "trainer.total_steps": plan.warm_up_steps,
         **plan.warm_up,
     }
-    train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=shown)
+    config = load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config
+    stops = [] if plan.warm_enough is None else [stop_when_warm(config, shown[:NUM_CHECKED], plan.warm_enough)]
+    train_sft(config, data=shown, callbacks=stops)
     export(run_dir / "sft", run_dir / "sft_model")
     overrides = [
         f"model.path={run_dir}/sft_model",

@@ -39,6 +39,7 @@ from typer.main import get_command
 
 from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
+from whet.cli.sweep import members
 from whet.config import load_config, problems
 from whet.config.render import json_schema
 from whet.config.schema import COMMANDS
@@ -219,9 +220,11 @@ def check_command(words: list[str], block: Block) -> None:
     match words:
         case ["whet", "train" | "sft" | "train-reward" | "eval" | "generate" as command, *rest]:
             schema = SCHEMAS[command]
-            loaded = load_config(schema, *split_recipe([w for w in rest if w != "--dry-run"], None), checked=False)
-            wrong = [each for each in problems(loaded.config) if not any(part in each for part in NOT_HERE)]
-            assert not wrong, f"{block.place}: {wrong}"
+            recipe, overrides = split_recipe([w for w in rest if w not in ("--dry-run", "-m")], None)
+            for each in [run.overrides for run in members(overrides)] if "-m" in rest else [overrides]:
+                loaded = load_config(schema, recipe, each, checked=False)
+                wrong = [each for each in problems(loaded.config) if not any(part in each for part in NOT_HERE)]
+                assert not wrong, f"{block.place}: {wrong}"
         case ["whet", command, *rest]:
             group = get_command(app)
             found = group.get_command(Context(group), command)  # type: ignore[attr-defined]

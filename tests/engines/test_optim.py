@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pictures import seeing_folder
 from whet.config.schema import OptimConfig
 from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for
+from whet.models.init import Arch
 from whet.models.load import ValueModel, load_policy
 
 
@@ -50,6 +52,14 @@ def test_muon_has_the_matrices_between_embedding_and_output(model_folder: Path) 
     assert {names[id(p)] for p in inner_matrices(model)} == expected
     # The head that values are read from maps to one number: no direction of it is worth as much as another.
     assert {names[id(p)] for p in inner_matrices(ValueModel(model))} == expected
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"])
+def test_muon_has_the_matrices_of_a_vision_tower(tmp_path: Path, arch: Arch) -> None:
+    model = load_policy(seeing_folder(tmp_path / arch, arch))
+    inner = {id(parameter) for parameter in inner_matrices(model)}
+    left = {name for name, p in model.named_parameters() if id(p) not in inner and p.dim() > 1}
+    assert 2 <= len(left) <= 3 and all("embed" in name for name in left)  # of tokens, patches and positions
 
 
 def test_muon_steps_by_an_orthogonal_matrix_of_adamws_size() -> None:

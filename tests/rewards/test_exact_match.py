@@ -3,6 +3,8 @@ import pytest
 
 from whet.rewards.exact_match import compute_score
 
+TAGS = {"after": "<answer>", "before": "</answer>"}
+
 
 @pytest.mark.parametrize(
     ("answer", "truth", "options", "score"),
@@ -27,6 +29,12 @@ from whet.rewards.exact_match import compute_score
         ("a = 1, b = 2", "2", {"after": "="}, 1.0),
         ("15", "15", {"after": "</think>"}, 0.0),
         ("<think>15</think>16", "15", {"after": "</think>"}, 0.0),
+        ("<answer>London</answer>", "London", {"after": "<answer>", "before": "</answer>"}, 1.0),
+        ("is it <answer>Rome</answer>? <answer> London </answer>.", "London", TAGS, 1.0),
+        ("<answer>London</answer> <answer>Rome</answer>", "London", TAGS, 0.0),
+        ("<answer>London", "London", TAGS, 0.0),
+        ("London</answer>", "London", {"before": "</answer>"}, 1.0),
+        ("London</answer>", "London", TAGS, 0.0),
         ("Rome", ["Paris", "Rome"], {}, 1.0),
         ("Bonn", ("Paris", "Rome"), {}, 0.0),
         ("", "", {}, 1.0),

@@ -17,6 +17,8 @@ import pytest
 from tests.trainers.test_checkpoint import assert_same_bits
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.engines.single import SingleEngine
+from whet.errors import WorkerError
+from whet.tracking.runs import read_run
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 from whet.trainers.stop import Stopped, StopSignals
@@ -97,8 +99,29 @@ def test_a_file_stops_a_run_too(train_config: MakeConfig, additions: Rows, tmp_p
 
     with pytest.raises(Stopped, match=r"stopped by the file .*/run/stop after step 1"):
         train(train_config(FOUR), reward=reward, data=additions)
+    assert (read_run(tmp_path / "run").state, read_run(tmp_path / "run").step) == ("stopped", 1)
     run = train(train_config(FOUR), reward=sevens, data=additions)  # the file is gone with the start
+    assert (read_run(tmp_path / "run").state, read_run(tmp_path / "run").total_steps) == ("finished", 4)
     assert run.opened.found is not None and run.opened.found.name == "global_step_1" and run.step == 4
+
+
+def test_a_run_notes_that_it_runs_and_how_it_failed(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[str] = []
+
+    def broken(*arguments: object) -> object:
+        states.append(read_run(tmp_path / "run").state)
+        raise ValueError("no more")
+
+    monkeypatch.setattr(SingleEngine, "update", broken)
+    with pytest.raises(WorkerError, match="no more"):
+        train(train_config(FOUR), reward=sevens, data=additions)
+    noted = read_run(tmp_path / "run")
+    assert states == ["running"] and (noted.state, noted.error) == (
+        "failed",
+        "WorkerError: actor rank 0: update raised ValueError: no more",
+    )
 
 
 def test_before_the_first_step_there_is_nothing_to_save(train_config: MakeConfig, additions: Rows) -> None:

@@ -22,7 +22,7 @@ from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
-from whet.metrics import Metrics
+from whet.metrics import Metrics, counted
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, layout, same_prompt
@@ -95,11 +95,13 @@ class Engine(ABC):
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
-        for rows in self._passes(columns, block=1):
+        passes = self._passes(columns, block=1)
+        for number, rows in enumerate(passes, start=1):
             found = self.outputs(_rows(columns, rows), needs, temperature)
             coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found.items()]
             if self.device == HOST:  # nothing is on its way
                 _take_in(outputs, coming)
+            counted(number, len(passes))
         devices.synchronize(self.device)
         _take_in(outputs, coming)
         self.model.train(training)
@@ -135,7 +137,8 @@ class Engine(ABC):
 
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
-        for rows in self._passes(columns, objective.block):
+        passes = self._passes(columns, objective.block)
+        for number, rows in enumerate(passes, start=1):
             part = _rows(columns, rows)
             outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
@@ -146,6 +149,7 @@ class Engine(ABC):
                 loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             self._keep_gradients()
+            counted(number, len(passes))
         self._sum_gradients()
         return total
 

@@ -101,11 +101,9 @@ def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
     """Weights that map hidden states to hidden states: of linear layers, but not of the output or a value head."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     ends = {
-        id(layer.weight)
+        id(head.weight)
         for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        for layer in (module.get_input_embeddings(), module.get_output_embeddings())
-        if hasattr(layer, "weight")  # a vision tower's input are patches
+        if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None
     }
     return [weight for weight in linear if min(weight.shape) > 1 and id(weight) not in ends and weight.requires_grad]
 

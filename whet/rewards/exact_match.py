@@ -18,6 +18,7 @@ def compute_score(
     ground_truth: Any,
     *,
     after: str | None = None,
+    before: str | None = None,
     ignore_case: bool = False,
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
@@ -26,6 +27,8 @@ def compute_score(
 
     Before the comparison both are normalised to Unicode NFKC, with each run of white space as one space. Where `after`
     (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0.
+    Where `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
+    `<answer>London</answer>` has the answer London.
     `ignore_articles` is for English. `pred` is the normalised answer.
     Raises: ValueError for an empty list of ground truths, and where one is None.
     """
@@ -36,6 +39,10 @@ def compute_score(
         )
     if after is not None:
         _, mark, solution_str = solution_str.rpartition(after)
+        if not mark:
+            return {"reward": 0.0, "pred": None}
+    if before is not None:
+        solution_str, mark, _ = solution_str.partition(before)
         if not mark:
             return {"reward": 0.0, "pred": None}
 

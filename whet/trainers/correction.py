@@ -15,7 +15,7 @@ import torch
 
 from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.aggregation import loss_mask
-from whet.algorithms.correction import gap
+from whet.algorithms.correction import gap, out_of_bounds, ratio, weight_metrics
 from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
@@ -80,6 +80,18 @@ class Correction:
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
+    def _measure(self, mini_batch: DataProto, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
+        """Records the spread of the weights, and how many ratios are outside the bounds of a weight that has them."""
+        assert self.weight is not None
+        spread, options = weight_metrics(weights, counted), self.weight.options
+        for name, value in spread.items():
+            {"min": metrics.min, "max": metrics.max}.get(name, metrics.mean)(f"correction/weight_{name}", value)
+        bounds = [options[name] for name in ("floor", "low", "cap", "high") if name in options]
+        if len(bounds) == 2 and "level" in options and len(weights):
+            old, rollout, mask = (mini_batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+            share = out_of_bounds(ratio(old, rollout, mask, options["level"]), counted, bounds[0], bounds[1])
+            metrics.mean("correction/out_of_bounds", share, int(counted.sum()))
+
     def weigh(self, mini_batch: DataProto, metrics: Metrics) -> DataProto:
         """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
         those that are trained on."""
@@ -88,6 +100,7 @@ class Correction:
             weights, counted = self.weight(mini_batch), trained != 0
             weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
             metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
+            self._measure(mini_batch, weights, counted, metrics)
             mini_batch = mini_batch.with_columns(token_weights=weights)
         if "before" in self.loss.entry.marks:
             columns = {**mini_batch.tensors(), "response_mask": trained}

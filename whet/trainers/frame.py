@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -30,7 +30,9 @@ from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import observed
+from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
+from whet.tracking.system import SystemMeter
 from whet.tracking.tracker import Trackers
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
@@ -61,6 +63,7 @@ class Frame:
     score: float | None = None  # trainer.best_metric where the last step was validated
     is_good: bool = True  # no update was skipped since the last that was not
     history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
+    meter: SystemMeter = field(default_factory=SystemMeter)
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
 
     def __post_init__(self) -> None:
@@ -127,7 +130,8 @@ class Frame:
         folder = self.opened.found
         try:
             if folder is not None:
-                state = checkpoint.restore(folder, self.roles, self.state())
+                with phase("loading the checkpoint"):
+                    state = checkpoint.restore(folder, self.roles, self.state())
                 self.step = state["step"]
                 self.load_state(state)
         except EngineError as error:
@@ -154,11 +158,19 @@ class Frame:
 
         Raises: Stopped, after a checkpoint of the steps done; StorageError where the disk is full."""
         watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1)
+        write_state(self.run_dir, "running", self.total_steps)
         try:
             with disk_errors(self.run_dir), self.signals, watched:
                 loop(self)
+            write_state(self.run_dir, "finished", self.total_steps)
         except Stopped as stopped:
-            raise self._stopped_in_order(stopped) from stopped
+            ended = self._stopped_in_order(stopped)
+            write_state(self.run_dir, "stopped", self.total_steps)
+            raise ended from stopped
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be full
+                write_state(self.run_dir, "failed", self.total_steps, error)
+            raise
 
     def is_due(self, every: int) -> bool:
         """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
@@ -174,6 +186,7 @@ class Frame:
         seconds = timings.get("time/step", 0.0)
         if seconds > 0 and self.tokens_metric in numbers:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
+        timings |= self.meter.measure()
         self.metrics_file.log(step, numbers)
         self.timings_file.log(step, timings)
         self.trackers.log(step, {**numbers, **timings})
@@ -276,6 +289,8 @@ def opened_for(
             steps_done=-1 if opened.found is None else checkpoint.step_of(opened.found),
         )
         names = dict.fromkeys(name for name in trainer.logger if name not in OWN_TRACKERS)
+        write_state(opened.path, "running")
+        undo.push(lambda kind, error, at: None if error is None else write_state(opened.path, "failed", None, error))
         services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
         yield opened, services

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import torch
 
+from whet.algorithms.value_loss import explained_variance
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.groups import by_player
@@ -66,6 +67,8 @@ def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) 
     for name in ("advantages", "returns", "values"):
         if name in batch:
             _spread(metrics, f"critic/{name}", batch[name][mask])
+    if "returns" in batch and "values" in batch and int(mask.sum()) > 1:
+        metrics.mean("critic/vf_explained_var", explained_variance(batch["values"], batch["returns"], mask))
     metrics.sum("perf/total_num_tokens", int(batch["attention_mask"][counted].sum()))
 
 

@@ -14,7 +14,7 @@ from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.preference import bradley_terry
-from whet.algorithms.statistics import masked_mean
+from whet.algorithms.statistics import log_ratio, masked_mean
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
 from whet.config.schema import TrainConfig
@@ -100,6 +100,17 @@ def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> 
         metrics.mean(name if "/" in name else prefix + name, value, size["num_sequences"])
 
 
+def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> None:
+    """Mean, smallest and largest exp(moved) of the tokens that are trained on: the policy's probability over the one
+    before the update. Nothing is read by the host; without tokens the last two are 1."""
+    ratio = log_ratio(moved, torch.zeros_like(moved)).exp()
+    metrics.mean("actor/ratio_mean", masked_mean(ratio, mask), mask.bool().sum())
+    if ratio.numel():
+        outside = torch.where(mask.any(), ratio.new_tensor(torch.inf), 1.0)
+        metrics.min("actor/ratio_min", torch.where(mask != 0, ratio, outside).amin())
+        metrics.max("actor/ratio_max", torch.where(mask != 0, ratio, outside.reciprocal()).amax())
+
+
 def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:
     """Records a micro-batch's share of a loss, so that the mean over a step is the mean of its mini-batches' losses."""
     weight = loss_mask(batch).bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
@@ -175,6 +186,7 @@ class PolicyObjective(Objective):
         if "old_log_probs" in self.entry.columns and not {"ppo_kl", "actor/ppo_kl"} & reported:
             moved = columns["old_log_probs"] - outputs["log_probs"].detach()
             metrics.mean("actor/ppo_kl", masked_mean(moved, mask), tokens)
+            measure_ratio(metrics, -moved, mask)
         measure(metrics, "actor/", result, batch)
         total = self.total(result, batch, counts)
         measure_share(metrics, "actor/pg_loss", total, batch, counts)

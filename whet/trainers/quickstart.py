@@ -162,18 +162,25 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
         "trainer.seed": seed,
     }
     config = load_config(SFTConfig, lesson.warm_up, overrides, given={"data"}).config
-    tokenizer = load_tokenizer(run_dir / "model")
-    examples = build_examples(imitated[:NUM_CHECKED], PromptFormat.of(tokenizer, config.data), config.data)
+    warm = stop_when_warm(config, imitated[:NUM_CHECKED], lesson.warm_enough)
+    return train_sft(config, data=imitated, callbacks=[warm])
+
+
+def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float) -> Callable[[SFTRun], None]:
+    """A callback that ends SFT when the mean probability of the responses of `rows` is `warm_enough`."""
+    assert config.model.path is not None
+    tokenizer = load_tokenizer(config.model.path)
+    examples = build_examples(rows, PromptFormat.of(tokenizer, config.data), config.data)
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 
-    def stop_when_warm(run: SFTRun) -> None:
+    def stop(run: SFTRun) -> None:
         if run.step % CHECK_EVERY == 0:
             log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-            if float(log_probs.sum(1).exp().mean()) >= lesson.warm_enough:
+            if float(log_probs.sum(1).exp().mean()) >= warm_enough:
                 run.stop()
 
-    return train_sft(config, data=imitated, callbacks=[stop_when_warm])
+    return stop
 
 
 def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
@@ -252,7 +259,9 @@ def show(
         f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
         "What to try next\n"
         f"  {f'{program} config train {recipe}':{width}}what this run was, and where each value came from\n"
+        f"  {f'{program} view {run_dir}':{width}}curves, responses and their tokens on a page\n"
         f"  {f'{program} algorithms':{width}}what else there is\n"
+        f"  {f'{program} show {run_dir}/rl':{width}}problems, responses and rewards of the last step\n"
         f"  {program} train {recipe} model.path={run_dir}/sft_model algorithm.adv_estimator=rloo \\\n"
         f"      data.train_files={run_dir}/train.jsonl data.val_files={run_dir}/held_out.jsonl \\\n"
         f"      trainer.experiment_name=rloo\n"

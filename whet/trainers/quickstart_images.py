@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from PIL import Image
 
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
@@ -19,22 +20,39 @@ from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
 GRID = 6  # pictures on a side of the page
+FIELDS = ("images", "videos")  # of a row
 RIGHT, WRONG = "#2e9e6b", "#c0392b"
 
 
-def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
-    """Writes pictures to images/, and rows that name them to train.jsonl and held_out.jsonl."""
+def write_problems(
+    run_dir: Path,
+    seed: int,
+    draw: Callable[..., Iterator[dict[str, Any]]] = counting,
+    num_trained: int = NUM_TRAINED,
+    **options: Any,
+) -> tuple[Rows, Rows]:
+    """Writes pictures to images/, and rows that name them to train.jsonl and held_out.jsonl. `options` are those of
+    `draw`, a function of whet.data.drawn."""
     (run_dir / "images").mkdir(parents=True, exist_ok=True)
     written: dict[str, Rows] = {}
-    for name, split, count in (("train", "train", NUM_TRAINED), ("held_out", "val", NUM_HELD_OUT)):
+    for name, split, count in (("train", "train", num_trained), ("held_out", "val", NUM_HELD_OUT)):
         rows = []
-        for number, row in enumerate(counting(split, seed, num_rows=count, prompt="<image>?")):
+        for number, row in enumerate(draw(split, seed, num_rows=count, **options)):
             path = run_dir.absolute() / "images" / f"{name}_{number:05}.png"
-            path.write_bytes(row["images"][0])
-            rows.append({**row, "images": [str(path)]})
+            rows.append({**row, **{field: _save(row[field], path) for field in FIELDS if field in row}})
         (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         written[name] = rows
     return written["train"], written["held_out"]
+
+
+def _save(pictures: Any, path: Path) -> Any:
+    """Writes PNG files.  Returns their paths in place of their bytes; several get a number each."""
+    if isinstance(pictures, bytes):
+        path.write_bytes(pictures)
+        return str(path)
+    if len(pictures) == 1:
+        return [_save(pictures[0], path)]
+    return [_save(each, path.with_stem(f"{path.stem}_{number}")) for number, each in enumerate(pictures)]
 
 
 def write_model(path: Path, seed: int) -> str:
@@ -43,29 +61,47 @@ def write_model(path: Path, seed: int) -> str:
     return "a Qwen2.5-VL model with random weights that reads patches of 8 pixels"
 
 
-def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Three pictures that were counted wrong before RL; more of them are drawn."""
+def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
+    """Three rows whose response was wrong before RL, by the name of the first picture; more of them are drawn."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
     before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in (files[0], files[-1]))
     answers = list(zip(held_out, before, after, strict=True))
-    draw_page(run_dir / PAGE, answers[: GRID * GRID])
+    draw_page(run_dir / PAGE, answers[: GRID * GRID], question)
     wrong = [each for each in answers if not each[1]["accuracy"]]
-    return [(Path(row["images"][0]).name, row["answer"], _text(old), _text(new)) for row, old, new in wrong[:3]]
+    return [(Path(_files(row)[0]).name, row["answer"], _text(old), _text(new)) for row, old, new in wrong[:3]]
 
 
-def draw_page(path: Path, answers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]]) -> None:
+def draw_page(
+    path: Path, answers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]], question: str
+) -> None:
     """Draws pictures in a grid, with the responses before and after RL below each."""
     figure = Figure(figsize=(1.5 * GRID, 2.0 * GRID), dpi=100, layout=ConstrainedLayoutEngine(h_pad=0.12))
     FigureCanvasAgg(figure)
     for place, (row, old, new) in enumerate(answers):
         axes = figure.add_subplot(GRID, GRID, place + 1)
-        axes.imshow(imread(row["images"][0]))
+        axes.imshow(side_by_side(row))
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_title(f"{_text(old)} before", fontsize=9, color=RIGHT if old["accuracy"] else WRONG)
         axes.set_xlabel(f"{_text(new)} after", fontsize=9, color=RIGHT if new["accuracy"] else WRONG)
-    figure.suptitle("How many figures? Responses before and after RL; right ones are green", fontsize=11)
+    figure.suptitle(f"{question} Responses before and after RL; right ones are green", fontsize=11)
     figure.savefig(path)
+
+
+def side_by_side(row: Mapping[str, Any]) -> Image.Image:
+    """The images of a row, or the frames of its video, at most four beside each other; they have one size."""
+    pictures = [Image.open(path).convert("RGB") for path in _files(row)]
+    (width, height), columns = pictures[0].size, min(4, len(pictures))
+    lines = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * (width + 2) - 2, lines * (height + 2) - 2), "grey")
+    for place, picture in enumerate(pictures):
+        sheet.paste(picture, (place % columns * (width + 2), place // columns * (height + 2)))
+    return sheet
+
+
+def _files(row: Mapping[str, Any]) -> list[str]:
+    """The files of a row's images, or of the frames of its video."""
+    return [*row["images"]] if "images" in row else [*row["videos"][0]]
 
 
 def _text(answer: Mapping[str, Any]) -> str:
@@ -78,7 +114,7 @@ COUNTING = Lesson(
     recipe="vlm_quickstart",
     warm_up="vlm_quickstart_sft",
     warm_enough=0.28,
-    write_problems=write_problems,
+    write_problems=partial(write_problems, prompt="<image>?"),
     write_model=write_model,
     read_back=read_back,
     problem="picture",

@@ -52,6 +52,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
     metrics.merge(scored.metrics)
     measure_groups(metrics, scored.groups, run.config.environment.label)
     run.write_rollouts(step, scored.groups)
+    run.write_rollouts(step, scored.dropped, purpose="dropped")
     run.rollouts.failures.record(scored.groups)
     batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)
     return run.columns.add(batch, run.sources(scored.groups, step), metrics)

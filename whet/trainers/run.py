@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -31,11 +31,14 @@ from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.run_dir import MEDIA
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
 from whet.weight_sync.routes import WeightSync
 
 log = logging.getLogger(__name__)
+TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # whole numbers of a token
+MAX_COPIED_BYTES = 32 * 2**20  # of an image or video
 
 
 @dataclass(kw_only=True, repr=False)
@@ -127,9 +130,10 @@ class Run(Frame):
         self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """Writes each trajectory as a JSON object to rollouts/, and some to a table of the trackers that show one."""
-        every = self.config.trainer.log_rollouts
-        if every == 0 or (purpose == "rollout" and step % every):
+        """Writes each trajectory as a JSON object to rollouts/, its images and videos to media/, and some trajectories to
+        a table of the trackers that show one."""
+        every, dropping = self.config.trainer.log_rollouts, self.config.algorithm.filter
+        if every == 0 or not groups or (purpose != "validation" and step % every):
             return
         prefix = "step" if purpose == "rollout" else purpose
         path = self.run_dir / "rollouts" / f"{prefix}_{step:06}.jsonl"
@@ -137,7 +141,10 @@ class Run(Frame):
         lines = [[readable(each, self.tokenizer) for each in group.trajectories] for group in groups]
         for line in chain.from_iterable(lines):
             line["policy_digest"] = self.digests.get(line["policy_version"])
+            if purpose == "dropped":
+                line["dropped_by"] = f"{dropping.name}, which reads the group's {dropping.metric}"
         files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
+        copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))
         if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
@@ -145,10 +152,16 @@ class Run(Frame):
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
-        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column."""
+        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's entropy
+        and log-probs are computed for the file where no function of the run reads them."""
         every = self.config.trainer.log_tokens
         if every == 0 or step % every:
             return
+        outputs = {"old_log_probs": "log_probs", "entropy": "entropy"}
+        if missing := {name: output for name, output in outputs.items() if name not in batch}:
+            temperature = self.config.rollout.temperature or 1.0
+            found = self.roles["actor"].forward(batch, tuple(missing.values()), temperature)
+            batch = batch.with_columns(**{name: found[output] for name, output in missing.items()})
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)
         files.write(path, "".join(json_line(row) for row in readable_tokens(batch, self.tokenizer)))
@@ -184,6 +197,22 @@ class Run(Frame):
             stack.callback(self.rollouts.close)
 
 
+def copy_media(folder: Path, groups: Sequence[Group]) -> None:
+    """Copies images and videos that were read from files into `folder`, under their digests, so that a copied run folder
+    has them; larger ones than 32 MiB and files that are gone are left out."""
+    turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
+    prompts = (media for group in groups for media in group.prompt.media)
+    for media in dict.fromkeys(chain(prompts, (media for turn in turns for media in turn.media))):
+        source = Path(media.source) if isinstance(media.source, str) else None
+        if source is None or source.parent == folder.absolute():
+            continue
+        target = folder / f"{media.digest}{source.suffix}"
+        with suppress(OSError):
+            if not target.exists() and source.stat().st_size <= MAX_COPIED_BYTES:
+                folder.mkdir(exist_ok=True)
+                files.write(target, source.read_bytes())
+
+
 def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Row]:
     """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
 
@@ -201,8 +230,8 @@ def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Ro
 
 
 def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, and its float
-    columns [B, R]. With a teacher `k` is its log-prob less that of the policy."""
+    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, their turns and
+    policy versions, and its float columns [B, R]. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}
@@ -217,6 +246,6 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
         yield {
             "uid": batch["trajectory_uid_name"][row],
             "tokens": [tokenizer.decode([token]) for token in ids],
-            **{name: batch[name][row, :length].tolist() for name in ("response_mask", "loss_mask") if name in batch},
+            **{name: batch[name][row, :length].tolist() for name in TOKEN_MARKS if name in batch},
             **numbers,
         }

@@ -2,7 +2,7 @@
 """A run's folder: its lock, the checkpoint that a run goes on from, the files that are cut back to it, and the
 digests of the data and code that the run is made of.
 
-config.yaml  inputs.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock
+config.yaml  inputs.json  run.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
 from whet.tracking.jsonl import METRIC_FILES, cut_back
+from whet.tracking.runs import CONFIG, INPUTS
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,6 @@ FREE = (
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
-CONFIG, INPUTS = "config.yaml", "inputs.json"
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 Rows = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
 

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from whet.algorithms.controllers import AdaptiveKL, Fixed
 from whet.algorithms.kl import apply_kl_to_reward
-from whet.algorithms.shaping import RunningScores, normalise, pay_on_last_token, soft_overlong
+from whet.algorithms.shaping import (
+    RunningScores,
+    linear_map,
+    normalise,
+    pay_on_last_token,
+    scale_truncated,
+    soft_overlong,
+)
 from whet.algorithms.statistics import whiten
 from whet.columns import SCORED_BY
 from whet.config.schema import TrainConfig
@@ -50,6 +57,10 @@ class Shaper:
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
+        if (shaping.reward_scale, shaping.reward_bias) != (1.0, 0.0):
+            rewards = linear_map(rewards, mask, scale=shaping.reward_scale, bias=shaping.reward_bias)
+        if shaping.truncated_factor != 1.0:
+            rewards = scale_truncated(rewards, batch["truncated"], shaping.truncated_factor)
         if self._normalises:
             rewards = self._normalised(rewards, batch)
         if shaping.reward_clip is not None:

@@ -59,7 +59,9 @@ def test_two_pictures_are_compared_or_added() -> None:
     assert [row["answer"] for row in rows] == ["1" if one > other else "2" for one, other in numbers]
     assert 20 < sum(row["answer"] == "1" for row in rows) < 40 and all(one != other for one, other in numbers)
     both = list(two_images("train", 0, num_rows=60, ask="both"))
-    assert [row["images"] for row in both] == [row["images"] for row in rows]
+    more = list(two_images("train", 0, num_rows=60, ask="difference"))
+    assert [row["images"] for row in both] == [row["images"] for row in more] == [row["images"] for row in rows]
+    assert [int(row["answer"]) for row in more] == [other - one for one, other in numbers]
     assert [int(row["answer"]) for row in both] == [one + other for one, other in numbers]
     assert "together" in both[0]["prompt"] and "more" in rows[0]["prompt"]
 

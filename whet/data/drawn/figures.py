@@ -47,22 +47,25 @@ def two_images(
     pixels: Count = 48,
     grid: Count = 3,
     most: Count = 5,
-    ask: Literal["more", "both"] = "more",
+    ask: Literal["more", "difference", "both"] = "more",
     prompt: str | None = None,
 ) -> Iterator[Row]:
-    """Rows with two pictures of 1 to `most` figures, never as many: which has more (`1` or `2`), or how many both have.
+    """Rows with two pictures of 1 to `most` figures, never as many: which has more (`1` or `2`), how many more the
+    second has (`-2`: two fewer), or how many both have.
 
     Raises: DataError where they do not fit."""
     _check_grid(pixels, grid, most)
     questions = {
         "more": "<image><image>Which picture has more figures? Answer with 1 or 2.",
+        "difference": "<image><image>How many more figures has the second picture? Answer with a number.",
         "both": "<image><image>How many figures do both pictures have together? Answer with a number.",
     }
 
     def draw(draws: random.Random) -> Row:
         numbers = draws.sample(range(1, most + 1), 2)
         images = [to_png(scatter(draws, number, pixels, grid)) for number in numbers]
-        answer = sum(numbers) if ask == "both" else 1 + (numbers[1] > numbers[0])
+        one, other = numbers
+        answer = {"more": 1 + (other > one), "difference": other - one, "both": one + other}[ask]
         return {"prompt": prompt or questions[ask], "images": images, "answer": str(answer)}
 
     return draw_rows(split, seed, num_rows, draw)
