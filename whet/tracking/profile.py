@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles chosen steps with torch's profiler, and records memory over time.
+"""Profiles chosen steps with torch's profiler, records memory over time, and measures what processes use by step.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
     profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; the times of each phase
@@ -13,11 +13,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
 NAMES = {"step": "rest of the steps"}
 STATUS = Path("/proc/self/status")
+PROC, GIB = Path("/proc"), 2**30
 
 
 @contextmanager
@@ -215,3 +217,53 @@ def status_bytes(name: str) -> int:
     without that file."""
     found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return int(found[1]) * 1024 if found else 0
+
+
+class SystemMeter:
+    """Measures the process of the loop (`driver`) and all processes that it started (`workers`: ranks, rewards,
+    environments) since the last measurement; those on other machines are not seen."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._at = clock, clock()
+        self._seconds = {name: sum(map(_cpu_seconds, pids)) for name, pids in _processes().items()}
+
+    def measure(self) -> dict[str, float]:
+        """The metrics `system/...`: resident memory in GiB, processor cores in use, and on an accelerator the largest
+        memory of tensors in GiB."""
+        now, found = self._clock(), dict[str, float]()
+        passed, self._at = max(now - self._at, 1e-9), now
+        for name, pids in _processes().items():
+            seconds = sum(map(_cpu_seconds, pids))
+            busy = max(0.0, seconds - self._seconds.get(name, 0.0))  # a process that ended takes its seconds with it
+            self._seconds[name] = seconds
+            found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
+            found[f"system/{name}/cpu_cores"] = busy / passed
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["system/driver/accelerator_gib"] = torch.cuda.max_memory_allocated() / GIB
+        return found
+
+
+def _processes() -> dict[str, list[int]]:
+    below = list(_descendants(os.getpid()))
+    return {"driver": [os.getpid()], **({"workers": below} if below else {})}
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with suppress(OSError):  # it has ended
+        for thread in (PROC / str(pid) / "task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _cpu_seconds(pid: int) -> float:
+    with suppress(OSError):
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()  # the name before may have spaces
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _resident_bytes(pid: int) -> int:
+    with suppress(OSError):
+        return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

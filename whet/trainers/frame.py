@@ -29,10 +29,9 @@ from whet.planning.memory import Setup
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
-from whet.tracking.profile import observed
+from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.system import SystemMeter
 from whet.tracking.tracker import Trackers
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
