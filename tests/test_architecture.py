@@ -227,7 +227,16 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "folder",
-    ["engines/fsdp", "controller/ray", "rollout/native", "rollout/vllm", "rollout/sglang", "serving", "sandbox", "viewer"],
+    [
+        "engines/fsdp",
+        "controller/ray",
+        "rollout/native",
+        "rollout/vllm",
+        "rollout/sglang",
+        "serving",
+        "sandbox",
+        "viewer",
+    ],
 )
 def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")

@@ -130,8 +130,8 @@ class Run(Frame):
         self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """Writes each trajectory as a JSON object to rollouts/, its images and videos to media/, and some trajectories to
-        a table of the trackers that show one."""
+        """Writes each trajectory as a JSON object to rollouts/, its images and videos to media/, and some trajectories
+        to a table of the trackers that show one."""
         every, dropping = self.config.trainer.log_rollouts, self.config.algorithm.filter
         if every == 0 or not groups or (purpose != "validation" and step % every):
             return
@@ -152,8 +152,8 @@ class Run(Frame):
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: DataProto) -> None:
-        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's entropy
-        and log-probs are computed for the file where no function of the run reads them."""
+        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's
+        entropy and log-probs are computed for the file where no function of the run reads them."""
         every = self.config.trainer.log_tokens
         if every == 0 or step % every:
             return
@@ -198,8 +198,8 @@ class Run(Frame):
 
 
 def copy_media(folder: Path, groups: Sequence[Group]) -> None:
-    """Copies images and videos that were read from files into `folder`, under their digests, so that a copied run folder
-    has them; larger ones than 32 MiB and files that are gone are left out."""
+    """Copies images and videos that were read from files into `folder`, under their digests, so that a copied run
+    folder has them; larger ones than 32 MiB and files that are gone are left out."""
     turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
     prompts = (media for group in groups for media in group.prompt.media)
     for media in dict.fromkeys(chain(prompts, (media for turn in turns for media in turn.media))):
