@@ -71,7 +71,7 @@ def test_what_is_read_from_source_is_what_python_says(kind: Registry, entry: Any
 def test_columns_options_and_marks_of_a_shipped_function() -> None:
     gspo = POLICY_LOSSES["gspo"]
     assert gspo.columns == ("log_probs", "old_log_probs", "advantages", "response_mask")
-    assert gspo.options == {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
+    assert gspo.options == {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "level": "sequence"}
     assert gspo.marks == {"aggregation": "seq-mean-token-mean"}
     assert AGGREGATIONS["token-mean"].options["num_tokens"] is REQUIRED
 

@@ -81,7 +81,7 @@ def test_held_out_games_begin_in_states_of_their_own(
 
 def test_a_room_that_is_seen_is_shown_as_a_picture(games: ModuleType, tmp_path: Path) -> None:
     config = recipe("sokoban_vision", tmp_path)
-    assert config.data.apply_chat_template and games.PLANS["sokoban_vision"].arch == "qwen2.5_vl"
+    assert config.data.apply_chat_template and games.PLANS["sokoban_vision"].arch == "qwen3_vl"
     make = EnvironmentSpec(config.environment.name, config.environment.options).load()
     row = {"prompt": ">", "seed": 5}
     played = games.turns(make, row, 0.0, random.Random(0))

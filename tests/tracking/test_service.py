@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from whet.config.schema import Logger
+from whet.config.trainer import Logger
 from whet.errors import ConfigError
 from whet.tracking import JsonlTracker, service
 from whet.tracking.service import SERVICES, BackgroundTracker, TrackedRun, open_services

@@ -74,7 +74,7 @@ def config(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
 ) -> None:
-    """Print the resolved config with the source of each value, or convert another framework's."""
+    """Print a resolved config, or convert another framework's."""
     from whet.config.schema import COMMANDS
 
     if command is ConfigCommand.convert:

@@ -20,7 +20,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 @dataclass(frozen=True)
 class Row:
-    """One or several keys of a framework, and what becomes of their values."""
+    """Keys of a framework, one or several, and what becomes of their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Row:
     join: str | None = None
 
     def pairs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each key of the framework with its counterparts."""
+        """Yields each key of the framework with its counterparts."""
         paired = len(self.theirs) == len(self.ours)
         for number, key in enumerate(self.theirs):
             yield key, self.ours[number : number + 1] if paired else self.ours

@@ -30,7 +30,7 @@ UNREAD = ("defaults", "hydra")  # parts of a file that name other files
 
 @dataclass
 class Written:
-    """What a file or command sets, by dotted key, and what could not be read."""
+    """Values that a file or command sets, by dotted key, and what could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
