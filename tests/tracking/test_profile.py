@@ -4,6 +4,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from whet.metrics import Metrics
+from whet.tracking import profile
 from whet.tracking.profile import SystemMeter, observed
 
 MEBIBYTE = 2**20
@@ -60,7 +62,10 @@ def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_and_cores_of_this_process_and_of_those_below_it() -> None:
+def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(profile._descendants(os.getpid()))  # of tests before this one
+    below = profile._descendants
+    monkeypatch.setattr(profile, "_descendants", lambda pid: (child for child in below(pid) if child not in others))
     now = 100.0
     meter = SystemMeter(lambda: now)
     held = torch.ones(2**26)  # 0.25 GiB

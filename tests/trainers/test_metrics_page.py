@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import whet
@@ -25,6 +26,7 @@ from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.stream import count_failures
+from whet.tracking.profile import SystemMeter
 from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
@@ -134,6 +136,16 @@ def of_episodes() -> set[str]:
     return names
 
 
+def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The metrics of a machine with an accelerator, whose tensors took 3 GiB."""
+    with monkeypatch.context() as patch:
+        for name, value in {"is_available": True, "is_initialized": True, "max_memory_allocated": 3 * 2**30}.items():
+            patch.setattr(torch.cuda, name, lambda value=value: value)
+        measured = SystemMeter().measure()
+    assert measured["system/driver/accelerator_gib"] == 3.0
+    return {*measured}
+
+
 def broken(solution_str: str) -> float:
     """Judges the answers of one step, and none after it."""
     if next(FIRST_STEP) > 16:
@@ -224,7 +236,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": -1}
     whet.train(reward=moody, data=additions, **{**common, **small, **where, **against})
-    logged |= of_episodes()
+    logged |= of_episodes() | of_accelerators(monkeypatch)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
 
