@@ -95,7 +95,7 @@ PLANS = {
             "optim.name": "muon",
             "optim.lr": 5e-3,
         },
-        warm_enough=0.5,
+        warm_enough=0.6,
         arch="qwen3_vl",  # learns where a patch is; Qwen2.5-VL stays at chance here
     ),
     "webshop_grpo": Plan(
