@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from whet.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # none that runs a program
 ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
-MAX_PIXELS = 2**26  # of one frame: 192 MiB as RGB
+MAX_PIXELS = int(os.environ.get("WHET_MAX_IMAGE_PIXELS", 2**26))  # of one frame; 2**26 are 192 MiB as RGB
+Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, MAX_PIXELS)  # Pillow refuses twice as many by itself
+SMALLER = "save it smaller, or allow it with the environment variable WHET_MAX_IMAGE_PIXELS=NUMBER"
 MAX_ASPECT = 200  # as Qwen's processors
 # No playlist, which would name other files and servers.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,h264,hevc,ivf"
@@ -165,7 +168,7 @@ def _checked(width: int, height: int) -> tuple[int, int]:
     if width < 1 or height < 1:
         raise DataError(f"{size}; expected at least one: replace it")
     if width * height > MAX_PIXELS:
-        raise DataError(f"{size}, expected at most {MAX_PIXELS:,} in all; save it smaller")
+        raise DataError(f"{size}, expected at most {MAX_PIXELS:,} in all; {SMALLER}")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise DataError(f"{size}: one side is over {MAX_ASPECT} times the other, which no model reads; crop or drop it")
     return width, height
@@ -223,9 +226,7 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
             f"it is no image ({', '.join(formats)}), or is cut off; replace it, or drop the row"
         ) from error
     except Image.DecompressionBombError as error:
-        raise DataError(
-            f"it is too large, expected at most {MAX_PIXELS:,} pixels: save it smaller ({error})"
-        ) from error
+        raise DataError(f"it is too large, expected at most {MAX_PIXELS:,} pixels; {SMALLER} ({error})") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged file leads to
         raise _unreadable(error) from error
 
