@@ -14,7 +14,7 @@ HEAD = """\
 Written by `make pages` from the functions themselves; `whet algorithms show NAME` prints one of them.
 
 Parameters before `*` in a function's signature are columns of the batch, those after it are its options. How to add
-your own is in `examples/algorithms/`.
+your own is in `examples/extending/`.
 """
 CERTIFICATES = """\
 ## Certificates

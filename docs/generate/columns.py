@@ -18,7 +18,7 @@ response tokens, L = P + R, V of tokens in the vocabulary, K of reward parts. Po
 which the token was chosen. Estimators, losses, weights and rejections cannot read columns of objects.
 
 Parameters before `*` in a function's signature name the columns that it reads. A part of the reward is a column [B] if
-`reward.columns` lists it; `examples/algorithms/provider.py` adds a column of your own.
+`reward.columns` lists it; `examples/extending/provider.py` adds a column of your own.
 
 "Model" is the role whose forward pass computes the column, and the name of the output. Some columns the loop itself
 passes to functions that it calls later: to the estimator, to corrections (weights, rejections), to the loss of actor or

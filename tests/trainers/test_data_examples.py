@@ -13,7 +13,7 @@ import pytest
 from whet.config import TrainConfig, load_config
 from whet.trainers.build import train
 
-FOLDER = Path(__file__).parents[2] / "examples" / "data"
+FOLDER = Path(__file__).parents[2] / "examples" / "extending"
 PRODUCTS = f"{FOLDER}/data_set.py:Products"
 
 
@@ -72,7 +72,7 @@ def test_examples_train_and_resume(
 
 
 def test_the_data_set_is_another_one_in_validation() -> None:
-    from examples.data.data_set import Products
+    from examples.extending.data_set import Products
 
     train_rows, val_rows = Products(0, "train", digits=1, count=5), Products(0, "val", digits=1, count=5)
     assert [train_rows[i] for i in range(5)] != [val_rows[i] for i in range(5)]

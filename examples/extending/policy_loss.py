@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy loss of your own: whet train ... algorithm.policy_loss=examples/algorithms/loss.py:bounded
+"""A policy loss of your own: whet train ... algorithm.policy_loss=examples/extending/policy_loss.py:bounded
 
 It returns the loss of every token [B, R]; `algorithm.loss_agg_mode` aggregates them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPO wrapper of your own: algorithm.adv_options.wrap_method=examples/algorithms/wrapper.py:surprised
+"""A CPO wrapper of your own: algorithm.adv_options.wrap_method=examples/extending/wrapper.py:surprised
 
 A wrapper is one formula of `whet.algorithms.cpo.Terms`. It returns the numbers that are added to token advantages.
 """

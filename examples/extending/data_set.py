@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set of your own: whet train ... data.train_files=data_set.py:Products, or with options
-'data.train_files=[{path:"data_set.py:Products",options:{digits:1}}]'.
+"""A data set of your own: whet train ... data.train_files=examples/extending/data_set.py:Products, or with options
+'data.train_files=[{path:"examples/extending/data_set.py:Products",options:{digits:1}}]'.
 
 A function or class whose result has rows (mappings) or `whet.types.Prompt`s: a sequence, an iterable that ends, or an
 object with `__len__` and `__getitem__`. The run passes parameters called `seed`, `tokenizer` or `split` ("train" or

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An advantage estimator of your own.
 
-whet train ... algorithm.adv_estimator=examples/algorithms/estimator.py:over_median
+whet train ... algorithm.adv_estimator=examples/extending/estimator.py:over_median
 
 Parameters before `*` are columns of the batch, by name; those after it are options (`algorithm.adv_options.scale=2`).
 """

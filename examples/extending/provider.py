@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A column of your own, and an estimator that reads it. A run imports the file when one of its functions is named:
 
-whet train ... algorithm.adv_estimator=examples/algorithms/provider.py:cautious
+whet train ... algorithm.adv_estimator=examples/extending/provider.py:cautious
 """
 
 import torch

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers of your own: whet train ... data.sampler=sampler.py:shortest_first, or data.sampler=sampler.py:Unsolved
+"""Samplers of your own: whet train ... data.sampler=examples/extending/sampler.py:Unsolved, or with an option
+data.sampler=examples/extending/sampler.py:shortest_first data.sampler_options.epochs=2
 
 A function returns the order of an epoch: row numbers, which may repeat. A class adapts to the scored groups. Their
 parameters before `*` are `prompts`, `epoch` (of a function only), `seed` and `total_draws`; the others are options."""

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine of your own: whet train ... rollout.engine.name=examples/extending/rollout_engine.py:Recorded \\
+rollout.engine.options.file=requests.jsonl
+
+The parameters before `*` are whet's, by name: dtype, max_batch_size, load_tokenizer, device, num_devices, model.
+tests/rollout/rollout_conformance.py has what an engine is held to; whet/rollout/protocol.py its methods."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Event, Finished
+
+
+class Recorded(NativeEngine):
+    """`native`, which writes each finished request into `file` as a line of JSON."""
+
+    def __init__(
+        self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: Callable[[], Any] | None = None, *, file: str
+    ) -> None:
+        super().__init__(dtype, max_batch_size, load_tokenizer)
+        self.file = Path(file)
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Decodes as `native` does, and writes what ended."""
+        events = super().poll(timeout_seconds)
+        with self.file.open("a", encoding="utf-8") as lines:
+            for each in events:
+                if isinstance(each, Finished):
+                    done = each.completion
+                    record = {"uid": each.uid, "token_ids": done.token_ids, "log_probs": done.log_probs}
+                    lines.write(json.dumps(record) + "\n")
+        return events
