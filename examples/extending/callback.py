@@ -18,7 +18,7 @@ def stop_when_solved(run: Run, step: int, metrics: Mapping[str, float]) -> None:
 
 def to_csv(run: Run, step: int, metrics: Mapping[str, float]) -> None:
     """Adds a line to curves.csv in the run's folder. A resumed run repeats steps, so the last line of a step counts."""
-    if "reward/mean" not in metrics:  # the validation before the first step
+    if "critic/score/mean" not in metrics:  # the validation before the first step
         return
     with (run.run_dir / "curves.csv").open("a", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerow([step, metrics["reward/mean"], metrics["response_length/mean"]])
+        csv.writer(file).writerow([step, metrics["critic/score/mean"], metrics["response_length/mean"]])

@@ -20,9 +20,15 @@ class Recorded(NativeEngine):
     """`native`, which writes each finished request into `file` as a line of JSON."""
 
     def __init__(
-        self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: Callable[[], Any] | None = None, *, file: str
+        self,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        load_tokenizer: Callable[[], Any] | None = None,
+        *,
+        file: str,
+        kv_cache_bytes: int = 2**30,
     ) -> None:
-        super().__init__(dtype, max_batch_size, load_tokenizer)
+        super().__init__(dtype, max_batch_size, load_tokenizer, kv_cache_bytes=kv_cache_bytes)
         self.file = Path(file)
 
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from whet import registry
+from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.environments.protocol import Answer
 from whet.environments.tools.parsers import Call, parse
 from whet.environments.tools.schema import schema_of
+from whet.models.load import load_policy
 from whet.registry import call, load_target
 from whet.trainers.build import train
 from whet.types import Prompt
@@ -27,10 +29,13 @@ from whet.types import Prompt
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "extending"
 ELSEWHERE = {"data_set", "sampler"}  # tests/trainers/test_data_examples.py
-KL = {"algorithm.kl.form": f"{FOLDER}/kl.py:soft_abs", "algorithm.kl.coef": 0.1, "algorithm.kl.use_in_loss": True}
+KL = {"algorithm.kl.form": f"{FOLDER}/kl.py:soft_abs", "algorithm.kl.coef": 0.1, "algorithm.kl.where": "loss"}
 HINT = {"algorithm.adv_estimator": "cpo", "teacher.hint_template": "{{ content }}{{ hint }}"}
 RUNS: dict[str, dict[str, Any]] = {
-    "estimator": {"algorithm.adv_estimator": f"{FOLDER}/estimator.py:over_median", "algorithm.adv_options": {"scale": 2}},
+    "estimator": {
+        "algorithm.adv_estimator": f"{FOLDER}/estimator.py:over_median",
+        "algorithm.adv_options": {"scale": 2},
+    },
     "policy_loss": {"algorithm.policy_loss": f"{FOLDER}/policy_loss.py:bounded", "actor.mini_batch_size": 2},
     "wrapper": {
         **HINT,
@@ -66,9 +71,7 @@ def odd(solution_str: str) -> float:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_examples_train(
-    name: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
-) -> None:
+def test_examples_train(name: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]) -> None:
     history = train(train_config(RUNS[name]), reward=odd, data=additions).history
     assert all(step["actor/grad_norm"] > 0 for step in history)
 
@@ -88,7 +91,7 @@ def test_files_and_callbacks_in_a_run(
     lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 4
     assert all(len(line["token_ids"]) == len(line["log_probs"]) for line in lines)
-    [curve] = csv.reader((tmp_path / "run" / "curves.csv").open())
+    [curve] = csv.reader((run.run_dir / "curves.csv").open())
     assert [float(value) for value in curve] == [1, 1.0, record["response_length/mean"]]
 
 
@@ -97,12 +100,13 @@ X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 9.0, 9.0, 9.0]])
 
 
 def test_tensor_functions_by_hand() -> None:
-    def of(kind: registry.Registry, name: str, *, supplied: dict[str, Any] | None = None, **columns: torch.Tensor) -> Any:
-        return call(kind[f"{FOLDER}/{name}"], {"response_mask": MASK, **columns}, {}, supplied)
+    def of(kind: registry.Registry, name: str, counts: dict[str, Any] | None = None, **columns: torch.Tensor) -> Any:
+        return call(kind[f"{FOLDER}/{name}"], {"response_mask": MASK, **columns}, {}, counts)
 
     # medians are the lower middle: scores 3 of [1, 3] and 1: 1 - 1, 3 - 1
     rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
-    over = of(registry.ADV_ESTIMATORS, "estimator.py:over_median", token_level_rewards=rewards, uid=torch.tensor([7, 7]))
+    uid = torch.tensor([7, 7])
+    over = of(registry.ADV_ESTIMATORS, "estimator.py:over_median", token_level_rewards=rewards, uid=uid)
     assert over.tolist() == [0.0, 2.0]
     # errors of 1/2 and 3: 1/8 and 3 - 1/2
     columns = {"values": torch.tensor([[0.5, 3.0]]), "returns": torch.tensor([[0.0, 0.0]])}
@@ -111,7 +115,7 @@ def test_tensor_functions_by_hand() -> None:
     assert losses.tolist() == [[0.125, 2.5]] and measured["far"].tolist() == [[0.0, 1.0]]
     # (1 + 2 + 3 + 4) / sqrt(4) + 5 / sqrt(1), over two sequences
     counted = {"num_sequences": torch.tensor(2)}
-    assert of(registry.AGGREGATIONS, "aggregation.py:root_length", supplied=counted, values=X) == 5.0
+    assert of(registry.AGGREGATIONS, "aggregation.py:root_length", counts=counted, values=X) == 5.0
     # d = sqrt(3): sqrt(1 + 3) - 1
     kl = of(registry.KL_FORMS, "kl.py:soft_abs", log_probs=MASK * 3**0.5, ref_log_probs=MASK * 0)
     torch.testing.assert_close(kl, MASK)
@@ -143,7 +147,7 @@ def test_functions_of_values_texts_and_groups_by_hand() -> None:
 
 def test_an_environment_a_tool_and_a_parser_by_hand() -> None:
     game = registry.ENVIRONMENTS[f"{FOLDER}/environment.py:Doubling"].load()()
-    number = int(game.reset(Prompt("", 0, (), ()), 3).messages[0].content.removesuffix("*2="))
+    number = int(game.reset(Prompt("", 0, (), (), "sums", None), 3).messages[0].content.removesuffix("*2="))
     first = game.step(Answer(str(2 * number)))
     assert (first.reward, first.done, first.messages[0].content) == (0.5, False, f"{2 * number}*2=")
     last = game.step(Answer("wrong"))
@@ -160,12 +164,13 @@ def test_an_environment_a_tool_and_a_parser_by_hand() -> None:
 
 
 def test_an_engine_that_goes_all_the_way_back_stays_at_its_start(
-    train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
+    train_config: Callable[..., TrainConfig], additions: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    whole = {**RUNS["training_engine"], "actor.engine.options": {"pull": 1.0}, "trainer.total_steps": 1}
-    run = train(train_config(whole), reward=odd, data=additions)
-    still = train(train_config({**RUNS["training_engine"], "trainer.total_steps": 0}), reward=odd, data=additions)
-    assert run.history[0]["actor/grad_norm"] > 0 and not still.history
+    config = train_config({**RUNS["training_engine"], "actor.engine.options": {"pull": 1.0}})
+    run = train(config, reward=odd, data=additions)
+    start, end = (load_policy(path).state_dict() for path in (config.model.path, export(run.run_dir, tmp_path / "end")))
+    assert run.history[0]["actor/grad_norm"] > 0
+    assert all(torch.equal(weight, start[name]) for name, weight in end.items())
 
 
 def test_every_kind_and_every_file_is_on_the_page() -> None:
