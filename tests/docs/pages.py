@@ -74,10 +74,10 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
+def blocks(page: Path, text: str | None = None) -> list[Block]:
+    """The blocks of a page, in order; `text` takes the place of what it has."""
     found: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
     number = 0
     while number < len(lines):
         fence = FENCE.match(lines[number])

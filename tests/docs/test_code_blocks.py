@@ -72,13 +72,6 @@ def test_the_blocks_that_take_long(page: Path, folder: Path) -> None:
     follow(page, folder, slow=True)
 
 
-@pytest.mark.parametrize("page", TRANSLATED, ids=shown)
-def test_a_translation_has_the_blocks_of_its_original(page: Path) -> None:
-    original = page.parents[1] / page.name
-    own, others = ([(b.language, b.title, b.kind, b.code) for b in blocks(each)] for each in (page, original))
-    assert own == others
-
-
 @pytest.mark.parametrize("page", [*FOLLOWED, *TRANSLATED], ids=shown)
 def test_a_file_that_a_page_shows_is_used_on_it(page: Path) -> None:
     found = blocks(page)
