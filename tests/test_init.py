@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import io
 import re
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 import whet
 from tests.conftest import SMALL_RUN
+from tests.tracking.test_runs import make_run
 from whet import registry
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError, DataError, WhetError
 
 
 def test_every_decorator_of_the_registry_can_be_taken_from_the_package() -> None:
@@ -160,6 +164,42 @@ def test_a_model_goes_from_examples_to_an_export_in_python(
     assert repr(found).startswith("Evaluation(4 prompts x 1, mean@1=1 (0.3976 to 1), ")
     shown = capsys.readouterr().out
     assert "wrote 8 completions" in shown and "mean@1" in shown
+
+
+def test_plot_returns_a_figure_that_a_notebook_shows(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "one", *({"step": n, "val/accuracy": n / 4, "odd": 1.0} for n in range(4)))
+    two = make_run(tmp_path / "two", *({"step": n, "val/accuracy": 1.0, "actor/entropy": 2.0} for n in range(2)))
+    figure = whet.plot([one, str(two)], ["val/*", "actor/entropy"], output=tmp_path / "deep/two.png")
+    accuracy, entropy = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["val/accuracy", "actor/entropy"]
+    assert [line.get_ydata().tolist() for line in accuracy.lines] == [[0, 0.25, 0.5, 0.75], [1, 1]]
+    assert [len(line.get_ydata()) for line in entropy.lines] == [0, 2]
+    assert imread(tmp_path / "deep/two.png").shape[:2] == (675, 1500)
+    assert imread(io.BytesIO(figure._repr_png_())).shape[:2] == (360, 800)
+    (single,) = whet.plot(tmp_path / "one", "odd").axes  # and not the main ones
+    assert single.get_title(loc="left") == "odd"
+    run = SimpleNamespace(run_dir=one)  # as `whet.train` returns one
+    assert whet.plot(run).axes[0].lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"runs": "nowhere"}, r"^runs: nowhere does not exist"),
+        ({"runs": [3]}, r"^runs: 3 is no run; name its folder, or hand over what whet\.train returned$"),
+        ({"runs": []}, r"^runs: no run is named"),
+        ({"runs": "odd"}, r"^metrics: the runs have none of the main metrics; name others: odd$"),
+        ({"runs": "odd", "metrics": "od"}, r"^metrics: no run has the metric 'od'; did you mean odd\?$"),
+        ({"runs": "odd", "output": "x.svg"}, r"^output=x\.svg ends in \.svg, expected \.png"),
+    ],
+)
+def test_plot_names_the_argument_that_is_wrong(
+    arguments: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("odd"), {"step": 1, "odd": 1.0})
+    with pytest.raises(DataError, match=error):
+        whet.plot(**arguments)
 
 
 def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from whet.api import evaluate, export, generate, sft, train, train_reward
+from whet.api import evaluate, export, generate, plot, sft, train, train_reward
 from whet.registry import (
     register_adv_est,
     register_aggregation,
@@ -30,6 +30,7 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "plot",
     "register_adv_est",
     "register_aggregation",
     "register_engine",

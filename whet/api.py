@@ -15,10 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import no_exit
+from whet.errors import DataError, no_exit
 
 if TYPE_CHECKING:
     from whet.evaluation.evaluate import Evaluation
+    from whet.tracking.plot import Drawing
+    from whet.trainers.frame import Frame
     from whet.trainers.run import Run
     from whet.trainers.sft import SFTRun
     from whet.trainers.train_reward import RewardTrainingRun
@@ -145,6 +147,49 @@ def export(
 
         upload(written, hub, private=private)
     return written
+
+
+@no_exit()
+def plot(
+    runs: str | Path | Frame | Sequence[str | Path | Frame],
+    metrics: str | Sequence[str] | None = None,
+    *,
+    output: str | Path | None = None,
+) -> Drawing:
+    """Draws metrics of one or several runs as `whet plot` does.  Returns the matplotlib figure, which notebooks show.
+
+    `runs` are folders of runs, folders with runs, or what `whet.train`, `whet.sft` and `whet.train_reward` returned.
+    `metrics` are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.
+    Raises: DataError naming the argument."""
+    from whet.cli.runs import check_png, drawn, with_metrics
+
+    if output is not None:
+        check_png("output=", Path(output))
+    given = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
+    with _argument("runs"):
+        read = with_metrics([_run_folder(each) for each in given])
+    with _argument("metrics"):
+        figure, _ = drawn(read, [metrics] if isinstance(metrics, str) else metrics)
+    if output is not None:
+        figure.write(Path(output))
+    return figure
+
+
+def _run_folder(run: Any) -> Path:
+    if isinstance(run, str | Path):
+        return Path(run)
+    try:
+        return Path(run.run_dir)
+    except AttributeError:
+        raise DataError(f"{run!r} is no run; name its folder, or hand over what whet.train returned") from None
+
+
+@contextmanager
+def _argument(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
 
 
 def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects: object) -> Any:

@@ -41,7 +41,7 @@ def test_the_running_mean_takes_what_there_is_at_the_ends() -> None:
 
 def test_a_run_has_the_same_colour_in_every_panel(tmp_path: Path) -> None:
     a, b = Series("a", [0, 1, 2], [0, 1, 2]), Series("b", [0, 1, 2], [2, 1, 0])
-    plot_panels(tmp_path / "panels.png", [Panel("one", [a, b]), Panel("two", [a, Series("b", [], [])])])
+    plot_panels([Panel("one", [a, b]), Panel("two", [a, Series("b", [], [])])]).write(tmp_path / "panels.png")
     picture = imread(tmp_path / "panels.png")
     middle = picture.shape[1] // 2
     for side, in_it in ((picture[:600, :middle], True), (picture[:600, middle:], False)):  # the legend is below

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from whet.tracking.plot import Drawing
     from whet.tracking.runs import RunFolder
 
 COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
@@ -83,25 +84,50 @@ def plot(
     output: Annotated[Path, typer.Option("--output", "-o", help="the PNG file to write")] = Path("plot.png"),
 ) -> None:
     """Draw metrics of one or several runs into a PNG file."""
-    from whet.tracking.plot import Panel, Series, plot_panels
-    from whet.tracking.runs import chosen_metrics, find_runs, read_run, short_names
+    check_png("--output ", output)
+    found = with_metrics(folders)
+    figure, names = drawn(found, metric)
+    figure.write(output)
+    typer.echo(f"wrote {output}: {', '.join(names)} of {len(found)} run{'s' * (len(found) > 1)}")
 
+
+def check_png(option: str, output: Path) -> None:
+    """Raises: DataError naming the option where the file would be no PNG file."""
     if output.suffix != ".png":
-        raise DataError(f"--output {output} ends in {output.suffix or 'nothing'}, expected .png; name a .png file")
+        raise DataError(f"{option}{output} ends in {output.suffix or 'nothing'}, expected .png; name a .png file")
+
+
+def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
+    """Reads the runs in the folders.  Raises: DataError where one of them has no metrics, or there is none."""
+    from whet.tracking.runs import find_runs, read_run
+
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     read = [read_run(path) for path in dict.fromkeys(paths)]
+    if not read:
+        raise DataError("no run is named; name the folder of a run")
     if empty := [str(run.path) for run in read if not run.records]:
         raise DataError(
             f"{', '.join(empty)}: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"
         )
+    return read
+
+
+def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Drawing, list[str]]:
+    """Draws the chosen metrics of the runs, by default the main ones, and returns their names too.
+
+    Raises: DataError where no run has such a metric."""
+    from whet.tracking.plot import Panel, Series, plot_panels
+    from whet.tracking.runs import chosen_metrics, short_names
+
     names = chosen_metrics(read, metric) if metric else [name for name, _ in main_metrics(read)]
+    if not names:
+        raise DataError(f"the runs have none of the main metrics; name others: {', '.join(read[0].metrics)}")
     labels, panels = short_names([run.path for run in read]), []
     for name in names:
         curves = [(label, *run.curve(name)) for label, run in zip(labels, read, strict=True)]
         rare = {label: len(x) < len(run.records) / 2 for (label, x, _), run in zip(curves, read, strict=True)}
         panels.append(Panel(name, [Series(label, x, y, markers=rare[label]) for label, x, y in curves]))
-    plot_panels(output, panels, title=labels[0] if len(labels) == 1 else "")
-    typer.echo(f"wrote {output}: {', '.join(names)} of {len(read)} run{'s' * (len(read) > 1)}")
+    return plot_panels(panels, title=labels[0] if len(labels) == 1 else ""), names
 
 
 def main_metrics(found: Sequence[RunFolder]) -> list[tuple[str, str]]:

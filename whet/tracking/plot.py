@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning curves as PNG."""
+"""Learning curves as figures and PNG files."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,13 +49,26 @@ def plot_learning_curve(
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
     if len(series) > 1:
         axes.legend(frameon=False, loc="best")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.write(path)
 
 
-def plot_panels(path: Path, panels: Sequence[Panel], *, title: str = "", x_label: str = "step") -> None:
-    """Draws graphs beside each other into a PNG file, up to three a row. A label has the same colour in all of them,
-    and one legend explains the colours."""
+class Drawing(Figure):
+    """A figure that a notebook shows, whether or not pyplot is set up."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, dpi=80)
+        return png.getvalue()
+
+    def write(self, path: Path) -> None:
+        """Writes a PNG file, and its folder where that is missing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.savefig(path)
+
+
+def plot_panels(panels: Sequence[Panel], *, title: str = "", x_label: str = "step") -> Drawing:
+    """Draws graphs beside each other, up to three a row. A label has the same colour in all of them, and one legend
+    explains the colours."""
     columns = min(3, math.ceil(math.sqrt(len(panels))))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)
@@ -68,12 +82,11 @@ def plot_panels(path: Path, panels: Sequence[Panel], *, title: str = "", x_label
     if len(labels) > 1:
         lines = [Line2D([], [], color=colour, linewidth=2) for colour, _ in zip(cycle(COLOURS), labels, strict=False)]
         figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=min(len(labels), 3))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+def _figure(width: float, height: float) -> Drawing:
+    figure = Drawing(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
