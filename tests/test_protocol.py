@@ -11,11 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from whet import column_rules
 from whet.errors import DataError
-from whet.protocol import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
+from whet.protocol import (
+    DataProto,
+    DataProtoItem,
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    pad_dataproto_to_divisor,
+    serialize_single_tensor,
+    serialize_tensordict,
+    unpad_dataproto,
+)
 from whet.types import Failure
 
 
@@ -560,3 +569,164 @@ def test_on_a_device() -> None:
     assert uids(there[torch.tensor([True, False, True], device="cuda")]) == [0, 2]
     assert_same(pickle.loads(pickle.dumps(there)), data)
     assert_same(there.union(data).to("cpu"), data)
+
+
+# Names and arguments of verl
+
+
+class Own(DataProto):
+    """A subclass without anything of its own."""
+
+
+def test_every_operation_of_a_subclass_returns_the_subclass(tmp_path: Path) -> None:
+    data = Own.from_single_dict({"x": torch.arange(4), "o": ["a", "b", "c", "d"]}, {"k": 1})
+    data.save_to_disk(tmp_path / "data.pt")
+    made = [
+        *(data, data[1:], data[[0]], data.select(), *data.pop("x"), data.rename("x", "y"), data.union(data), *data),
+        *(
+            data.with_columns(z=[1, 2, 3, 4]),
+            *data.chunk(2),
+            data.repeat(2),
+            data.reorder([3, 2, 1, 0]),
+            data.to("cpu"),
+        ),
+        *(data.fold_batch_dim(2), Own.concat([data, data]), Own.concat([data]), pickle.loads(pickle.dumps(data))),
+        *(copy.copy(data), copy.deepcopy(data), data.sample_level_repeat([1, 0, 0, 2]), data.unfold_column_chunks(2)),
+        *(
+            Own.load_from_disk(tmp_path / "data.pt"),
+            Own.from_tensordict(data.to_tensordict()),
+            next(data.make_iterator(2)),
+        ),
+    ]
+    assert {type(each) for each in made} == {Own, DataProtoItem}
+    assert type(DataProto.load_from_disk(tmp_path / "data.pt")) is DataProto
+    assert_same(Own.load_from_disk(tmp_path / "data.pt"), data)
+
+
+def test_the_batch_dimensions_of_verl() -> None:
+    obs = {"obs": torch.zeros(4, 2, 3)}
+    assert DataProto.from_dict(obs, num_batch_dims=1).batch.batch_size == (4,)  # type: ignore[union-attr]
+    for dims in (0, 2, 3):
+        with pytest.raises(DataError, match=f"num_batch_dims={dims}, expected 1"):
+            DataProto.from_dict(obs, num_batch_dims=dims)
+    assert len(DataProto(None, None, {"info": 1})) == 0  # type: ignore[arg-type]
+    assert DataProto(TensorDict({}, [2]), None).non_tensor_batch == {}  # type: ignore[arg-type]
+
+
+def test_auto_padding_lets_chunks_differ_by_a_row() -> None:
+    rows = {"x": torch.arange(5), "o": list("abcde")}
+    with pytest.raises(DataError, match="5 rows do not divide into 3"):
+        DataProto.from_single_dict(rows).chunk(3)
+    parts = DataProto.from_single_dict(rows, {"k": 1}, auto_padding=True).chunk(3)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part["o"].tolist() for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert parts[0].meta_info == {"k": 1, "auto_padding": True}
+    assert [len(part) for part in DataProto.from_dict({"x": torch.arange(2)}, auto_padding=True).chunk(3)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_sample_level_repeat(kind: Any) -> None:
+    data = batch_of(3)
+    assert uids(data.sample_level_repeat(kind([3, 0, 2]))) == [0, 0, 0, 2, 2]
+    assert data.sample_level_repeat(kind([0, 0, 0])).meta_info == data.meta_info
+    for wrong in ([1, 2], [1, 2, -1], [1.0, 2.0, 3.0]):
+        with pytest.raises(DataError, match=r"repeat_times=.* expected a count .* each of 3 rows"):
+            data.sample_level_repeat(kind(wrong))
+
+
+def test_unfold_column_chunks() -> None:
+    wide = torch.arange(24).reshape(3, 4, 2)
+    labels = [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]
+    data = DataProto.from_dict({"wide": wide, "ids": torch.tensor([7, 8, 9])}, {"labels": labels}, {"name": "abc"})
+    split = data.unfold_column_chunks(2, split_keys=["wide", "labels"])
+    assert split["wide"].tolist() == [row.tolist() for pair in wide for row in (pair[:2], pair[2:])]
+    assert split["ids"].tolist() == [7, 7, 8, 8, 9, 9]
+    assert split["labels"].tolist() == [["a1"], ["a2"], ["b1"], ["b2"], ["c1"], ["c2"]]
+    assert split.meta_info == {"name": "abc"}
+    assert_same(data.unfold_column_chunks(2), data.repeat(2))
+    assert data.unfold_column_chunks(2, "labels")["wide"].tolist() == wide.repeat_interleave(2, dim=0).tolist()
+    for keys, size in (("wide", 4), ("labels", 2), ("ids", "")):
+        with pytest.raises(DataError, match=rf"column '{keys}' has entries of size \[{size}\], .* 3 parts"):
+            data.unfold_column_chunks(3, keys)
+
+
+def test_a_tensordict_and_back() -> None:
+    data = DataProto.from_dict(
+        {"obs": torch.tensor([1, 2, 3])},
+        {
+            "labels": ["a", "b", "c"],
+            "same": [None, None, None],
+            "turn_scores": [[], [0.5, 0.8], [0.9]],
+            "info": [{"acc": 1.0}, {"acc": 0.0}, {}],
+            "turns": np.array([1, 2, 3]),
+            "prompt": [[{"role": "user"}], [], [{"role": "user"}, {"role": "assistant"}]],
+        },
+        {"name": "abc", "steps": [1, 2], "none": None},
+    )
+    made = data.to_tensordict()
+    assert made.batch_size == (3,)
+    assert made["obs"] is data["obs"]
+    assert made["labels"] == ["a", "b", "c"]
+    assert [list(each) for each in made["turn_scores"]] == [[], [0.5, 0.8], [0.9]]
+    assert dict(made["info"][0]) == {"acc": 1.0}
+    assert made["name"] == "abc"
+    assert_same(DataProto.from_tensordict(made), data)
+    assert DataProto.from_tensordict(made, {"name": "new"}).meta_info["name"] == "new"
+    assert [each["labels"] for each in made] == ["a", "b", "c"]  # rows of the TensorDict
+
+    theirs = TensorDict({"x": torch.arange(2)}, [2])
+    theirs["labels"] = NonTensorStack.from_list([NonTensorData(each) for each in ("a", "b")])
+    theirs["name"] = NonTensorData("abc", batch_size=[2])
+    assert DataProto.from_tensordict(theirs)["labels"].tolist() == ["a", "b"]
+    assert DataProto.from_tensordict(theirs).meta_info == {"name": "abc"}
+    for bare in (batch_of(3).select([], []), DataProto.from_dict(non_tensors={"o": [1, [2]]}), DataProto()):
+        assert_same(DataProto.from_tensordict(bare.to_tensordict()), bare)
+
+    with pytest.raises(DataError, match=r"\['x'\] are both columns and keys of meta_info"):
+        DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"x": 1}).to_tensordict()
+    with pytest.raises(DataError, match=r"batch size \[2, 3\], expected \[B\]"):
+        DataProto.from_tensordict(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
+    with pytest.raises(DataError, match=r"entries \['inner'\] .* neither tensors nor objects"):
+        DataProto.from_tensordict(TensorDict({"inner": TensorDict({"x": torch.zeros(2)}, [2])}, [2]))
+
+
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.bool, torch.bfloat16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_as_bytes_and_back(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 4.0]]).to(dtype)
+    name, shape, octets = serialize_single_tensor(tensor.t())  # not contiguous
+    assert (name, shape, len(octets)) == (str(dtype)[6:], (3, 2), 6 * dtype.itemsize)
+    back = deserialize_single_tensor((name, shape, octets))
+    assert back.dtype == dtype
+    assert back.float().tolist() == tensor.t().float().tolist()
+    assert serialize_single_tensor(torch.tensor([258], dtype=torch.int32))[2].tolist() == [2, 1, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensordict_as_bytes_and_back() -> None:
+    pieces = [torch.arange(6.0).reshape(2, 3), torch.arange(4.0).reshape(1, 4)]
+    batch = TensorDict(
+        {"flat": torch.arange(4).reshape(2, 2), "nested": torch.nested.as_nested_tensor(pieces)}, [2], device="cpu"
+    )
+    size, device, items = serialize_tensordict(batch)
+    assert (size, device, list(items)) == ((2,), "cpu", ["flat", "nested"])
+    assert (items["flat"][:2], items["nested"][0]) == (("int64", (2, 2)), "strided")
+    back = deserialize_tensordict((size, device, items))
+    assert (back.batch_size, back.device) == (batch.batch_size, batch.device)
+    assert back["flat"].tolist() == [[0, 1], [2, 3]]
+    assert [each.tolist() for each in back["nested"].unbind()] == [each.tolist() for each in pieces]
+
+
+def test_union_of_columns_that_contain_themselves() -> None:
+    def circular() -> DataProto:
+        column = np.array([None, 1], dtype=object)
+        column[0] = column
+        return DataProto(None, {"o": column})
+
+    data = circular()
+    assert data.union(data)["o"] is data["o"]
+    assert data.union(circular()).keys() == ["o"]
+    with pytest.raises(DataError, match="column 'o' is in both and differs"):
+        data.union(DataProto.from_dict(non_tensors={"o": [None, 1]}))

@@ -101,6 +101,21 @@ def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+def split_second(name: str, column: Any, parts: int) -> Column:
+    """Splits the second dimension, [B, L, ...] -> [B * parts, L / parts, ...]; in an object array [B], each entry.
+
+    Raises: DataError for a size that does not divide."""
+    is_nested = isinstance(column, np.ndarray) and column.ndim == 1
+    sizes = {len(each) if isinstance(each, Sequence) else 0 for each in column} if is_nested else {*column.shape[1:2]}
+    if parts < 1 or not sizes or any(size < 1 or size % parts for size in sizes):
+        raise DataError(f"column {name!r} has entries of size {sorted(sizes)}, which do not split into {parts} parts")
+    if not is_nested:
+        split: Column = column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])
+        return split
+    widths = [(row, len(row) // parts) for row in column]
+    return object_array(name, [row[at * size : (at + 1) * size] for row, size in widths for at in range(parts)])
+
+
 Places = Sequence[npt.NDArray[np.int64]]
 
 
@@ -152,23 +167,26 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
     return {**one, **other}
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Tells whether two nested values have equal types, dtypes, shapes and values; NaN equals NaN."""
-    if one is other:
+def equal(one: Any, other: Any, above: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Tells whether two nested values have equal types, dtypes, shapes and values; NaN equals NaN.
+
+    `above` holds the pairs that contain this one: a value may contain itself."""
+    if one is other or (id(one), id(other)) in above:
         return True
     if type(one) is not type(other):
         return False
+    above = above | {(id(one), id(other))}
     if isinstance(one, torch.Tensor | np.ndarray):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
         if isinstance(one, np.ndarray) and one.dtype == object:
-            return all(map(equal, one.flat, other.flat))
+            return all(equal(*each, above) for each in zip(one.flat, other.flat, strict=True))
         other = other.to(one.device) if isinstance(one, torch.Tensor) else other
         return bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal(one[key], other[key], above) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(equal(*each, above) for each in zip(one, other, strict=True))
     return bool(one == other) or bool(one != one and other != other)
 
 

@@ -7,11 +7,12 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, Self, SupportsIndex, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from whet import keyed, serialization
 from whet.column_rules import (
@@ -27,8 +28,11 @@ from whet.column_rules import (
     object_array,
     pick,
     row_numbers,
+    split_second,
 )
 from whet.errors import DataError
+
+_AUTO_PADDING = "auto_padding"  # in meta_info
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.non_tensor_batch is None:
+            object.__setattr__(self, "non_tensor_batch", {})
         if self.batch is not None and self.batch.batch_dims != 1:
             raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
         check_columns(self.tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
@@ -69,23 +75,63 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, ObjectArray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
-    ) -> DataProto:
-        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects; a nested list is one object."""
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects; a nested list is one object.
+
+        `auto_padding` is kept in `meta_info`: `chunk` then takes any number of rows. `num_batch_dims` is always 1.
+        """
+        if num_batch_dims != 1:
+            raise DataError(f"num_batch_dims={num_batch_dims}, expected 1: a batch has one dimension of rows, [B]")
         objects = {name: object_array(name, values) for name, values in (non_tensors or {}).items()}
         rows = check_columns(tensors or {}, objects)
-        return _assemble({**(tensors or {}), **objects}, meta_info or {}, rows)
+        marks = {_AUTO_PADDING: True} if auto_padding else {}
+        return cls._assemble({**(tensors or {}), **objects}, {**(meta_info or {}), **marks}, rows)
 
     @classmethod
     def from_single_dict(
-        cls, data: Mapping[str, torch.Tensor | ObjectArray | Sequence[Any]], meta_info: Mapping[str, Any] | None = None
-    ) -> DataProto:
+        cls,
+        data: Mapping[str, torch.Tensor | ObjectArray | Sequence[Any]],
+        meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> Self:
         """`from_dict` for columns of both kinds in one dict."""
         tensors = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
         objects = {name: column for name, column in data.items() if not isinstance(column, torch.Tensor)}
-        return cls.from_dict(tensors, objects, meta_info)
+        return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
 
     @classmethod
-    def concat(cls, parts: Sequence[DataProto], places: Sequence[Sequence[int]] | None = None) -> DataProto:
+    def from_tensordict(
+        cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> Self:
+        """Makes a batch from a TensorDict with batch size [B]: tensors, stacks of B objects, and objects of the whole
+        batch, which become `meta_info` beside `meta_info`."""
+        if tensor_dict.batch_dims != 1:
+            raise DataError(f"the TensorDict has batch size {list(tensor_dict.batch_size)}, expected [B]")
+        values = dict(tensor_dict.items())
+        columns = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        objects = {name: value.tolist() for name, value in values.items() if isinstance(value, NonTensorStack)}
+        of_batch = {name: value.data for name, value in values.items() if isinstance(value, NonTensorData)}
+        if other := sorted(values.keys() - {*columns, *objects, *of_batch}):
+            raise DataError(f"entries {other} of the TensorDict are neither tensors nor objects; flatten it first")
+        made = cls.from_dict(columns, objects, {**of_batch, **(meta_info or {})}, num_batch_dims)
+        return made if made.keys() else cls._assemble({}, made.meta_info, len(tensor_dict))
+
+    def to_tensordict(self) -> TensorDict:
+        """The batch as a TensorDict with batch size [B]: object columns as stacks of B objects, the values of
+        `meta_info` as objects of the whole batch. `from_tensordict` reads it back."""
+        if both := sorted(self.meta_info.keys() & set(self.keys())):
+            raise DataError(f"{both} are both columns and keys of meta_info; rename one of each")
+        result = TensorDict(self.tensors(), batch_size=[len(self)])
+        for name, column in self.non_tensor_batch.items():
+            result[name] = NonTensorStack(*map(NonTensorData, column))
+        for name, value in self.meta_info.items():
+            result.set_non_tensor(name, value)
+        return result
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self], places: Sequence[Sequence[int]] | None = None) -> Self:
         """Joins the rows of all parts in order, or those of part i at the row numbers `places[i]` of the result.
         Columns, dtypes and trailing sizes must agree.
 
@@ -103,7 +149,7 @@ class DataProto:
         where = None if places is None else check_places(places, [len(part) for part in parts])
         columns = [part.columns() for part in parts]
         whole = {name: joined([each[name] for each in columns], where) for name in columns[0]}
-        return _assemble(whole, meta_info, sum(map(len, parts)))
+        return first._assemble(whole, meta_info, sum(map(len, parts)))
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -133,7 +179,7 @@ class DataProto:
     @overload
     def __getitem__(self, index: int) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, index: Rows) -> DataProto: ...
+    def __getitem__(self, index: Rows) -> Self: ...
     def __getitem__(self, index: str | int | Rows) -> Any:
         """A column by name; one row (DataProtoItem) by int; a DataProto by slice, row numbers or a mask [B].
 
@@ -164,18 +210,18 @@ class DataProto:
         batch_keys: Names | None = None,
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
-    ) -> DataProto:
+    ) -> Self:
         """Keeps the named columns and keys; None keeps all of that kind."""
         tensors = pick(self.tensors(), batch_keys, "tensor column")
         objects = pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
-        return _assemble({**tensors, **objects}, pick(self.meta_info, meta_info_keys, "meta_info key"), len(self))
+        return self._assemble({**tensors, **objects}, pick(self.meta_info, meta_info_keys, "meta_info key"), len(self))
 
     def pop(
         self,
         batch_keys: Names | None = None,
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
-    ) -> tuple[DataProto, DataProto]:
+    ) -> tuple[Self, Self]:
         """Splits into (the named columns and keys, all others); None selects none of that kind."""
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         popped = self.select(*(() if keys is None else keys for keys in taken))
@@ -186,7 +232,7 @@ class DataProto:
         )
         return popped, rest
 
-    def rename(self, old_keys: Names, new_keys: Names) -> DataProto:
+    def rename(self, old_keys: Names, new_keys: Names) -> Self:
         """Renames columns, the i-th of `old_keys` to the i-th of `new_keys`; the order stays."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
@@ -201,9 +247,9 @@ class DataProto:
             raise DataError(
                 f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
             )
-        return _assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
+        return self._assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
-    def union(self, other: DataProto) -> DataProto:
+    def union(self, other: DataProto) -> Self:
         """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
         blank = [data for data in (self, other) if data.batch is None and not data.non_tensor_batch]
         if len(self) != len(other) and not blank:
@@ -216,25 +262,28 @@ class DataProto:
             raise DataError(f"columns {sorted(both)} are both a tensor and an object column; rename one of each")
         columns = merged(self.columns(), other.columns(), "column")
         meta_info = merged(self.meta_info, other.meta_info, "meta_info")
-        return _assemble(columns, meta_info, max(len(self), len(other)))
+        return self._assemble(columns, meta_info, max(len(self), len(other)))
 
-    def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> DataProto:
+    def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> Self:
         """Adds columns, and replaces those with the same names."""
-        given = DataProto.from_single_dict(columns)
+        given = type(self).from_single_dict(columns)
         if len(given) != len(self):
             return self.union(given)  # raises, unless there is nothing here yet
         kept = {name: column for name, column in self.columns().items() if name not in columns}
-        return _assemble(kept | given.columns(), self.meta_info, len(self))
+        return self._assemble(kept | given.columns(), self.meta_info, len(self))
 
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """Splits into `chunks` consecutive parts of equal size.  Raises: DataError if the rows do not divide."""
-        if chunks < 1 or len(self) % chunks:
+    def chunk(self, chunks: int) -> list[Self]:
+        """Splits into `chunks` consecutive parts of equal size; with `auto_padding` the first ones may have a row more.
+
+        Raises: DataError if the rows do not divide."""
+        if chunks < 1 or (len(self) % chunks and not self.meta_info.get(_AUTO_PADDING)):
             raise DataError(
                 f"{len(self)} rows do not divide into {chunks} equal chunks; use pad_to_divisor first, or split(sizes)"
             )
-        return self.split([len(self) // chunks] * chunks)
+        size, more = divmod(len(self), chunks)
+        return self.split([size + (part < more) for part in range(chunks)])
 
-    def split(self, split_size: int | Sequence[int]) -> list[DataProto]:
+    def split(self, split_size: int | Sequence[int]) -> list[Self]:
         """Splits into consecutive parts of `split_size` rows, the last one smaller; or into parts of these sizes.
 
         Parts are views. Without rows there is one empty part, so that `concat` of the parts is always the whole.
@@ -249,12 +298,29 @@ class DataProto:
         ends = np.cumsum(split_size, dtype=np.int64).tolist()
         return [self[end - size : end] for size, end in zip(split_size, ends, strict=True)]
 
-    def repeat(self, repeat_times: int, interleave: bool = True) -> DataProto:
+    def repeat(self, repeat_times: int, interleave: bool = True) -> Self:
         """Repeats each row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
         order = np.arange(len(self))
         return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]
 
-    def reorder(self, indices: Rows) -> DataProto:
+    def sample_level_repeat(self, repeat_times: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Self:
+        """Repeats row i `repeat_times[i]` times: [2, 0, 1] gives rows 0 0 2."""
+        times = np.asarray(repeat_times)
+        if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
+            raise DataError(f"repeat_times={repeat_times}, expected a count of at least 0 for each of {len(self)} rows")
+        return self[np.arange(len(self)).repeat(times)]
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Names | None = None) -> Self:
+        """Splits each row into `n_split` rows: [B, L, ...] -> [B * n_split, L / n_split, ...] in the columns
+        `split_keys`, lists of objects likewise; all other columns repeat each row."""
+        repeated = self.repeat(n_split)
+        split = {
+            name: split_second(name, column, n_split)
+            for name, column in pick(self.columns(), () if split_keys is None else split_keys, "column").items()
+        }
+        return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
+
+    def reorder(self, indices: Rows) -> Self:
         """Reorders the rows: row i of the result is row `indices[i]`; the indices are a permutation."""
         rows = np.arange(len(self))
         order = rows[row_numbers(indices, len(self))]
@@ -265,7 +331,7 @@ class DataProto:
             )
         return self[order]
 
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[Self]:
         """Yields mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
 
         With a seed every epoch has its own order, a function of (seed, epoch); without a seed rows stay in order.
@@ -279,7 +345,7 @@ class DataProto:
                 rows = self[torch.randperm(len(self), generator=generator)]
             yield from rows.split(mini_batch_size)
 
-    def pad_to_divisor(self, size_divisor: int) -> tuple[DataProto, int]:
+    def pad_to_divisor(self, size_divisor: int) -> tuple[Self, int]:
         """Pads to a multiple of `size_divisor` rows; returns (batch, number of added rows). `unpad` removes them.
 
         Added rows repeat the first rows, so that a model can run on them. They would count in a loss: pad batches for
@@ -290,20 +356,20 @@ class DataProto:
         pad_size = -len(self) % size_divisor
         return (self[np.arange(len(self) + pad_size) % len(self)] if pad_size else self.select()), pad_size
 
-    def unpad(self, pad_size: int) -> DataProto:
+    def unpad(self, pad_size: int) -> Self:
         """The rows without the last `pad_size`."""
         if not 0 <= pad_size <= len(self):
             raise DataError(f"pad_size={pad_size}, expected 0 to {len(self)}, the number of rows")
         return self[: len(self) - pad_size]
 
-    def fold_batch_dim(self, new_batch_size: int) -> DataProto:
+    def fold_batch_dim(self, new_batch_size: int) -> Self:
         """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column: consecutive rows become one."""
         if new_batch_size < 1 or len(self) % new_batch_size:
             raise DataError(f"{len(self)} rows do not fold into {new_batch_size} rows of equal size")
         lead = (new_batch_size, len(self) // new_batch_size)
         return self._map(lambda column: column.reshape(*lead, *column.shape[1:]), new_batch_size)
 
-    def unfold_batch_dim(self) -> DataProto:
+    def unfold_batch_dim(self) -> Self:
         """[B, K, ...] -> [B * K, ...] in every column: undoes `fold_batch_dim`."""
         leads = {name: tuple(self[name].shape[:2]) for name in self.keys()}
         if len(set(leads.values())) != 1 or len(next(iter(leads.values()))) != 2:
@@ -311,7 +377,7 @@ class DataProto:
         rows, width = next(iter(leads.values()))
         return self._map(lambda column: column.reshape(rows * width, *column.shape[2:]), rows * width)
 
-    def to(self, device: torch.device | str) -> DataProto:
+    def to(self, device: torch.device | str) -> Self:
         """Tensor columns on `device`; tensors inside object columns stay where they are."""
         return self._map(lambda column: column.to(device) if torch.is_tensor(column) else column, len(self))
 
@@ -320,7 +386,7 @@ class DataProto:
         serialization.save(path, self._parts())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> DataProto:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a file of `save`, tensors on the CPU, without running code from the file.
 
         Raises: FileNotFoundError; DataError for a file that is damaged or not a DataProto.
@@ -328,20 +394,22 @@ class DataProto:
         parts = serialization.load(path)
         if not isinstance(parts, dict) or parts.keys() != {"batch", "non_tensor_batch", "meta_info", "rows"}:
             raise DataError(f"{path} is not a DataProto; expected a file that DataProto.save wrote")
-        return _from_parts(*parts.values())
+        return cls._from_parts(*parts.values())
+
+    save_to_disk, load_from_disk = save, load  # verl's names
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickles the batch, with tensors on the CPU and without gradients. With pickle protocol 5 and a buffer
         callback, as in Ray, the bytes of tensors are not part of the pickle, and loading does not copy them."""
-        return _from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
+        return self._from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
 
-    def __copy__(self) -> DataProto:
+    def __copy__(self) -> Self:
         return self.select()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         objects, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return _from_parts(tensors, objects, meta_info, len(self))
+        return self._from_parts(tensors, objects, meta_info, len(self))
 
     def _parts(self) -> dict[str, Any]:
         """The arguments of `_from_parts`, in its order."""
@@ -361,22 +429,29 @@ class DataProto:
             meta_info=dict(self.meta_info),
         )
 
-    def _map(self, change: Callable[[Any], Any], rows: int) -> DataProto:
-        return _assemble({name: change(column) for name, column in self.columns().items()}, self.meta_info, rows)
+    def _map(self, change: Callable[[Any], Any], rows: int) -> Self:
+        return self._assemble({name: change(column) for name, column in self.columns().items()}, self.meta_info, rows)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        objects: Mapping[str, ObjectArray],
+        meta_info: dict[str, Any],
+        rows: int,
+    ) -> Self:
+        return cls._assemble({**tensors, **objects}, meta_info, check_columns(tensors, objects) or rows)
+
+    @classmethod
+    def _assemble(cls, columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> Self:
+        """Makes a batch of `rows` rows, with new containers for these columns."""
+        objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+        tensors = {name: column for name, column in columns.items() if name not in objects}
+        batch = TensorDict(tensors, batch_size=[rows]) if tensors or (rows and not objects) else None
+        return cls(batch, objects, dict(meta_info))
 
 
-pad_dataproto_to_divisor, unpad_dataproto = DataProto.pad_to_divisor, DataProto.unpad  # verl's functions
-
-
-def _from_parts(
-    tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], meta_info: Mapping[str, Any], rows: int
-) -> DataProto:
-    return _assemble({**tensors, **objects}, meta_info, check_columns(tensors, objects) or rows)
-
-
-def _assemble(columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> DataProto:
-    """Makes a DataProto of `rows` rows, with new containers for these columns."""
-    objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-    tensors = {name: column for name, column in columns.items() if name not in objects}
-    batch = TensorDict(tensors, batch_size=[rows]) if tensors or (rows and not objects) else None
-    return DataProto(batch, objects, dict(meta_info))
+# verl's functions
+pad_dataproto_to_divisor, unpad_dataproto = DataProto.pad_to_divisor, DataProto.unpad
+serialize_single_tensor, deserialize_single_tensor = serialization.pack_tensor, serialization.unpack_tensor
+serialize_tensordict, deserialize_tensordict = serialization.pack_tensordict, serialization.unpack_tensordict

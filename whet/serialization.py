@@ -16,12 +16,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
+from tensordict import TensorDict
 
 from whet import files
 from whet.errors import DataError
@@ -105,10 +107,52 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
             return NotImplemented  # the object's own pickling
-        tensor = value.detach().cpu().contiguous()
-        # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
-        octets = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-        return _tensor_on, (pickle.PickleBuffer(octets.data), tensor.dtype, tuple(tensor.shape))
+        return _tensor_on, (pickle.PickleBuffer(_octets(value).data), value.dtype, tuple(value.shape))
+
+
+def _octets(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor, as a view of its memory where that is contiguous and on the host."""
+    tensor = tensor.detach().cpu().contiguous()
+    # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+Packed = tuple[str, tuple[int, ...], Any]  # dtype, shape, bytes
+PackedDict = tuple[tuple[int, ...], str | None, dict[str, Any]]  # batch size, device, tensors
+
+
+def pack_tensor(tensor: torch.Tensor) -> Packed:
+    """Returns the name of the dtype, the shape, and the bytes of a tensor as a view of its memory."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _octets(tensor)
+
+
+def unpack_tensor(packed: Packed) -> torch.Tensor:
+    """Returns the tensor of `pack_tensor`, on the CPU and on memory of its own."""
+    dtype, shape, octets = packed
+    return _tensor_on(bytearray(octets), getattr(torch, dtype), shape)
+
+
+def pack_tensordict(batch: TensorDict) -> PackedDict:
+    """Returns batch size, device and the tensors as `pack_tensor` gives them; a nested tensor as (layout, list)."""
+    packed = {
+        name: (str(tensor.layout).removeprefix("torch."), [pack_tensor(each) for each in tensor.unbind()])
+        if tensor.is_nested
+        else pack_tensor(tensor)
+        for name, tensor in cast("dict[str, torch.Tensor]", dict(batch.items())).items()
+    }
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), packed
+
+
+def unpack_tensordict(packed: PackedDict) -> TensorDict:
+    """Returns the TensorDict of `pack_tensordict`, on its device."""
+    batch_size, device, items = packed
+    tensors = {
+        name: torch.nested.as_nested_tensor([unpack_tensor(each) for each in item[1]], layout=getattr(torch, item[0]))
+        if len(item) == 2
+        else unpack_tensor(item)
+        for name, item in items.items()
+    }
+    return TensorDict(tensors, batch_size=batch_size, device=device)
 
 
 def _loads(stream: bytes, buffers: Sequence[Any]) -> Any:

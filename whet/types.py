@@ -83,6 +83,7 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # in the order of their placeholders in `token_ids`
     domain: str = ""  # of `reward.domains`
+    is_text: bool = False  # the row has a text as its prompt, not messages
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ class Group:
 @dataclass(frozen=True)
 class RewardItem:
     """A response to score, with the arguments of the reward function. The ids are those that the model read and
-    sampled. `trajectory` is that of an environment, as a reward function reads it; of one turn it may be empty."""
+    sampled. `trajectory` is that of an environment, as a reward function reads it; of one turn it may be empty.
+    `messages` are those of the prompt; they are empty where the row has a text as its prompt."""
 
     data_source: str
     solution_str: str
@@ -178,6 +180,7 @@ class RewardItem:
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] = ()
     trajectory: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)

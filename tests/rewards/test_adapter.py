@@ -13,7 +13,7 @@ import torch
 from whet.errors import RewardError
 from whet.protocol import DataProto
 from whet.rewards.adapter import adapt
-from whet.types import Failure, RewardItem, RewardResult
+from whet.types import Failure, Message, RewardItem, RewardResult
 
 if TYPE_CHECKING:
     import verl
@@ -378,3 +378,136 @@ def test_a_function_may_read_the_whole_trajectory():
     assert rewards(whole, items) == [0.75 + 2 + 8, 1.0]
     assert rewards(wholes, items) == [0.75 + 2 + 8 + 16, 1.0 + 5]
     assert rewards(whole_in_a_dict, items) == [0.75 + 2 + 8, 1.0]
+
+
+# TRL's form, and modules of EasyR1.
+
+ROWS = [
+    RewardItem("sums", "5", "5", {"level": 1, "hint": "2+3"}, "2+3=", (11, 12), (21, 22)),
+    RewardItem("sums", "7 7", "6", {"level": 2}, "2*3=", (14,), (23, 24, 25)),
+]
+CHAT = [
+    RewardItem("sums", "5", "5", {"level": 1}, "2+3=", messages=(Message("system", "sum"), Message("user", "2+3="))),
+    RewardItem("sums", "7", "6", {"level": 2}, "2*3=", messages=(Message("user", "2*3="),)),
+]
+
+
+def test_trls_form_of_texts():
+    def unique(completions, **kwargs):
+        return [float(len(set(completion))) for completion in completions]
+
+    def first_of_both(prompts, completions, completion_ids):
+        return [float(len(p) + len(c) + ids[0]) for p, c, ids in zip(prompts, completions, completion_ids, strict=True)]
+
+    def by_columns(completions, solution, level, hint, weight=0.5, bonus=0.0, absent=3.0):
+        assert (solution, level, hint) == (["5", "6"], [1, 2], ["2+3", None])
+        return [float(c == s) * weight + bonus + absent for c, s in zip(completions, solution, strict=True)]
+
+    def all_columns(completions, **kwargs):
+        names = ["answer", "completion_ids", "data_source", "ground_truth", "hint", "level", "prompts", "solution"]
+        assert sorted(kwargs) == names
+        return [float(c == a) for c, a in zip(completions, kwargs["answer"], strict=True)]
+
+    def own_field(completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert rewards(unique, ROWS) == [1.0, 2.0]
+    assert rewards(first_of_both, ROWS) == [4 + 1 + 21, 4 + 3 + 23]
+    assert rewards(by_columns, ROWS, weight=2.0, bonus=0.25) == [5.25, 3.25]
+    assert rewards(all_columns, ROWS) == [1.0, 0.0]
+    assert rewards(own_field, [RewardItem("s", "x", "y", {"answer": "x"})]) == [1.0]  # the row's field comes first
+    assert adapt(unique, kwargs={}, correct_threshold=1.0).takes_batch
+
+
+def test_trls_form_of_conversations():
+    def contents(completions, prompts, **kwargs):
+        assert prompts[0] == [{"role": "system", "content": "sum"}, {"role": "user", "content": "2+3="}]
+        assert [len(prompt) for prompt in prompts] == [2, 1]
+        texts = [completion[0]["content"] for completion in completions]
+        return [float(text == answer) for text, answer in zip(texts, kwargs["answer"], strict=True)]
+
+    def annotated(completions: list[list[dict[str, str]]], prompts, ground_truth) -> list[float]:
+        assert prompts == [[{"role": "user", "content": "2+3="}], [{"role": "user", "content": "2*3="}]]
+        return [float(each[-1]["content"] == truth) for each, truth in zip(completions, ground_truth, strict=True)]
+
+    def texts(completions: list[str], prompts) -> list[float]:
+        return [float(len(prompt + text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+    turns = {"messages": [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "5"}]}
+    assert rewards(contents, CHAT) == [1.0, 0.0]
+    assert rewards(annotated, ROWS) == [1.0, 0.0]  # the prompts of the data are texts
+    assert rewards(texts, CHAT) == [5.0, 5.0]
+    assert rewards(
+        lambda completions: [len(c) for c in completions], [RewardItem("s", "5", "5", trajectory=turns)]
+    ) == [1]
+    several = RewardItem("s", "5", "5", trajectory=turns, messages=(Message("user", "?"),))
+    assert rewards(lambda completions: [len(c) for c in completions], [several]) == [2]
+
+
+def test_trls_form_may_be_async_an_object_and_leave_rows_out():
+    async def later(completions, level, **kwargs):
+        await asyncio.sleep(0)
+        return [float(each) for each in level]
+
+    class Longest:
+        def __init__(self, limit):
+            self.limit = limit
+
+        def __call__(self, completions, completion_ids, **kwargs):
+            return [None if len(ids) > self.limit else 1.0 for ids in completion_ids]
+
+    assert rewards(later, ROWS) == [1.0, 2.0]
+    assert rewards(functools.partial(later, scale=1.0), ROWS) == [1.0, 2.0]
+    scored, left_out = score(Longest(2), ROWS)
+    assert scored == RewardResult(1.0, 1.0)
+    assert isinstance(left_out, Failure)
+    assert left_out.message == "the function returned None for this response: it does not score it"
+
+
+def test_trls_form_says_which_field_is_missing():
+    def missing(completions, difficulty):
+        return [1.0] * len(completions)
+
+    def of_trainer(completions, log_metric):
+        return [1.0] * len(completions)
+
+    said = {each.message for each in score(missing, ROWS)}
+    assert len(said) == 1
+    assert "the rows have no field ['difficulty']" in said.pop()
+    assert rewards(missing, ROWS, difficulty=1) == [1.0, 1.0]
+    with pytest.raises(RewardError, match="needs a value for 'log_metric'"):
+        score(of_trainer, ROWS)
+    with pytest.raises(RewardError, match="the run passes 'completions'"):
+        score(missing, ROWS, completions=[])
+
+
+EASYR1 = """
+from typing import Any
+REWARD_NAME = "sums"
+REWARD_TYPE = "{kind}"
+def accuracy_reward(response, ground_truth):
+    return 1.0 if response.strip() == ground_truth else 0.0
+"""
+EACH = "right = accuracy_reward(each['response'], each['ground_truth'])"
+OVERALL = "{'overall': 0.9 * right + 0.1, 'format': 1.0, 'accuracy': right}"
+
+
+ONE = f"\n {EACH}\n return {OVERALL}"
+ALL = f"\n out = []\n for each in rows:\n  {EACH}\n  out.append({OVERALL})\n return out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("sequential", f"def f(each: dict[str, Any], format_weight=0.1):{ONE}"),
+        ("sequential", f"def f(each, **kwargs):{ONE}"),
+        ("sequential", f"def f(each: RewardInput):{ONE}"),
+        ("batch", f"def f(rows: list[dict[str, Any]]):{ALL}"),
+        ("batch", f"def f(rows, **kwargs):{ALL}"),
+    ],
+)
+def test_modules_of_easyr1(kind, code):
+    module = {}
+    exec("from __future__ import annotations\n" + EASYR1.replace("{kind}", kind) + code, module)
+    assert score(module["f"]) == [RewardResult(1.0, 1.0, {"format": 1.0}), RewardResult(0.1, 0.0, {"format": 1.0})]
+    assert adapt(module["f"], kwargs={}, correct_threshold=1.0).takes_batch == (kind == "batch")

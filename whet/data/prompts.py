@@ -229,6 +229,7 @@ def build_prompts(
                 ground_truth=ground_truth(row, data.answer_key) if with_answers else None,
                 extra_info=_extra_info(row, {*used, *_MEDIA_FIELDS} if media else used),
                 media=media,
+                is_text=isinstance(row[find_field(row, data.prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)], str),
             )
         prompts.append(prompt)
     if with_answers:

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, describe, last_line
-from whet.rewards.result import failure, read_result, split_rows
+from whet.rewards.result import NOT_SCORED, failure, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ FORMS = """\
   all responses:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
                   compute_score(reward_inputs: list[dict[str, Any]]) -> list
                   compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
+                  compute_score(completions, prompts, completion_ids, COLUMN, ...) -> list, as in TRL
   manager:        class Manager(tokenizer, num_examine, compute_score, ...) with __call__(data, return_dict), or with
                   run_single(data); class Manager(config, tokenizer) with compute_reward(data)
-Where several names are shown, all are optional except the response (solution_str, predict, or trajectory: the turns of
-an environment). Dicts have the keys response, response_length, ground_truth, prompt, data_source, extra_info,
-trajectory. Any form may be async.
+Where several names are shown, all are optional except the response (solution_str, predict, completions, or trajectory:
+the turns of an environment). Dicts have the keys response, response_length, ground_truth, prompt, data_source,
+extra_info, trajectory. Any form may be async.
 Further parameters are options, given in reward.kwargs."""
 
 
@@ -74,7 +75,7 @@ class RewardFunction:
 
     def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
         try:
-            raw = self._function(**self._form.arguments(items), **self._kwargs)
+            raw = self._function(**{**self._form.arguments(items), **self._kwargs})
             if inspect.isawaitable(raw):
                 raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
@@ -98,6 +99,8 @@ class RewardFunction:
 
     def _read(self, row: object, item: RewardItem) -> Outcome:
         num_response_tokens = len(item.response_ids)
+        if row is NOT_SCORED:
+            return NOT_SCORED
         return read_result(row, correct_threshold=self._correct_threshold, num_response_tokens=num_response_tokens)
 
     def _failure(self, error: BaseException) -> Failure:
@@ -145,7 +148,8 @@ def adapt(
         raise RewardError(
             f"{function!r} has no signature; expected a function of one of these forms:\n{FORMS}"
         ) from error
-    form = _recognise(parameters, takes_batch=manager == "batch")
+    annotation = _EASYR1.get(getattr(function, "__globals__", {}).get("REWARD_TYPE"))
+    form = _recognise(parameters, takes_batch=manager == "batch", options=kwargs, annotation=annotation)
     if form is None:
         raise RewardError(
             f"cannot recognise the form of {show(function)} by its names and annotations; "
@@ -159,7 +163,7 @@ def adapt(
             f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
             f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
         )
-    check_options(function, parameters, form.values, kwargs)
+    check_options(function, parameters, {*form.values, *form.columns}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
@@ -175,10 +179,20 @@ class _Form:
     values: Mapping[str, Callable[[Sequence[RewardItem]], Any]]  # by parameter
     takes_batch: bool
     split_rows: Callable[[object, int], list[object]] = split_rows
+    columns: Collection[str] = ()  # required parameters that are fields of the rows
+    more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
         """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
-        return {name: value(items) for name, value in self.values.items()}
+        found = dict.fromkeys(name for item in items for name in _row(item))
+        more = found if self.more_columns is None else [name for name in self.more_columns if name in found]
+        if missing := [name for name in self.columns if name not in found]:
+            raise RewardError(
+                f"the rows have no field {missing}, which the function reads; their fields are {[*found]}; rename the "
+                "parameter, or set reward.kwargs.NAME"
+            )
+        columns = {name: [_row(item).get(name) for item in items] for name in [*self.columns, *more]}
+        return {**columns, **{name: value(items) for name, value in self.values.items()}}
 
 
 def _trajectory(item: RewardItem) -> dict[str, Any]:
@@ -196,6 +210,8 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "predict_str": attrgetter("solution_str"),
     "trajectory": _trajectory,
 }
+_ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
+_OF_TRAINER = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's, without a counterpart
 _RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
@@ -208,15 +224,23 @@ _WHOLE = {
     "reward_input": re.compile(_DICT),
 }
 
+# The annotation that the REWARD_TYPE of a module of EasyR1 stands for.
+_EASYR1: Mapping[Any, str] = {"batch": "list[dict]", "sequential": "dict"}
 
-def _recognise(parameters: Sequence[inspect.Parameter], *, takes_batch: bool) -> _Form | None:
-    """The form of a signature; `takes_batch` decides where it leaves both open, as `**kwargs` does."""
+
+def _recognise(
+    parameters: Sequence[inspect.Parameter], *, takes_batch: bool, options: Collection[str], annotation: str | None
+) -> _Form | None:
+    """The form of a signature; `takes_batch` decides where it leaves both open, as `**kwargs` does. `annotation` takes
+    the place of that of the first parameter."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
     columns = {_plural(name): get for name, get in _FIELDS.items()}
+    if names & {"completions", "completion_ids"}:
+        return _recognise_trl(named, has_keywords=bool(common), options=options)
     if named and named[0].name not in _FIELDS and named[0].name not in columns:
-        whole = _recognise_whole(named[0].name, _annotation_text(named[0]), names)
+        whole = _recognise_whole(named[0].name, annotation or _annotation_text(named[0]), names)
         if whole is not None:
             return whole
     of_batch = {_plural(name) for name in _RESPONSE_FIELDS}
@@ -240,6 +264,41 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
     if form == "reward_inputs":
         return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
     return _Form({name: partial(_first, _as_dict)}, takes_batch=False) if form == "reward_input" else None
+
+
+def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, options: Collection[str]) -> _Form:
+    """TRL's form. Completions and prompts are lists of messages if the annotation says dicts, texts if it says str, and
+    else what the prompts of the data are. A parameter that is not in `options` is a field of the rows."""
+    annotation = next((_annotation_text(p) for p in named if p.name == "completions"), "")
+    as_chat = True if re.search("dict", annotation, re.IGNORECASE) else False if "str" in annotation else None
+
+    def completion(item: RewardItem) -> Any:
+        is_chat = bool(item.messages) if as_chat is None else as_chat
+        return _trajectory(item)["messages"] if is_chat else item.solution_str
+
+    def prompt(item: RewardItem) -> Any:
+        is_chat = bool(item.messages) if as_chat is None else as_chat
+        messages = [message.to_dict() for message in item.messages] or [{"role": "user", "content": item.prompt_str}]
+        return messages if is_chat else item.prompt_str
+
+    fields = {"completions": completion, "prompts": prompt, "completion_ids": lambda item: list(item.response_ids)}
+    names = {p.name for p in named}
+    others = [p for p in named if p.name not in {*fields, *options, *_OF_TRAINER}]
+    required = [p.name for p in others if p.default is p.empty]
+    optional = [p.name for p in others if p.default is not p.empty]
+    values = {name: partial(_column, get) for name, get in fields.items() if has_keywords or name in names}
+    return _Form(values, True, _split_scored, required, None if has_keywords else optional)
+
+
+def _split_scored(raw: object, count: int) -> list[object]:
+    """`split_rows`, with None as the result of a row that the function does not score."""
+    return [NOT_SCORED if row is None else row for row in split_rows(raw, count)]
+
+
+def _row(item: RewardItem) -> dict[str, Any]:
+    """The fields of the row by their names in TRL, the ground truth under each of its usual names."""
+    answers = {} if item.ground_truth is None else dict.fromkeys(_ANSWERS, item.ground_truth)
+    return {**answers, "data_source": item.data_source, **item.extra_info}
 
 
 def _plural(name: str) -> str:

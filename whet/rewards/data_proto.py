@@ -22,7 +22,7 @@ class RewardBatch(DataProto):
     Tensors: `prompts` [B, P] (left-padded with 0), `responses` [B, R] (right-padded with 0), `input_ids` and
     `attention_mask` [B, P + R], `response_mask` [B, R] (1 on the response, 0 on its padding). Objects: `data_source`,
     `ground_truth`, `extra_info`, `reward_model` (a dict with `ground_truth`), `prompt_str`, `solution_str`. The texts
-    are also attributes of the whole batch; its rows and slices have only the columns.
+    are also attributes of the batch.
     """
 
     @property
@@ -55,7 +55,7 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
     columns = ("data_source", "ground_truth", "extra_info", "prompt_str", "solution_str")
     objects = {name: [vars(item)[name] for item in items] for name in columns}
     objects["extra_info"] = [dict(item.extra_info) for item in items]  # verl's managers write into it
-    plain = DataProto.from_dict(
+    return RewardBatch.from_dict(
         tensors={
             "prompts": input_ids[:, :prompt_length],
             "responses": input_ids[:, prompt_length:],
@@ -65,7 +65,6 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
         },
         non_tensors={**objects, "reward_model": [{"ground_truth": item.ground_truth} for item in items]},
     )
-    return RewardBatch(plain.batch, plain.non_tensor_batch, plain.meta_info)
 
 
 def split_batch_rows(raw: object, count: int) -> list[object]:

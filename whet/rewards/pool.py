@@ -23,7 +23,7 @@ from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, split_calls
 from whet.rewards.domains import Domain, DomainRewards
 from whet.rewards.processes import ProcessScorer
-from whet.rewards.result import CLOSED, failure
+from whet.rewards.result import CLOSED, NOT_SCORED, failure
 from whet.rewards.worker import WorkerSpec
 from whet.types import Failure, Outcome, RewardItem, RewardResult
 
@@ -116,7 +116,8 @@ class WeightedRewards:
     """Weighted sum of several score functions: reward = sum_i weight_i * reward_i.
 
     Accuracy and extracted answer are those of the first function; parts are named `<function>/<part>`. An item fails
-    where any function fails on it. The functions score at the same time, each in its own processes.
+    where any function fails on it, or none scores it (TRL's functions return None for such an item). The functions
+    score at the same time, each in its own processes.
     """
 
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
@@ -134,12 +135,16 @@ class WeightedRewards:
     def _combine(self, outcomes: Sequence[Outcome]) -> Outcome:
         reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
         for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
+            if outcome == NOT_SCORED:
+                continue
             if isinstance(outcome, Failure):
                 return replace(outcome, message=f"{name}: {outcome.message}")
             results.append(outcome)
             reward += weight * outcome.reward
             parts[name] = outcome.reward
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
+        if not results:
+            return NOT_SCORED
         return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted)
 
 

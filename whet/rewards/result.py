@@ -88,6 +88,9 @@ def failure(message: str, *, timed_out: bool = False) -> Failure:
     return Failure("reward", message, timed_out)
 
 
+NOT_SCORED = failure("the function returned None for this response: it does not score it")
+
+
 def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:
     if "reward_score" in raw:  # of verl's `run_single`
         raw = {**(raw.get("reward_extra_info") or {}), "reward": raw["reward_score"]}

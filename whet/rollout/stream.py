@@ -286,6 +286,7 @@ class Rollouts:
             prompt_ids=prompt.token_ids,
             response_ids=response_ids,
             trajectory=trajectory.to_dict() if has_more else {},
+            messages=() if prompt.is_text else prompt.messages,
         )
 
 
