@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from whet.metrics import Metrics
+from whet.processes.children import Children, Reply
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter, observed
 
@@ -63,11 +64,13 @@ def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = set(profile._descendants(os.getpid()))  # of tests before this one
+    others = {pid for pid, _ in profile._descendants(os.getpid(), "")}  # of tests before this one
     below = profile._descendants
-    monkeypatch.setattr(profile, "_descendants", lambda pid: (child for child in below(pid) if child not in others))
+    monkeypatch.setattr(
+        profile, "_descendants", lambda pid, name: (each for each in below(pid, name) if each[0] not in others)
+    )
     now = 100.0
-    meter = SystemMeter(lambda: now)
+    meter, before = SystemMeter(lambda: now), time.process_time()
     held = torch.ones(2**26)  # 0.25 GiB
     began = time.process_time()
     while time.process_time() < began + 0.5:
@@ -75,17 +78,39 @@ def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pyt
     now = 102.0
     first = meter.measure()
     assert first.keys() == {"system/driver/memory_gib", "system/driver/cpu_cores"}
-    assert 0.2 <= first["system/driver/cpu_cores"] <= 0.6  # half a second and the tensor, in two
+    spent = time.process_time() - before  # half a second and the tensor, in two
+    assert spent > 0.5 and first["system/driver/cpu_cores"] == pytest.approx(spent / 2, abs=0.05)
     code = (
         "import time; held = b'x' * 2**27; began = time.process_time()\nwhile time.process_time() < began + 0.3: pass\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code + "print(flush=True); input()"], stdin=-1, stdout=-1) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", code + "print(time.process_time(), flush=True); input()"], stdin=-1, stdout=-1
+    ) as worker:
         assert worker.stdout is not None and worker.stdin is not None
-        worker.stdout.readline()
+        spent = float(worker.stdout.readline())
         now = 103.0
         second = meter.measure()
         worker.stdin.write(b"\n")
     assert second["system/driver/memory_gib"] > 0.25 and held[0] == 1
     assert 0.125 < second["system/workers/memory_gib"] < 0.25
-    assert 0.25 <= second["system/workers/cpu_cores"] <= 0.6
+    assert spent > 0.3 and second["system/workers/cpu_cores"] == pytest.approx(spent, abs=0.05)
     assert "system/workers/memory_gib" not in meter.measure()
+
+
+def test_processes_are_measured_under_the_names_that_ps_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "processes"), *sys.path])
+    kit = Children("kit_targets:prepare", b"given", replies=(str,), name="a b of many words")
+    child = kit.start()
+    kit.call(child, "pid", b"pid", 100.0)
+    while not (events := kit.poll(1.0)):
+        pass
+    assert isinstance(events[0], Reply)
+    pid, given = int(events[0].value), "whet a b of man"  # the kernel keeps 15 bytes
+    assert Path(f"/proc/{pid}/comm").read_text() == f"{given}\n"
+    shown = subprocess.run(["ps", "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == given
+    named = [name for each, name in profile._descendants(os.getpid(), "workers") if name == "a_b_of_man"]
+    assert len(named) == 3  # the template, a guard and the child
+    assert SystemMeter().measure()["system/a_b_of_man/memory_gib"] > 0.005
+    kit.close()
+    assert "system/a_b_of_man/memory_gib" not in SystemMeter().measure()

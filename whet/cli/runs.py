@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -248,7 +249,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         parts = sorted(totals.items(), key=lambda each: -each[1])[:4]
         yield "time", clock_time(seconds) + "".join(f", {name} {clock_time(value)}" for name, value in parts)
     peaks = [
-        max((sum(r.get(f"system/{who}/{what}", 0.0) for who in ("driver", "workers")) for r in run.records), default=0)
+        max((sum(v for name, v in r.items() if fnmatchcase(name, f"system/*/{what}")) for r in run.records), default=0)
         for what in ("memory_gib", "cpu_cores", "accelerator_gib")
     ]
     if peaks[0]:

@@ -42,7 +42,9 @@ class ProcessTransport(RemoteTransport[_Process]):
 
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
-        self._server = ForkServer("whet.controller.worker_process:prepare", pickle.dumps(main_module()), stdout=None)
+        self._server = ForkServer(
+            "whet.controller.worker_process:prepare", pickle.dumps(main_module()), stdout=None, name="ranks"
+        )
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
         ranks, wanted = ranks_of(pools)
         found = devices.count()

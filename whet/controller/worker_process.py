@@ -17,7 +17,7 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from whet.processes.frames import BrokenMessageError, Frame, send
-from whet.processes.template import Caller, Serve
+from whet.processes.template import Caller, Serve, name_process
 
 SOCKET_BYTES = 1 << 20  # buffered by the kernel: 1.6 times the throughput of Linux's default
 Inbox = queue.SimpleQueue[tuple[int, list[Frame]] | None]
@@ -41,9 +41,11 @@ def _serve(main: dict[str, Any], caller: Caller) -> None:
     del vars(process.current_process())["_inheriting"]
 
     from whet.controller import wire
-    from whet.controller.local_workers import LocalWorkers
+    from whet.controller.local_workers import LocalWorkers, RankSpec
 
-    workers = LocalWorkers(pickle.loads(caller.receive()[1]))
+    spec: RankSpec = pickle.loads(caller.receive()[1])
+    name_process(f"{spec.pool.name} {spec.rank}")
+    workers = LocalWorkers(spec)
     inbox: Inbox = queue.SimpleQueue()
     sending = threading.Lock()
 

@@ -174,7 +174,9 @@ class ProcessHost(EnvironmentHost):
     def __init__(self, code: bytes, deadlines: Deadlines, max_processes: int, *, is_shared: bool) -> None:
         super().__init__()
         argument = pickle.dumps((code, is_shared))
-        self._children = Children("whet.environments.running:prepare", argument, replies=(Observation, Failure))
+        self._children = Children(
+            "whet.environments.running:prepare", argument, replies=(Observation, Failure), name="env"
+        )
         self._end = weakref.finalize(self, self._children.close)  # at the latest when the interpreter ends
         self._deadlines, self._is_shared = deadlines, is_shared
         self._max_processes = 1 if is_shared else max_processes

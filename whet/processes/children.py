@@ -81,7 +81,7 @@ Event = Reply | Ended
 
 
 class Children:
-    """The children of one template. `target` and `argument` are those of a ForkServer.
+    """The children of one template. `target`, `argument` and `name` are those of a ForkServer.
 
     Replies are pickled objects of the types `replies`; a child that sends anything else is killed. With `in_turn` a
     child serves its calls one after the other, and the time of each starts when the one before it ends. `in_turn` may
@@ -89,9 +89,15 @@ class Children:
     """
 
     def __init__(
-        self, target: str, argument: bytes = b"", *, replies: tuple[type, ...] = (object,), in_turn: bool = False
+        self,
+        target: str,
+        argument: bytes = b"",
+        *,
+        replies: tuple[type, ...] = (object,),
+        in_turn: bool = False,
+        name: str = "child",
     ) -> None:
-        self._server, self._replies, self.in_turn = ForkServer(target, argument), replies, in_turn
+        self._server, self._replies, self.in_turn = ForkServer(target, argument, name=name), replies, in_turn
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._running: dict[int, Callee] = {}  # by descriptor
         self._next = 1

@@ -49,12 +49,12 @@ class ForkServer:
 
     `target` is called once, in a new interpreter (the template), with `argument`: children share everything that it
     loads. Each child has a process group of its own, and its standard output is `stdout` (default: standard error). It
-    ends with all processes that it started, at the latest with this process, even after kill -9. Any thread may call;
-    a forked copy of this process ends nothing.
+    ends with all processes that it started, at the latest with this process, even after kill -9. `ps` shows template
+    and children as "whet NAME". Any thread may call; a forked copy of this process ends nothing.
     """
 
-    def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2) -> None:
-        self._target, self._argument, self._stdout = target, argument, stdout
+    def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2, name: str = "child") -> None:
+        self._target, self._argument, self._stdout, self._name = target, argument, stdout, name
         self._folder, self._owner = Path.cwd(), os.getpid()
         self._path = [each or str(self._folder) for each in sys.path]
         self._lock = threading.RLock()
@@ -123,7 +123,7 @@ class ForkServer:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, os.fdopen(os.memfd_create("whet"), "wb") as arguments:
-            pickle.dump((self._path, self._owner, self._target, self._argument), arguments)
+            pickle.dump((self._path, self._owner, self._target, self._argument, self._name), arguments)
             arguments.seek(0)
             descriptors = [theirs.fileno(), arguments.fileno()]
             self._template = subprocess.Popen(

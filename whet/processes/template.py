@@ -34,7 +34,8 @@ from whet.processes import frames
 REQUEST = struct.Struct("<Q")  # the number of a child: with a descriptor a request to fork it, without one to end it
 REPORT = struct.Struct("<Qi")  # the number of a child that ended, and its exit code, or minus the signal
 CHECK_SECONDS = 0.5  # how often the template checks whether its owner and its guards live
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+NAMED = "whet "  # before the name of a process in `ps` and `top`
 NOT_FORKED = 71  # exit code for a child that could not be forked
 HIGH_DESCRIPTORS = 64  # distance of a child's connection to the limit of open files
 
@@ -77,15 +78,16 @@ class Caller:
 Serve = Callable[[Caller], None]
 
 
-def main(control: int, owner: int, target: str, argument: bytes) -> None:
+def main(control: int, owner: int, target: str, argument: bytes, name: str) -> None:
     """Main function of the template, and after the fork of each child: it serves its caller, then exits normally.
 
     A failure exits at once: otherwise the connection would close long before a large process has ended."""
-    module, _, name = target.partition(":")
+    name_process(name)  # guards and children inherit it
+    module, _, function = target.partition(":")
     del sys.argv[1:]
     with socket.socket(fileno=control) as channel:
         os.set_inheritable(control, False)
-        serve: Serve = vars(importlib.import_module(module))[name](argument)
+        serve: Serve = vars(importlib.import_module(module))[function](argument)
         gc.collect()
         gc.freeze()  # so that collections in children leave the pages shared
         connection = _fork_on_request(channel, owner)
@@ -98,6 +100,11 @@ def main(control: int, owner: int, target: str, argument: bytes) -> None:
         caller.end_copy()
         traceback.print_exc()
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Names this process in `ps` and `top`; the kernel keeps 15 bytes, with those of "whet "."""
+    _prctl(PR_SET_NAME, f"{NAMED}{name}".encode())
 
 
 def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
@@ -203,5 +210,5 @@ def _parent(process: Path) -> int | None:
     return None
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -130,7 +130,7 @@ class ProcessScorer:
         self._next_call = -math.inf  # time.monotonic() of the next call that the limits allow
         self._waits_for_limit = False
         replies = (Started, Scored, RewardError)
-        self._children = Children("whet.rewards.worker:prepare", spec, replies=replies, in_turn=True)
+        self._children = Children("whet.rewards.worker:prepare", spec, replies=replies, in_turn=True, name="reward")
         self._lock = threading.Lock()  # over _queue and _ended
         self._queue: deque[_Task] = deque()
         self._ended: RewardError | None = None

@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from whet.metrics import phase, watching
 from whet.processes.background import every
+from whet.processes.template import NAMED
 
 log = logging.getLogger(__name__)
 STEP = "time/step"
@@ -220,8 +221,9 @@ def status_bytes(name: str) -> int:
 
 
 class SystemMeter:
-    """Measures the process of the loop (`driver`) and all processes that it started (`workers`: ranks, rewards,
-    environments) since the last measurement; those on other machines are not seen."""
+    """Measures the process of the loop (`driver`) and all processes that it started since the last measurement, under
+    the names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; those on other machines
+    are not seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._at = clock, clock()
@@ -244,16 +246,27 @@ class SystemMeter:
 
 
 def _processes() -> dict[str, list[int]]:
-    below = list(_descendants(os.getpid()))
-    return {"driver": [os.getpid()], **({"workers": below} if below else {})}
+    found = {"driver": [os.getpid()]}
+    for pid, name in _descendants(os.getpid(), "workers"):
+        found.setdefault(name, []).append(pid)
+    return found
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _descendants(pid: int, name: str) -> Iterator[tuple[int, str]]:
+    """The processes below one, each with its name, or without one that of the process that started it."""
     with suppress(OSError):  # it has ended
         for thread in (PROC / str(pid) / "task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                yield child
-                yield from _descendants(child)
+                given = _given_name(child) or name
+                yield child, given
+                yield from _descendants(child, given)
+
+
+def _given_name(pid: int) -> str:
+    with suppress(OSError):
+        found = re.fullmatch(rf"{NAMED}([\w. -]+)\n", (PROC / str(pid) / "comm").read_text(errors="replace"))
+        return found[1].replace(" ", "_") if found else ""
+    return ""
 
 
 def _cpu_seconds(pid: int) -> float:
