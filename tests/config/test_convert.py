@@ -402,3 +402,41 @@ def test_the_formulas_are_trls_own_loss(tmp_path: Path) -> None:
         expected.append(total)
     for ours, (theirs, _) in zip(expected, ask(python, PEERS / "trl_worker.py", tmp_path, calls), strict=True):
         torch.testing.assert_close(theirs.double(), ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "trl rloo --model_name_or_path m --reward_clip_range -5 5 --normalize_advantages true --epsilon 0.1",
+        "accelerate launch examples/scripts/rloo.py --model_name_or_path m --normalize_advantages true --epsilon 0.1",
+        "RLOOTrainer(model='m', args=RLOOConfig(normalize_advantages=True, epsilon=0.1))\n",
+    ],
+)
+def test_rloo_of_trl_has_its_own_defaults(source: str, tmp_path: Path) -> None:
+    file = tmp_path / f"script.{'py' if source.startswith('RLOO') else 'sh'}"
+    file.write_text(source)
+    values = convert(read(str(file), "trl"), "trl").values
+    expected = {
+        "model.path": "m",
+        "rollout.n": 2,
+        "data.train_batch_size": 4,
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.policy_loss": "ppo_clip",
+        "algorithm.loss_agg_mode": "seq-mean-token-sum",
+        "algorithm.shaping.whiten_advantages": True,
+        "algorithm.loss_options.clip_ratio_low": 0.1,
+        "algorithm.loss_options.clip_ratio_high": 0.1,
+        "algorithm.kl.where": "reward",
+        "algorithm.kl.coef": 0.05,
+        "algorithm.kl.form": "k1",
+    }
+    assert {key: values.get(key) for key in expected} == expected
+    assert not [key for key in values if key.startswith(("algorithm.adv_options", "algorithm.correction"))]
+    check = convert(read(str(file), "trl"), "trl").check
+    assert any("clips the ratio of a sequence" in line for line in check)
+    assert any(line.startswith("reward_clip_range") for line in check) == ("reward_clip_range" in source)
+
+
+def test_grpo_of_trl_is_not_rloo() -> None:
+    values = convert(read("trl grpo --model_name_or_path m --run_name rloo-like --beta 0.1", "trl"), "trl").values
+    assert (values["algorithm.adv_estimator"], values["algorithm.kl.where"], values["rollout.n"]) == ("grpo", "loss", 8)

@@ -49,6 +49,8 @@ def read(source: str, system: str) -> Written:
         written = _of_python(text)
     else:
         written = _of_shell(text)
+    if system == "trl" and re.search(r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", text):
+        written.values["trainer"] = "rloo"
     if base := written.values.pop("config", None):
         _lay_over(written, str(base), path if is_file else Path("command"), system)
     if not written.values:
