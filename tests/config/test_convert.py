@@ -471,9 +471,8 @@ def test_branches_of_a_script(engine: str, rate: float, n: int) -> None:
 
 
 def test_branches_that_depend_on_what_is_not_in_the_script_are_told() -> None:
-    script = 'N=2\nif [ "$1" = long ]; then\n  N=8\nfi\npython3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n'
-    found = read(script, "verl")
+    command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n"
+    found = read('N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command, "verl")
     assert found.values["actor_rollout_ref.rollout.n"] == 8
     assert found.unread == ['`if [ "$1" = long ]`: not decided; all assignments in it were carried out, in order']
-    loop = "for i in 1 2; do N=$i; done\npython3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n"
-    assert read(loop, "verl").unread[-1].startswith("`for`: not decided")
+    assert read("for i in 1 2; do N=$i; done\n" + command, "verl").unread[-1].startswith("`for`: not decided")
