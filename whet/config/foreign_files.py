@@ -216,7 +216,7 @@ class _Shell:
         return rest if taken and first not in ("if", "elif", "fi") else []
 
     def _test(self, words: list[str]) -> bool | None:
-        """Whether a comparison of texts or whole numbers holds; None for anything else."""
+        """Tells whether a comparison of texts or whole numbers holds; None for anything else."""
         texts = [self._value(word.strip("\"'")) for word in words[1:-1]]
         if (
             words[:1] not in (["["], ["[["])
