@@ -298,7 +298,6 @@ def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
     }
     assert found.unread == [
         "trainer.experiment_name=${UNKNOWN_TO_ALL}: variable UNKNOWN_TO_ALL is not set in the script",
-        "the script has branches or loops: their assignments were all carried out, in order",
     ]
 
 
@@ -402,3 +401,78 @@ def test_the_formulas_are_trls_own_loss(tmp_path: Path) -> None:
         expected.append(total)
     for ours, (theirs, _) in zip(expected, ask(python, PEERS / "trl_worker.py", tmp_path, calls), strict=True):
         torch.testing.assert_close(theirs.double(), ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "trl rloo --model_name_or_path m --reward_clip_range -5 5 --normalize_advantages true --epsilon 0.1",
+        "accelerate launch examples/scripts/rloo.py --model_name_or_path m --normalize_advantages true --epsilon 0.1",
+        "RLOOTrainer(model='m', args=RLOOConfig(normalize_advantages=True, epsilon=0.1))\n",
+    ],
+)
+def test_rloo_of_trl_has_its_own_defaults(source: str, tmp_path: Path) -> None:
+    file = tmp_path / f"script.{'py' if source.startswith('RLOO') else 'sh'}"
+    file.write_text(source)
+    values = convert(read(str(file), "trl"), "trl").values
+    expected = {
+        "model.path": "m",
+        "rollout.n": 2,
+        "data.train_batch_size": 4,
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.policy_loss": "ppo_clip",
+        "algorithm.loss_agg_mode": "seq-mean-token-sum",
+        "algorithm.shaping.whiten_advantages": True,
+        "algorithm.loss_options.clip_ratio_low": 0.1,
+        "algorithm.loss_options.clip_ratio_high": 0.1,
+        "algorithm.kl.where": "reward",
+        "algorithm.kl.coef": 0.05,
+        "algorithm.kl.form": "k1",
+    }
+    assert {key: values.get(key) for key in expected} == expected
+    assert not [key for key in values if key.startswith(("algorithm.adv_options", "algorithm.correction"))]
+    check = convert(read(str(file), "trl"), "trl").check
+    assert any("clips the ratio of a sequence" in line for line in check)
+    assert any(line.startswith("reward_clip_range") for line in check) == ("reward_clip_range" in source)
+
+
+def test_grpo_of_trl_is_not_rloo() -> None:
+    values = convert(read("trl grpo --model_name_or_path m --run_name rloo-like --beta 0.1", "trl"), "trl").values
+    assert (values["algorithm.adv_estimator"], values["algorithm.kl.where"], values["rollout.n"]) == ("grpo", "loss", 8)
+
+
+BRANCHES = """
+ENGINE={engine}
+NGPU=4
+if [ "$ENGINE" = "vllm" ]; then LR=1e-6; N=8
+elif [[ $ENGINE == sglang ]]
+then
+    LR=2e-6
+    if [ $NGPU -gt 8 ]; then N=16; else N=4; fi
+else
+    LR=3e-6; N=2
+fi
+if [ -z "$LR" ]; then LR=9; fi
+if [ $NGPU -ne 4 ]; then
+  python3 -m verl.trainer.main_ppo data.train_batch_size=1 a=1 b=2 c=3 d=4 e=5
+else
+  python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.optim.lr=$LR actor_rollout_ref.rollout.n=$N
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "rate", "n"), [("vllm", 1e-6, 8), ("sglang", 2e-6, 4), ("hf", 3e-6, 2), ("'vllm'", 1e-6, 8)]
+)
+def test_branches_of_a_script(engine: str, rate: float, n: int) -> None:
+    found = read(BRANCHES.replace("{engine}", engine), "verl")
+    assert found.values == {"actor_rollout_ref.actor.optim.lr": rate, "actor_rollout_ref.rollout.n": n}
+    assert found.unread == []
+
+
+def test_branches_that_depend_on_what_is_not_in_the_script_are_told() -> None:
+    command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n"
+    found = read('N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command, "verl")
+    assert found.values["actor_rollout_ref.rollout.n"] == 8
+    assert found.unread == ['`if [ "$1" = long ]`: not decided; all assignments in it were carried out, in order']
+    assert read("for i in 1 2; do N=$i; done\n" + command, "verl").unread[-1].startswith("`for`: not decided")

@@ -37,7 +37,7 @@ def test_verl_rows(tokenizer: PreTrainedTokenizerBase) -> None:
     assert prompt.ground_truth == "2"
     assert prompt.data_source == "openai/gsm8k"
     assert prompt.extra_info == {"ability": "math", "split": "train", "index": 7}
-    assert (prompt.index, prompt.uid) == (0, "0:0")
+    assert (prompt.index, prompt.uid, prompt.is_text) == (0, "0:0", False)
     assert tokenizer.decode(list(prompt.token_ids)) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -49,7 +49,7 @@ def test_gsm8k_rows_keep_the_published_answer(tokenizer: PreTrainedTokenizerBase
     )
     [prompt] = built
     assert prompt.ground_truth == "1 + 1 = 2\n#### 2"
-    assert (prompt.data_source, prompt.extra_info) == ("gsm8k", {})
+    assert (prompt.data_source, prompt.extra_info, prompt.is_text) == ("gsm8k", {}, True)
     assert texts(tokenizer, built) == ["<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"]
 
 

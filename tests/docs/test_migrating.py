@@ -19,13 +19,14 @@ KEY = re.compile(r"`([a-z_]+(?:\.[A-Za-z_]+)*)(?:=[^`]*)?`")
 
 def rows(title: str) -> list[list[str]]:
     """The cells of the first table below a heading."""
-    section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    section = PAGE.partition(f"## {title}\n")[2].partition("\n##")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 @pytest.mark.slow
 def test_verls_side_exists() -> None:
+    """In its config; or, below `reward`, in the code that reads it, since a command adds it with +."""
     python = interpreter("WHET_PEERS_VENV", ".venv-peers")
     where = subprocess.run(
         [str(python), "-c", "import importlib.util as u; print(u.find_spec('verl').submodule_search_locations[0])"],
@@ -33,10 +34,15 @@ def test_verls_side_exists() -> None:
         text=True,
         check=True,
     ).stdout.strip()
+    code = "".join(file.read_text() for file in (Path(where) / "trainer" / "ppo").glob("*.py"))
+    code += "".join(file.read_text() for file in (Path(where) / "experimental" / "reward_loop").rglob("*.py"))
     config = yaml.safe_load((Path(where) / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text())
     for theirs, *_ in rows("From verl"):
         for key in KEY.findall(theirs):
             found = config
             for name in key.split("."):
+                if name not in found and key.startswith("reward."):
+                    assert f'"{name}"' in code, f"verl does not read {key}"
+                    break
                 assert name in found, f"verl has no {key}"
                 found = found[name]

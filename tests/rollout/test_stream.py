@@ -201,6 +201,16 @@ def test_the_reward_is_given_the_whole_answer_and_its_ids(tokenizer: PreTrainedT
     assert [answer.reward for answer in group.trajectories] == [2.5, 2.5]
 
 
+def test_the_messages_of_a_prompt_reach_a_reward_function_of_trl(tokenizer: PreTrainedTokenizerBase) -> None:
+    def first(prompts: Any, completions: Any, answer: list[str]) -> list[float]:
+        assert prompts == [[{"role": "user", "content": "0+0="}]] * 2
+        assert completions == [[{"role": "assistant", "content": text}] for text in ("4", "34")]
+        return [float(each[0]["content"] == truth) for each, truth in zip(completions, answer, strict=True)]
+
+    [group] = rollouts(tokenizer, "4", "34", function=first).take(1, step=1).groups
+    assert [each.reward for each in group.trajectories] == [1.0, 0.0]
+
+
 def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: PreTrainedTokenizerBase) -> None:
     straight, stopped, resumed = (rollouts(tokenizer, "0", "1") for _ in range(3))
     straight.take(4, step=1)

@@ -64,8 +64,13 @@ class _Conversion:
     def __init__(self, written: Written, system: str) -> None:
         self.given = {key: value for key, value in written.values.items() if value is not None}
         self.result = Converted(system, check=list(written.unread))
-        self.tables: list[Table] = [table for table in tables() if table.system == system]
-        self.rows = [row for table in self.tables for row in table.rows]
+        trainers = ("", self.given.pop("trainer", "")) if system == "TRL" else ("",)
+        self.tables: list[Table] = [each for each in tables() if each.system == system and each.trainer in trainers]
+        replaced = {key for table in self.tables if table.trainer for row in table.rows for key in row.theirs}
+        self.rows = [
+            row for table in self.tables for row in table.rows if table.trainer or not replaced.intersection(row.theirs)
+        ]
+        self.result.check += [note for table in self.tables for note in table.notes]
         names = [key.partition("=")[0] for row in self.rows for key in row.theirs]
         for key, value in list(self.given.items()):
             if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in names):
@@ -307,9 +312,9 @@ def _overlong(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, 
 
 
 def _beta(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
-    if value:
-        yield "algorithm.kl.where", "loss"
-        yield "algorithm.kl.coef", value
+    for target in ours if value else ():
+        name, _, setting = target.partition("=")
+        yield name, setting or value
 
 
 def _trl_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:

@@ -47,6 +47,8 @@ class Table:
     system: str
     rows: tuple[Row, ...]
     implied: Mapping[str, Any] = field(default_factory=dict)
+    trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
+    notes: tuple[str, ...] = ()  # what has to be checked by hand
 
 
 @dataclass(frozen=True)

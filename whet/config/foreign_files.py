@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the keys and values that a file or command of another framework sets. Nothing is run.
 
-Files: YAML with `${key}`, shell scripts (variables, arrays, arithmetic, line continuations), Python scripts with a
-`...Config(...)` call or with the command in their docstring."""
+Files: YAML with `${key}`, shell scripts (variables, arrays, arithmetic, line continuations, branches), Python scripts
+with a `...Config(...)` call or with the command in their docstring."""
 
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ _ARGUMENT = re.compile(r"[+~]{0,2}[\w.@/]+=.*|--\w.*", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+|[@*#?])|\{(\w+)(?:(:?[-=])(.*)|(\[[@*]\]))?\})", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 OF_THE_SHELL = ("HOME", "USER", "PWD")
+_TESTS = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
+_TESTS |= {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 RENAMED = {"model": "model_name_or_path", "config": "config_file_of_keys"}
 UNREAD = ("defaults", "hydra")  # parts of a file that name other files
 
@@ -49,6 +52,8 @@ def read(source: str, system: str) -> Written:
         written = _of_python(text)
     else:
         written = _of_shell(text)
+    if system == "trl" and re.search(r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", text):
+        written.values["trainer"] = "rloo"
     if base := written.values.pop("config", None):
         _lay_over(written, str(base), path if is_file else Path("command"), system)
     if not written.values:
@@ -141,7 +146,7 @@ def _of_shell(text: str) -> Written:
     """Reads the arguments of the statement that has most of them; assignments before it are carried out."""
     shell, best = _Shell(), list[str]()
     for statement in _statements(text):
-        words = shell.run(statement)
+        words = shell.run(shell.in_branch(statement))
         if sum(1 for word in words if _ARGUMENT.fullmatch(word)) > sum(1 for word in best if _ARGUMENT.fullmatch(word)):
             best = words
     written = Written()
@@ -149,8 +154,10 @@ def _of_shell(text: str) -> Written:
         left = [word for word in best if re.search(rf"\$\{{?{name}\b", word)]
         written.unread.append(f"{', '.join(left)}: variable {name} is not set in the script")
         best = [word for word in best if word not in left]
-    if re.search(r"^\s*(if|case|for|while)\b", text, re.MULTILINE):
-        written.unread.append("the script has branches or loops: their assignments were all carried out, in order")
+    undecided = [f"`if {each}`" for each in shell.unknown_branches]
+    undecided += sorted({f"`{each}`" for each in re.findall(r"^\s*(case|for|while)\b", text, re.MULTILINE)})
+    if undecided:
+        written.unread.append(f"{', '.join(undecided)}: not decided; all assignments in it were carried out, in order")
     flag = ""
     for word in best:
         if word.startswith("--"):
@@ -174,6 +181,8 @@ class _Shell:
     """The variables of a script."""
 
     def __init__(self) -> None:
+        self.unknown_branches = list[str]()
+        self._branches = list[list[bool | None]]()  # of each `if` around, whether its conditions so far hold
         self._values: dict[str, list[str]] = {name: [os.environ.get(name, f"${name}")] for name in OF_THE_SHELL}
 
     def run(self, statement: list[str]) -> list[str]:
@@ -190,6 +199,40 @@ class _Shell:
                 self._values[name] = [(self._values.get(name, [""])[0] if more else "") + text]
             return []
         return [each for word in words for each in self._expand(word)]
+
+    def in_branch(self, statement: list[str]) -> list[str]:
+        """The statement without `if`, `then` or `else`; nothing in a branch that is not taken. Branches of a condition
+        that is not known are all taken."""
+        first = statement[0]
+        if first == "if" or (first in ("elif", "else") and self._branches):
+            holds = first == "else" or self._test(statement[1:])
+            self._branches.append([*([] if first == "if" else self._branches.pop()), holds])
+            if holds is None:
+                self.unknown_branches.append(" ".join(statement[1:]))
+        elif first == "fi" and self._branches:
+            self._branches.pop()
+        taken = all(each[-1] is not False and True not in each[:-1] for each in self._branches)
+        rest = statement[1:] if first in ("then", "else", "do") else statement
+        return rest if taken and first not in ("if", "elif", "fi") else []
+
+    def _test(self, words: list[str]) -> bool | None:
+        """Tells whether a comparison of texts or whole numbers holds; None for anything else."""
+        texts = [self._value(word.strip("\"'")) for word in words[1:-1]]
+        if (
+            words[:1] not in (["["], ["[["])
+            or words[-1] not in ("]", "]]")
+            or any(set("$*") & {*each} for each in texts)
+        ):
+            return None
+        if len(texts) == 2 and texts[0] in ("-z", "-n"):
+            return (texts[0] == "-n") == bool(texts[1])
+        if len(texts) != 3 or texts[1] not in _TESTS:
+            return None
+        left, name, right = texts
+        try:
+            return bool(_TESTS[name](*((int(left), int(right)) if name[0] == "-" else (left, right))))
+        except ValueError:
+            return None
 
     def missing(self, words: list[str]) -> list[str]:
         """Names of variables that are left in the words."""
@@ -230,11 +273,11 @@ class _Shell:
         text = re.sub(r"\$\(\((.*?)\)\)(?!\))", lambda found: self._arithmetic(found[1]) or found[0], text)
 
         def replaced(found: re.Match[str]) -> str:
-            name, operator, otherwise = found[1] or found[2], found[3], found[4]
+            name, sign, otherwise = found[1] or found[2], found[3], found[4]
             if name in ("@", "*", "#", "?"):
                 return ""
             value = " ".join(self._values.get(name, []))
-            if (not value if (operator or "").startswith(":") else name not in self._values) and operator:
+            if (not value if (sign or "").startswith(":") else name not in self._values) and sign:
                 value = " ".join(
                     self._expand(f'"{otherwise}"' if otherwise[:1] not in "\"'" else otherwise, whole=True)
                 )
