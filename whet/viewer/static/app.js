@@ -60,6 +60,7 @@ class App {
   }
 
   async draw(isNew, isPoll = false) {
+    if (!this.runs.length) return; // the first poll draws
     this.drawRuns();
     $("#tabs").replaceChildren(...Object.entries(NAMES).map(([key, name]) =>
       h("button", { role: "tab", "aria-selected": key === this.at.tab ? "true" : "false", onclick: () => this.go({ tab: key }) }, name)));
