@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.test_runs import whet
+from whet.config import TrainConfig
+from whet.trainers.build import train
 
 ONE: dict[str, Any] = {
     "uid": "0:7:1",
@@ -99,3 +102,27 @@ def test_two_runs_stand_beside_each_other(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run/rollouts/step_000004.jsonl beside other.jsonl: 1 response"
     assert any("response (turn 1)  <calc>2*3</calc>" in line and "response  seven" in line for line in lines)
+
+
+def test_groups_that_a_run_dropped_are_shown_with_the_filter(
+    train_config: Callable[..., TrainConfig],
+    additions: list[dict[str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dapo = {"algorithm.filter.name": "dapo", "algorithm.filter.max_refills": 1, "actor.mini_batch_size": 2}
+    trained = train(
+        train_config(dapo), reward=lambda solution_str: {"score": 1.0, "acc": "7" in solution_str}, data=additions
+    )
+    capsys.readouterr()
+    file = tmp_path / "run/rollouts/dropped_000002.jsonl"
+    uids = [json.loads(line)["uid"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(uids) == 4 * trained.history[1]["filter/dropped_groups"] > 0
+    assert whet("show", str(tmp_path / "run"), "--dropped", "--limit", "1000") == 0  # of the last step
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"{file}: {len(uids)} responses"
+    assert [line.split()[0] for line in shown if line.split()[:1] and line.split()[0] in uids] == uids
+    why = [line for line in shown if line.startswith("why")]
+    assert len(why) == len(uids) and all("dropped by dapo, which reads the group's accuracy" in line for line in why)
+    assert whet("show", str(tmp_path / "run"), "--step", "2") == 0
+    assert "dropped by" not in capsys.readouterr().out

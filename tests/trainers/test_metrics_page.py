@@ -26,6 +26,7 @@ from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.stream import count_failures
+from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.sft import train_sft
@@ -137,12 +138,13 @@ def of_episodes() -> set[str]:
 
 
 def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The metrics of a machine with an accelerator, whose tensors took 3 GiB."""
+    """The metrics of a machine with an accelerator, whose tensors took 3 GiB, busy for 40 %."""
     with monkeypatch.context() as patch:
-        for name, value in {"is_available": True, "is_initialized": True, "max_memory_allocated": 3 * 2**30}.items():
+        pretended = {"is_available": True, "is_initialized": True, "max_memory_allocated": 3 * 2**30, "utilization": 40}
+        for name, value in pretended.items():
             patch.setattr(torch.cuda, name, lambda value=value: value)
         measured = SystemMeter().measure()
-    assert measured["system/driver/accelerator_gib"] == 3.0
+    assert measured["system/driver/accelerator_gib"] == 3.0 and measured["system/driver/accelerator_use"] == 0.4
     return {*measured}
 
 
@@ -228,6 +230,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
     fine = {"data.max_length": 32, "data.val_files": [str(held_out)], "trainer.run_dir": str(tmp_path / "sft")}
+    monkeypatch.setattr(profile, "peak_flops", lambda: 1e12)  # for perf/mfu
     to_pairs = {"trainer.run_dir": str(tmp_path / "pairs")}
     train_sft(load_config(SFTConfig, None, common | fine, given={"data"}).config, data=examples)
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in additions]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 from pathlib import Path
 
+from whet.tracking.runs import write_state
 from whet.viewer.curves import Curves, find_runs, thinned
 
 
@@ -70,7 +73,35 @@ def test_seconds_are_summed_over_stretches_of_steps(folder: Path) -> None:
 def test_a_run_is_live_while_its_files_change_and_it_has_steps_left(folder: Path) -> None:
     curves = Curves(folder / "one")
     curves.refresh()
-    assert curves.summary() == {"step": 2, "total": 9, "live": True}
+    assert curves.summary() == {"step": 2, "total": 9, "state": "", "live": True}
+    make_old(folder / "one")
+    assert curves.summary() == {"step": 2, "total": 9, "state": "", "live": False}
+
+
+def make_old(run: Path) -> None:
     for name in ("metrics.jsonl", "timings.jsonl"):
-        os.utime(folder / "one" / name, (0, 0))
-    assert curves.summary() == {"step": 2, "total": 9, "live": False}
+        os.utime(run / name, (0, 0))
+
+
+def test_the_state_that_a_run_notes_says_whether_it_is_live(folder: Path) -> None:
+    curves = Curves(folder / "one")
+    curves.refresh()
+
+    def shown() -> tuple[str, bool]:
+        summary = curves.summary()
+        return summary["state"], summary["live"]
+
+    write_state(folder / "one", "finished", 9)
+    assert shown() == ("finished", False)  # whatever the age of its files
+    write_state(folder / "one", "running", 2)
+    assert shown() == ("running", True)  # whatever its steps
+    make_old(folder / "one")
+    assert shown() == ("killed", False)
+    with (folder / "one/.lock").open("w") as lock:  # a long step: the process is there
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert shown() == ("running", True)
+    for damaged in ("[]", "{", '{"state": ["running"]}', '{"state": "<b>"}'):
+        (folder / "one/run.json").write_text(damaged)
+        assert shown() == ("", False)

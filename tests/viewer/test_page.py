@@ -131,6 +131,30 @@ def test_failures_and_filtered_groups_say_why(page: Any) -> None:
     assert page.locator(".note").inner_text() == "Filtered out by dapo."
 
 
+def test_trajectories_of_two_runs_stand_beside_each_other(page: Any, folder: Path) -> None:
+    theirs = [
+        record("0:7:0", 0.25, "eleven"),
+        record("0:7:1", 0.75, "six"),
+        record("0:8:1", response="no", prompt="1+1="),
+    ]
+    write_lines(folder / "deep/two/rollouts/step_000001.jsonl", theirs)
+    page.reload()
+    open_trajectory(page, 1, 1)
+    page.locator("#beside").select_option("deep/two")
+    page.wait_for_selector(".pair")
+    assert texts(page, ".detail h3") == ["0:0:1", "0:7:1"]  # the second of its group in both
+    page.keyboard.press("v")
+    assert texts(page, ".pair .block.policy .text") == ["five", "six"]
+    page.reload()  # the address has it
+    page.wait_for_selector(".pair")
+    open_trajectory(page, 2, 0)
+    page.evaluate("location.hash += '&beside=deep/two'")
+    page.wait_for_selector(".pair .empty")
+    assert "no trajectory of this prompt" in page.locator(".pair .empty").inner_text()
+    page.locator("#beside").select_option("")
+    sync_api.expect(page.locator(".pair")).to_have_count(0)
+
+
 def test_keys_move_find_and_explain(page: Any) -> None:
     page.keyboard.press("2")
     page.locator(".run", has_text="one").click()

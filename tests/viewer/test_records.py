@@ -109,3 +109,20 @@ def test_media_are_found_by_digest_and_inside_the_folder_alone(folder: Path, one
     for name in ("cd" * 32, "ef" * 32, "../config", "*"):
         with pytest.raises(LookupError):
             one.media(name)
+
+
+def test_the_same_prompt_in_another_run_is_found(folder: Path) -> None:
+    path = folder / "deep/two/rollouts/step_000001.jsonl"
+    asked = record("0:0:1", prompt='say "é"\nnow')
+    lines = [
+        record("0:5:1", prompt="say"),
+        record("0:6:0", prompt=asked["prompt"]),
+        record("0:6:1", prompt=asked["prompt"]),
+    ]
+    write_lines(path, [*lines, record("0:9:1", response=asked["prompt"])])
+    other = Records(folder / "deep/two")
+    assert other.beside("step", 1, asked)["record"]["uid"] == "0:6:1"
+    assert other.beside("step", 1, {**asked, "uid": "0:0:4"})["record"]["uid"] == "0:6:0"
+    for kind, step, prompt in (("step", 1, "nothing"), ("step", 2, asked["prompt"]), ("passwd", 1, asked["prompt"])):
+        with pytest.raises(LookupError):
+            other.beside(kind, step, {**asked, "prompt": prompt})

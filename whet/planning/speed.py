@@ -18,10 +18,12 @@ from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.attention import head_size, token_bytes
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, inner_size, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength
+from whet.protocol import DataProto
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
 CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition
 STATES, LOGITS = 16, 10  # numbers read and written outside products: for each hidden state of a layer, for each logit
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 MEASURE_SECONDS = 0.15  # to measure each rate
 LARGEST_MATRIX = 4096  # most rows and columns of a measured product
 
@@ -89,6 +91,24 @@ def plan_speed(
         seconds[f"{role} update"] = epochs * _update(outlines[role], of_rank(role, rows), rates)
     prompts = sum(setup.lengths.spread(config.data.train_batch_size))
     return Speed({"prompt": prompts, "response": round(response) * len(rows)}, seconds, validation)
+
+
+def training_flops(setup: Setup, batch: DataProto, step: int) -> float:
+    """Operations of forward and backward passes in all epochs of a step's update, recomputation left out; 0.0 for a
+    mixture of experts, of which they are not known."""
+    config, outlines = setup.config, setup.outlines
+    if any(getattr(outlines[role].config, name, None) for role in setup.objectives for name in EXPERTS):
+        return 0.0
+    mask, width = batch["attention_mask"], batch["response_mask"].shape[1]
+    lengths = zip(mask[:, :-width].sum(1).tolist(), mask[:, -width:].sum(1).tolist(), strict=True)
+    prompts = batch["uid"].tolist() if "uid" in batch else range(len(batch))
+    rows = [RowLength(prompt, *each) for prompt, each in zip(prompts, lengths, strict=True)]
+    epochs = dict.fromkeys(setup.objectives, 1)
+    if isinstance(config, TrainConfig):
+        warms_up = "critic" in epochs and step <= config.critic.warmup_steps
+        epochs = {"actor": 0 if warms_up else config.actor.epochs, "critic": config.critic.epochs}
+    passes = {role: epochs[role] * (2 if outlines[role].is_adapted else 3) for role in setup.objectives}
+    return sum(number * _forward_flops(outlines[role], rows) for role, number in passes.items())
 
 
 def _update(model: Outline, rows: list[RowLength], rates: Rates) -> float:

@@ -43,6 +43,7 @@ COLUMNS = (
     Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
+    Column("MFU", ("perf/mfu",), ".1%"),
 )
 VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line of their own
 

@@ -37,6 +37,12 @@ BETWEEN = "between steps"
 NAMES = {"step": "rest of the steps"}
 STATUS = Path("/proc/self/status")
 PROC, GIB = Path("/proc"), 2**30
+# Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H20": 148e12, "MI300X": 1307e12,
+    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
 
 
 @contextmanager
@@ -230,8 +236,8 @@ class SystemMeter:
         self._seconds = {name: sum(map(_cpu_seconds, pids)) for name, pids in _processes().items()}
 
     def measure(self) -> dict[str, float]:
-        """The metrics `system/...`: resident memory in GiB, processor cores in use, and on an accelerator the largest
-        memory of tensors in GiB."""
+        """The metrics `system/...`: resident memory in GiB, processor cores in use, and the use of the driver's
+        accelerator."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
         for name, pids in _processes().items():
@@ -240,9 +246,26 @@ class SystemMeter:
             self._seconds[name] = seconds
             found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
             found[f"system/{name}/cpu_cores"] = busy / passed
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["system/driver/accelerator_gib"] = torch.cuda.max_memory_allocated() / GIB
-        return found
+        return found | {f"system/driver/{name}": value for name, value in accelerator_use().items()}
+
+
+def accelerator_use() -> dict[str, float]:
+    """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
+    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). Empty without one."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    found = {"accelerator_gib": torch.cuda.max_memory_allocated() / GIB}
+    with suppress(Exception):  # errors of the driver's library have no type that is there without the library
+        found["accelerator_use"] = torch.cuda.utilization() / 100
+    return found
+
+
+def peak_flops() -> float:
+    """The operations a second that this process's accelerator may reach in bfloat16; 0.0 where that is not known."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return 0.0
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), 0.0)
 
 
 def _processes() -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -26,6 +27,7 @@ from whet.metrics import Metrics, phase
 from whet.models.load import load_config
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
+from whet.planning.speed import training_flops
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
@@ -63,6 +65,7 @@ class Frame:
     is_good: bool = True  # no update was skipped since the last that was not
     history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
     meter: SystemMeter = field(default_factory=SystemMeter)
+    flops: float = 0.0  # of the update of the step just done, where the peak of its accelerators is known
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
 
     def __post_init__(self) -> None:
@@ -175,6 +178,11 @@ class Frame:
         """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
+    def count_flops(self, batch: DataProto) -> None:
+        """Counts the operations of the update that was taken on a batch."""
+        if self._peak_flops and self.opened.setup is not None:
+            self.flops = training_flops(self.opened.setup, batch, self.step)
+
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers."""
         if self.first_update_at is None and step > 0:
@@ -185,7 +193,9 @@ class Frame:
         seconds = timings.get("time/step", 0.0)
         if seconds > 0 and self.tokens_metric in numbers:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
-        timings |= self.meter.measure()
+        if self.flops and step > 0 and "time/update" in timings:
+            timings["perf/mfu"] = self.flops / timings["time/update"] / self._peak_flops
+        timings |= self.meter.measure() | self._accelerators()
         self.metrics_file.log(step, numbers)
         self.timings_file.log(step, timings)
         self.trackers.log(step, {**numbers, **timings})
@@ -230,6 +240,23 @@ class Frame:
             for group in self.roles.values():
                 stack.callback(group.close)
 
+    @cached_property
+    def _peak_flops(self) -> float:
+        """The peak of all accelerators that train, in operations a second; 0.0 where that of one is not known."""
+        peaks = [peak for group in self._trained_pools.values() for peak in group.peak_flops()]
+        return sum(peaks) if all(peaks) else 0.0
+
+    def _accelerators(self) -> dict[str, float]:
+        """The use of the accelerators of ranks that train in other processes than this one, which `meter` measures."""
+        pools = {} if self.config.cluster.stays_here else self._trained_pools
+        found = [(pool, *each) for pool in pools for each in enumerate(pools[pool].accelerator_use())]
+        return {f"system/{pool}_{rank}/{name}": value for pool, rank, use in found for name, value in use.items()}
+
+    @cached_property
+    def _trained_pools(self) -> dict[str, Any]:
+        pool_of = self.config.cluster.pool_of
+        return {pool_of(role): self.roles[role] for role in checkpoint.TRAINED_ROLES if role in self.roles}
+
     def _check_weights(self) -> None:
         """Raises: EngineError where a weight is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
@@ -273,13 +300,14 @@ def opened_for(
     trainer, run_dir = config.trainer, run_folder(config.trainer)
     with disk_errors(run_dir):
         reclaimed = checkpoint.bytes_over_limit(run_dir, trainer.save_limit)
-        check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
+        planned = setup(config, lengths)
+        check_fits(planned, run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:
         yield RunDir(run_dir), Trackers([])
         return
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
-        opened = replace(opened, path=run_dir.absolute())  # user code may change the working folder
+        opened = replace(opened, path=run_dir.absolute(), setup=planned)  # user code may change the working folder
         tracked = TrackedRun(
             folder=opened.path,
             project=trainer.project_name,

@@ -40,6 +40,7 @@ from whet.config.schema import ExamplesConfig, RewardTrainingConfig, Section, SF
 from whet.data.preferences import PreferencePair
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
+from whet.planning.memory import Setup
 from whet.registry import PACKAGE
 from whet.tracking.jsonl import METRIC_FILES, cut_back
 from whet.tracking.runs import CONFIG, INPUTS
@@ -72,6 +73,7 @@ class RunDir:
     found: Path | None = None  # the checkpoint to go on from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
+    setup: Setup | None = None  # of the run that writes to it
 
     @property
     def first_step(self) -> int:

@@ -40,6 +40,7 @@ COLUMNS = (
     Column("grad norm", ("sft/grad_norm",), ".3f"),
     Column("lr", ("sft/lr",), ".2e"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
+    Column("MFU", ("perf/mfu",), ".1%"),
 )
 R = TypeVar("R", bound="ExamplesRun")
 Rows = Sequence[Mapping[str, Any]] | None

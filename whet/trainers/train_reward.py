@@ -32,6 +32,7 @@ COLUMNS = (
     Column("margin", ("reward_model/margin",), ".3f"),
     Column("lr", ("reward_model/lr",), ".2e"),
     Column("tokens/s", ("perf/throughput",), ",.0f"),
+    Column("MFU", ("perf/mfu",), ".1%"),
 )
 
 

@@ -24,6 +24,7 @@ from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
+from whet.tracking import profile
 from whet.trainers.objectives import narrowed
 from whet.weight_sync.buckets import send
 from whet.weight_sync.link import Outlet
@@ -74,6 +75,16 @@ class TrainWorker(EngineWorker):
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
         return self.engine.update(narrowed(batch, objective), objective)
+
+    @register(concurrent=True)
+    def accelerator_use(self) -> dict[str, float]:
+        """The use of this rank's accelerator."""
+        return profile.accelerator_use()
+
+    @register(concurrent=True)
+    def peak_flops(self) -> float:
+        """The peak of this rank's accelerator in operations a second."""
+        return profile.peak_flops()
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from whet.tracking.runs import STATE, State, is_locked
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
@@ -102,16 +104,35 @@ class Curves:
         return {name: curve for file in self.files for name, curve in list(file.curves.items()) if name in names}
 
     def summary(self) -> dict[str, Any]:
-        """The last step, the number of steps of the config (None: unknown), and whether the run goes on: its files have
-        changed in the last 90 seconds."""
+        """The last step, the number of steps of the config (None: unknown), the state of run.json, and whether the run
+        goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds its lock.
+        Without run.json the state is "", and a run goes on whose files have changed, and which has steps left."""
         step = max(file.last_step for file in self.files)
         try:
             [total] = re.findall(r"^  total_steps: (\d+)$", (self.folder / "config.yaml").read_text("utf-8"), re.M)[:1]
         except (OSError, ValueError):
             total = None
         ages = [time.time() - path.stat().st_mtime for path in (file.path for file in self.files) if path.exists()]
-        is_live = bool(ages) and min(ages) < LIVE_SECONDS and (total is None or step < int(total))
-        return {"step": step, "total": None if total is None else int(total), "live": is_live}
+        state, is_young = _noted_state(self.folder / STATE), bool(ages) and min(ages) < LIVE_SECONDS
+        is_live = is_young and (total is None or step < int(total))
+        if state == "running":
+            is_live = is_young or is_locked(self.folder)
+            state = "running" if is_live else "killed"
+        return {
+            "step": step,
+            "total": None if total is None else int(total),
+            "state": state,
+            "live": is_live and state in ("", "running"),
+        }
+
+
+def _noted_state(path: Path) -> str:
+    """The state that a run has noted; "" without one, or where the file has something else."""
+    try:
+        state = json.loads(path.read_bytes())["state"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return ""
+    return state if state in get_args(State) else ""
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:

@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +110,21 @@ class Records:
         record = _line_at(path, row.offset)
         members = [{"line": each.line, "reward": each.reward, "failed": each.failed} for each in group]
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
+
+    def beside(self, kind: str, step: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The trajectory of this run's step with the prompt of another run's record, and its number in the group where
+        there is one; the first otherwise.  Raises: LookupError."""
+        prompt, number = str(record.get("prompt")), str(record.get("uid")).rpartition(":")[2]
+        with self._lock:
+            path = self._path(kind, step)
+            self._index(path, kind, step)
+            rows = self._rows[path][1]
+            hits = [rows[place] for place in _lines_with(path, prompt, [row.offset for row in rows])]
+        found = [(row, each) for row in sorted(hits) if (each := _line_at(path, row.offset)).get("prompt") == prompt]
+        if not found:
+            raise LookupError(prompt)
+        same = (row for row, each in found if str(each.get("uid")).rpartition(":")[2] == number)
+        return self.trajectory(kind, step, next(same, found[0][0]).line)
 
     def media(self, name: str) -> Path:
         """The file of an image or video by its digest.  Raises: LookupError."""

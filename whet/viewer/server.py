@@ -91,6 +91,16 @@ class Site:
         _, records = self._run(query)
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
+    def beside(self, query: Mapping[str, str]) -> Any:
+        """The trajectory of the run `other` with the same step and prompt as one of `run`; null where it has none."""
+        kind, step = query["kind"], int(query["step"])
+        record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
+        other = self._run({"run": query["other"]})[1]
+        try:
+            return other.beside(kind, step, record)
+        except LookupError:
+            return None
+
     def config(self, query: Mapping[str, str]) -> Any:
         """The run's config.yaml."""
         folder = self._path(query)
@@ -147,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
             case ["media", run, name]:
                 file = self.site.media(unquote(run), name)
                 return TYPES[file.suffix.lower()], file.read_bytes()
-            case ["api", ("runs" | "curves" | "seconds" | "trajectories" | "trajectory" | "config") as name]:
+            case ["api", ("runs" | "curves" | "seconds" | "trajectories" | "trajectory" | "beside" | "config") as name]:
                 answer = json.dumps(getattr(self.site, name)(query), ensure_ascii=False)
                 return "application/json", answer.encode("utf-8", "backslashreplace")
         raise LookupError(path)

@@ -60,6 +60,7 @@ class App {
   }
 
   async draw(isNew, isPoll = false) {
+    if (!this.runs.length) return; // the first poll draws
     this.drawRuns();
     $("#tabs").replaceChildren(...Object.entries(NAMES).map(([key, name]) =>
       h("button", { role: "tab", "aria-selected": key === this.at.tab ? "true" : "false", onclick: () => this.go({ tab: key }) }, name)));
@@ -74,7 +75,7 @@ class App {
       store.set("hidden", [...this.hidden]);
       this.draw(false);
     };
-    $("#runs").replaceChildren(...this.runs.map((run) => h("div", { class: "run", "aria-current": run.id === this.at.run ? "true" : "false", title: run.name, onclick: () => this.go({ run: run.id, line: null }) },
+    $("#runs").replaceChildren(...this.runs.map((run) => h("div", { class: "run", "aria-current": run.id === this.at.run ? "true" : "false", title: run.state ? `${run.name}: ${run.state}` : run.name, onclick: () => this.go({ run: run.id, line: null }) },
       h("input", { type: "checkbox", checked: !this.hidden.has(run.id), style: { accentColor: run.colour }, "aria-label": `curves of ${run.name}`, onclick: toggle(run) }),
       h("span", { class: "name" }, run.name), run.live && h("i", { class: "live", title: "this run goes on" }),
       h("span", { class: "dim num" }, run.total ? `${run.step}/${run.total}` : run.step))));

@@ -125,16 +125,34 @@ export class TrajectoriesTab {
 
   async open(kind, step, line) {
     const wanted = (this.wanted = `${this.app.at.run} ${kind} ${step} ${line}`);
-    const found = await get("trajectory", { run: this.app.at.run, kind, step, line });
+    const asked = { run: this.app.at.run, kind, step, line }, other = this.others().find((run) => run.id === this.app.at.beside)?.id;
+    const [found, beside] = await Promise.all([get("trajectory", asked), other !== undefined && get("beside", { ...asked, other })]);
     if (this.wanted !== wanted) return;
-    this.opened = { kind, step, line, ...found };
+    this.opened = { kind, step, line, ...found, other, beside };
     this.detail.scrollTop = 0;
     this.drawDetail();
   }
 
+  others() {
+    return this.app.runs.filter((run) => run.id !== this.app.at.run && run.files[this.app.at.kind ?? "step"].length);
+  }
+
+  // The trajectory of another run with the same prompt and step.
+  besideView(view) {
+    const { beside, other } = this.opened;
+    if (!beside) return h("p", { class: "empty" }, `${other} has no trajectory of this prompt in this step.`);
+    return [h("div", { class: "title" }, badge({ ...beside.record, failed: Boolean(beside.record.failure) }), h("h3", {}, beside.record.uid), h("span", { class: "dim" }, other)),
+      facts(beside.record), this.media(beside.record.media ?? [], other), this.body(beside, view, other)];
+  }
+
+  body({ record, tokens }, view, run) {
+    if (view === "raw") return h("pre", { class: "raw" }, JSON.stringify(record, null, 1));
+    return view === "tokens" && tokens.length ? [prompt(record), this.tokens.element(tokens, record)] : this.turns(record, run);
+  }
+
   drawDetail() {
     if (!this.opened) return;
-    const { record, group, step, kind, line, tokens } = this.opened;
+    const { record, group, step, kind, line, tokens, other } = this.opened;
     const views = { tokens: tokens.length ? "Tokens" : null, turns: "Turns", raw: "Record" };
     const view = views[this.view] ? this.view : "turns";
     const choose = (name) => { store.set("view", (this.view = name)); this.drawDetail(); };
@@ -142,27 +160,30 @@ export class TrajectoriesTab {
       h("button", { role: "tab", "aria-selected": key === view ? "true" : "false", onclick: () => choose(key) }, name));
     const members = group.map((each, at) => h("button", { class: `chip ${tone(each)}`, title: `trajectory ${at + 1} of the group`, "aria-current": each.line === line ? "true" : "false",
       onclick: () => this.member(each.line) }, each.failed ? "✕" : number(each.reward)));
-    const body = view === "tokens" ? [prompt(record), this.tokens.element(tokens, record)] : view === "turns" ? this.turns(record) : h("pre", { class: "raw" }, JSON.stringify(record, null, 1));
+    const setBeside = (run) => { this.app.note({ beside: run || null }); this.open(kind, step, line); };
+    const chooser = this.others().length > 0 && select(other ?? "", [["", "no other run"], ...this.others().map((run) => [run.id, run.name])], setBeside, { "aria-label": "beside", id: "beside" });
+    const body = this.body(this.opened, view, this.app.at.run);
     fill(this.detail,
-      h("div", { class: "title" }, badge({ ...record, failed: record.failure !== null && record.failure !== undefined }), h("h3", {}, record.uid), h("span", { class: "dim" }, `${KINDS[kind]}, step ${step}`)),
+      h("div", { class: "title" }, badge({ ...record, failed: record.failure !== null && record.failure !== undefined }), h("h3", {}, record.uid), h("span", { class: "dim" }, `${KINDS[kind]}, step ${step}`), chooser),
       group.length > 1 && h("div", { class: "group" }, h("span", { class: "dim" }, `group of ${group.length}`), members),
       facts(record), record.dropped_by && h("p", { class: "note" }, `Filtered out by ${record.dropped_by}.`),
       record.failure && h("pre", { class: "failure" }, `${record.failure.source}: ${record.failure.message}`),
-      this.media(record.media ?? []), h("div", { class: "views", role: "tablist" }, tabs), body);
+      this.media(record.media ?? [], this.app.at.run), h("div", { class: "views", role: "tablist" }, tabs),
+      other === undefined ? body : h("div", { class: "pair" }, h("div", {}, body), h("div", {}, this.besideView(view))));
   }
 
-  turns(record) {
+  turns(record, run) {
     if (!record.steps?.length) return [prompt(record), block("policy", "response", record.response)];
     const pictures = (record.media ?? []).slice();
     const count = record.steps.flatMap((step) => step.observation ?? []).flatMap((message) => (Array.isArray(message.content) ? message.content : [])).filter((part) => part.type !== "text").length;
     pictures.splice(0, pictures.length - count);
     return [prompt(record), record.steps.map((step, at) => [
-      (step.observation ?? []).map((message) => block(message.role === "tool" ? "tool" : "environment", [message.role, message.name].filter(Boolean).join(" "), content(message.content, (part) => this.media(pictures.splice(0, 1))))),
+      (step.observation ?? []).map((message) => block(message.role === "tool" ? "tool" : "environment", [message.role, message.name].filter(Boolean).join(" "), content(message.content, (part) => this.media(pictures.splice(0, 1), run)))),
       block("policy", [`turn ${at + 1}`, step.agent, step.player].filter(Boolean).join(" · "), step.action, step.reward ? `reward ${number(step.reward)}` : "")])];
   }
 
-  media(all) {
-    const source = (name) => `/media/${encodeURIComponent(encodeURIComponent(this.app.at.run))}/${name}`;
+  media(all, run) {
+    const source = (name) => `/media/${encodeURIComponent(encodeURIComponent(run))}/${name}`;
     const missing = (event) => event.target.replaceWith(h("span", { class: "missing" }, "not in the run's media/"));
     const image = (name) => h("img", { src: source(name), loading: "lazy", alt: "image that the model read", onerror: missing });
     const shown = all.map((each) => {

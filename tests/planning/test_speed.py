@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of an update against torch's own counter. How near the seconds are is in test_measured.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.data.supervised import SupervisedExample
+from whet.models.load import load_policy
+from whet.planning import speed
+from whet.planning.speed import training_flops
+from whet.protocol import DataProto
+from whet.tracking import profile
+from whet.trainers.build import setup
+from whet.trainers.sft import SFTRun, to_batch, train_sft
+
+LENGTH = 33
+
+
+def config_of(folder: Path, **overrides: Any) -> SFTConfig:
+    small: dict[str, Any] = {
+        "model.path": str(folder),
+        "data.apply_chat_template": False,
+        "data.train_batch_size": 2,
+        "data.max_length": LENGTH,
+        "trainer.total_steps": 2,
+        "trainer.logger": ["jsonl"],
+    }
+    return load_config(SFTConfig, None, small | overrides, given={"data"}).config
+
+
+def batch_of(rows: int) -> DataProto:
+    return to_batch([SupervisedExample((5,) * LENGTH, (0,) + (1,) * (LENGTH - 1))] * rows, pad_token_id=0)
+
+
+def test_operations_are_those_that_torch_counts(qwen25_folder: Path) -> None:
+    planned = SFTRun.setup(config_of(qwen25_folder))
+    model = load_policy(qwen25_folder)
+    with FlopCounterMode(display=False) as counter:
+        tokens = torch.full((1, LENGTH), 5)
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.sum().backward()
+    # torch counts all pairs of tokens and a head for the last one; here pairs are those that attention sees
+    assert training_flops(planned, batch_of(1), 1) == pytest.approx(counter.get_total_flops(), rel=0.06)
+    assert training_flops(planned, batch_of(3), 1) == 3 * training_flops(planned, batch_of(1), 1)
+    planned.outlines["actor"].config.num_experts = 4
+    assert training_flops(planned, batch_of(1), 1) == 0.0
+
+
+def test_roles_epochs_and_adapters_count(
+    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_forward_flops", lambda model, rows: 100.0 if model.head_weights else 10.0)
+    gae = {"algorithm.adv_estimator": "gae", "actor.epochs": 2, "critic.epochs": 3, "critic.warmup_steps": 1}
+    planned = setup(train_config(gae))
+    assert training_flops(planned, batch_of(1), 1) == 3 * 3 * 10  # the critic alone, while it warms up
+    assert training_flops(planned, batch_of(1), 2) == 2 * 3 * 100 + 3 * 3 * 10
+    adapted = setup(train_config({"model.lora.rank": 2}))
+    assert training_flops(adapted, batch_of(1), 1) == 2 * 100  # no gradients of the weights
+
+
+def test_a_run_logs_the_share_of_the_peak(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
+    config = config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "run")})
+    counted: list[float] = []
+    count = SFTRun.count_flops
+    monkeypatch.setattr(SFTRun, "count_flops", lambda run, batch: (count(run, batch), counted.append(run.flops)))
+    monkeypatch.setattr(profile, "peak_flops", lambda: 1e12)
+    train_sft(config, data=rows)
+    lines = [json.loads(line) for line in (tmp_path / "run/timings.jsonl").open()]
+    assert [line["perf/mfu"] for line in lines] == [
+        flops / line["time/update"] / 1e12 for line, flops in zip(lines, counted, strict=True)
+    ]
+    assert len(counted) == 2 and min(counted) > 0
+    monkeypatch.setattr(profile, "peak_flops", lambda: 0.0)  # not known
+    run = train_sft(config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "again")}), data=rows)
+    assert "perf/mfu" not in (tmp_path / "again/timings.jsonl").read_text()
+    ranks = SimpleNamespace(accelerator_use=lambda: [{"accelerator_gib": 3.0}, {"accelerator_gib": 4.0}])
+    run.roles = {"actor": ranks}  # type: ignore[dict-item]
+    del run._trained_pools
+    assert run._accelerators() == {}  # `meter` measures this process
+    run.config = config_of(model_folder, **{"cluster.processes": 2, "engine.name": "fsdp"})
+    assert run._accelerators() == {"system/main_0/accelerator_gib": 3.0, "system/main_1/accelerator_gib": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 3060", 0.0),
+    ],
+)
+def test_peaks_go_by_the_name_of_the_device(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile.peak_flops() == 0.0
+    for attribute, value in {"is_available": True, "is_initialized": True, "get_device_name": name}.items():
+        monkeypatch.setattr(torch.cuda, attribute, lambda value=value: value)
+    assert profile.peak_flops() == peak
