@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of docs/zh say what their sources say: they were compared after the last change, and have the same outline and links."""
+"""Translations were compared with their sources after the last change, and have the same blocks, outline and links."""
 
 from __future__ import annotations
 
