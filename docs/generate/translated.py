@@ -3,8 +3,8 @@
 
 A page of docs/zh begins with the digest of its source, less the sections that it leaves out:
     <!-- source DIGEST, without: HEADING; HEADING -->
-tests/docs/test_translations.py fails where the source has another digest. `python -m docs.generate` does not renew these
-digests: only a reader can tell that a translation is current."""
+tests/docs/test_translations.py fails where the source has another digest. `python -m docs.generate` leaves
+these digests alone: only a reader can tell that a translation is current."""
 
 from __future__ import annotations
 
