@@ -3,8 +3,8 @@
 
 A page of docs/zh begins with the digest of its source, less the sections that it leaves out:
     <!-- source DIGEST, without: HEADING; HEADING -->
-tests/docs/test_translations.py fails where the source has another digest. `python -m docs.generate` leaves these digests
-alone: only a reader can tell that a translation is current."""
+tests/docs/test_translations.py fails where the source has another digest. `python -m docs.generate` leaves
+these digests alone: only a reader can tell that a translation is current."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without(text: str, headings: list[str]) -> str:
         if level == 0:
             kept.append(line)
     if missing:
-        raise ValueError(f"no section is called {', '.join(sorted(missing))}; correct the first line of the translation")
+        raise ValueError(f"no section is called {', '.join(sorted(missing))}; correct the translation's first line")
     return "".join(kept)
 
 
