@@ -27,8 +27,8 @@ PACKAGE = Path(whet.__file__).parent
 # Requests of several replicas, some of which may be lost, took 250; domains, reward models and the gap of rewards 14;
 # players, sub-agents, tools, limits of episodes and a cache that turns share 230; positions on three axes, and media
 # that are looked for in rows, requests and observations, 150; columns of tokens and copies of media for a page, 30;
-# memory and cores of processes are measured in a file of their own; batches in the forms of verl's protocol 50; names of
-# processes, accelerators and operations 50.
+# memory and cores of processes are measured in a file of their own; batches in the forms of verl's protocol 50; names
+# of processes, accelerators and operations 50.
 MAX_FILES, MAX_LINES = 81, 4330
 
 
