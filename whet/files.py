@@ -9,13 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from whet.errors import StorageError
+
 
 @contextmanager
 def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
     """Yields the path of a temporary file beside `path`, which replaces `path` atomically at the end of the block.
 
     A link under either name is replaced, not followed. With `synced` the file survives a power failure.
+
+    Raises: StorageError where a folder has the name.
     """
+    if path.is_dir() and not path.is_symlink():
+        raise StorageError(f"{path} is a folder, expected a file; move it away")
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:

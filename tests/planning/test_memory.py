@@ -207,6 +207,48 @@ def test_offloaded_shards_lie_on_the_host(train_config: MakeConfig) -> None:
     assert {"actor: gathered weights", "actor: activations"} <= set(there(memory, "actor update"))
 
 
+def test_shards_are_gathered_in_the_dtype_of_products(train_config: MakeConfig) -> None:
+    """One process: autocast makes narrow copies.  Shards: the layers are gathered narrow, and there are no copies."""
+    shards = {"cluster.processes": 2, "actor.engine.name": "fsdp"}
+    wide, narrow = (planned(train_config({**shards, "model.dtype": dtype})) for dtype in ("float32", "bfloat16"))
+    gathered = [item(memory, "actor: gathered weights", "actor update") for memory in (wide, narrow)]
+    assert gathered == [4 * wide.weights["actor"], 2 * wide.weights["actor"]]  # both layers are gathered at once
+    assert item(narrow, "actor: weights in bfloat16", "actor update") == 0
+    assert item(planned(train_config({"model.dtype": "bfloat16"})), "actor: weights in bfloat16", "actor update") > 0
+
+
+def test_sequence_parallelism_divides_the_tokens_and_tensor_parallelism_only_the_weights(
+    train_config: MakeConfig,
+) -> None:
+    def memory(**options: int) -> Memory:
+        engine = {"name": "fsdp", "options": options}
+        return planned(train_config({"cluster.processes": 2, "actor.engine": engine}))
+
+    together, tensor = memory(sequence_parallel_size=2), memory(tensor_parallel_size=2)
+    assert together.micro_batch_tokens == tensor.micro_batch_tokens  # both ranks read all rows
+    for kind in ("activations", "logits"):
+        whole = item(tensor, f"actor: {kind}", "actor update")
+        assert item(together, f"actor: {kind}", "actor update") == whole // 2 > 0
+    assert memory().micro_batch_tokens["actor"] * 2 == together.micro_batch_tokens["actor"]
+
+
+def test_a_replica_of_several_devices_divides_its_weights(train_config: MakeConfig) -> None:
+    def sampling(devices: int) -> tuple[dict[str, int], Memory]:
+        sample = {"processes": 1, "devices": devices, "roles": ["rollout"]}
+        pools = {"train": {"processes": 1, "roles": ["actor"]}, "sample": sample}
+        given = {"rollout.engine.name": "vllm", "rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}
+        setup = replace(build.setup(train_config({"cluster.placement": pools, **given}), (16,)), device=DEVICE)
+        memory = plan_memory(setup, "sample")
+        return there(memory, "rollout"), memory
+
+    (one, first), (four, second) = sampling(1), sampling(4)
+    for name in ("rollout: weights", "rollout: weights that arrive"):
+        assert one[name] == 4 * four[name] > 0
+    assert one["rollout: KV cache"] == four["rollout: KV cache"]  # vLLM's bytes are those of one device
+    on_host = [item(memory, "rollout: weights for restarts", "rollout") for memory in (first, second)]
+    assert on_host == [one["rollout: weights"]] * 2
+
+
 def test_each_pool_is_planned_for_the_roles_in_it(train_config: MakeConfig) -> None:
     pools = {"train": {"processes": 2, "roles": ["actor"]}, "sample": {"processes": 1, "roles": ["rollout", "ref"]}}
     setup = build.setup(train_config({"cluster.placement": pools, "algorithm.kl.where": "loss"}), (16,))

@@ -23,6 +23,8 @@ class Spread(NamedTuple):
 
     shards: int = 1  # equal parts, one in a process; beyond them are copies
     on_host: bool = False  # always, and not on the accelerator that computes
+    row_ranks: int = 1  # processes that compute a row together
+    token_shares: int = 1  # equal parts of a row's tokens, one in a process
 
 
 class Objective(Protocol):

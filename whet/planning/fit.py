@@ -124,7 +124,8 @@ def upper_bound(setup: Setup) -> int:
     for name, model in setup.outlines.items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
         shape = model.config
-        rows = mini_batch(config, name, setup.lengths) if name in setup.objectives else []
+        ranks = spread_of(setup, name).row_ranks
+        rows = mini_batch(config, name, setup.lengths, ranks) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
         tokens = min(
             max(setup.roles[name].micro_batch_tokens(model.device_type), longest), sum(row.tokens for row in rows)

@@ -175,10 +175,12 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
     """Counts the memory of an update.  Returns the tokens of its largest micro-batch."""
     split, spread = _micro_batches(setup, name), spread_of(setup, name)
     taken = _update_bytes(model, split, setup.objectives[name].needs)
-    for kind in ("activations", "vision activations", "logits", "weights in bfloat16", "gradients"):
-        is_gradient = kind == "gradients"
-        part = taken[kind] // (spread.shards if is_gradient else 1)
-        kept.keep(f"{name}: {kind}", part, (f"{name} update",), on_host=is_gradient and spread.on_host)
+    shares = {"activations": spread.token_shares, "logits": spread.token_shares, "vision activations": 1}
+    if spread.shards == 1:
+        shares["weights in bfloat16"] = 1
+    for kind, parts in {**shares, "gradients": spread.shards}.items():
+        on_host = kind == "gradients" and spread.on_host
+        kept.keep(f"{name}: {kind}", taken[kind] // parts, (f"{name} update",), on_host=on_host)
     return max(_tokens(rows, model.role) for rows in split)
 
 
@@ -188,12 +190,13 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
+    devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
     if not _samples_from_the_actor(setup):
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
-        kept.keep("rollout: weights", size, ("rollout",))
-        kept.keep("rollout: weights", size, others, on_host=turns)
+        kept.keep("rollout: weights", size // devices, ("rollout",))
+        kept.keep("rollout: weights", size if turns else size // devices, others, on_host=turns)
         if config.rollout.max_staleness > 0:  # gathered while requests are sampled
-            kept.keep("rollout: weights that arrive", size, ("rollout",))
+            kept.keep("rollout: weights that arrive", size // devices, ("rollout",))
         if planned.keeps_weights:
             kept.keep("rollout: weights for restarts", size, kept.phases, on_host=True)
     kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
@@ -226,7 +229,7 @@ def _update_bytes(model: Outline, split: Sequence[list[RowLength]], needs: froze
 
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
-    rows, role = mini_batch(setup.config, name, setup.lengths), setup.roles[name]
+    rows, role = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks), setup.roles[name]
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
@@ -237,16 +240,18 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     return [[rows[index] for index in chosen] for chosen in split]
 
 
-def mini_batch(config: TrainConfig | ExamplesConfig, name: str, lengths: Lengths) -> list[RowLength]:
-    """The rows of an optimizer step in one process, with their lengths."""
+def mini_batch(
+    config: TrainConfig | ExamplesConfig, name: str, lengths: Lengths, row_ranks: int = 1
+) -> list[RowLength]:
+    """The rows of an optimizer step in one process, or in `row_ranks` that compute them together."""
     if isinstance(config, ExamplesConfig):
-        count = -(-config.data.train_batch_size // config.cluster.processes_of("actor"))
+        count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))
         rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
         return [row for row in rows for _ in range(config.rows_an_example)]
     role = config.critic if name == "critic" else config.actor
     prompts = lengths.spread(role.mini_batch_size or config.data.train_batch_size)
     every = [RowLength(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
-    count = -(-len(prompts) * config.rollout.n // config.cluster.processes_of(name))
+    count = -(-len(prompts) * config.rollout.n * row_ranks // config.cluster.processes_of(name))
     return [row for row in every for _ in range(config.rollout.n)][:count]
 
 

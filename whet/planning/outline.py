@@ -87,9 +87,11 @@ class Outline:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that a sharding engine gathers at once: two layers, and all weights outside the layers."""
-        sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers(body_of(self.model))]
-        return self.weight_bytes - sum(sizes) + 2 * max(sizes, default=0)
+        """Bytes that a sharding engine gathers at once, in the dtype of products: two layers, and all weights outside
+        the layers."""
+        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers(body_of(self.model))]
+        every = sum(weight.numel() for weight in self.model.parameters())
+        return (every - sum(sizes) + 2 * max(sizes, default=0)) * self.role.forward.dtype.itemsize
 
     @property
     def is_adapted(self) -> bool:

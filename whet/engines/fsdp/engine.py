@@ -90,8 +90,9 @@ class FSDPEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of everything in each process, on the host where it is offloaded."""
-        tensor = options["tensor_parallel_size"]
-        return Spread((options["shard_size"] or processes // tensor) * tensor, options["cpu_offload"])
+        tensor, sequence = options["tensor_parallel_size"], options["sequence_parallel_size"]
+        shards = (options["shard_size"] or processes // tensor) * tensor
+        return Spread(shards, options["cpu_offload"], row_ranks=tensor * sequence, token_shares=sequence)
 
     @property
     def dp_rank(self) -> int:
