@@ -143,3 +143,67 @@ def test_seven_billion_parameters_do_not_fit_and_what_to_do_is_said(
     if not made["fits"]:
         saved = [change["saved_bytes"] for change in made["changes"]]
         assert saved[:-1] == sorted(saved[:-1], reverse=True) and saved[-1] == max(saved)
+
+
+BY_SIZE = {  # published shapes, and their numbers of parameters
+    "qwen2_5_0_5b_gsm8k_grpo": (
+        {
+            **SEVEN_BILLION,
+            "num_hidden_layers": 24,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "qwen2_5_7b_math_grpo": ({**SEVEN_BILLION, "num_hidden_layers": 28}, 7_615_616_512),
+    "qwen2_5_32b_math_dapo": (
+        {
+            **SEVEN_BILLION,
+            "num_hidden_layers": 64,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        },
+        32_763_876_352,
+    ),
+    "qwen3_30b_a3b_math_gspo": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "head_dim": 128,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+        },
+        30_532_122_624,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", BY_SIZE)
+def test_a_recipe_fits_the_machines_that_it_names(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, weights = BY_SIZE[recipe]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    device = "24" if recipe == "qwen2_5_0_5b_gsm8k_grpo" else "80"
+    given = [f"model.path={tmp_path}", "data.train_files=[]", "data.val_files=[]"]
+    assert whet("plan", recipe, *given, "--device-memory", device, "--host-memory", "512", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["parameters"]["actor"] == weights and made["fits"] and not made["changes"]
+    assert made["free_disk_bytes"] is made["seconds_per_step"] is None  # of that machine, which is not here

@@ -27,6 +27,9 @@ def plan(
     device_memory: Annotated[
         float | None, typer.Option(help="plan for accelerators with this many GiB, one for each process")
     ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="plan for nodes with this many GiB of memory, and disks that are large enough")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ) -> None:
     """Estimate the memory, disk and time that a run needs.
@@ -38,7 +41,7 @@ def plan(
 
     from whet.cli.plan_page import numbers, show
 
-    made = forecast_of(config, device_memory)
+    made = forecast_of(config, device_memory, host_memory)
     if as_json:
         typer.echo(numbers(made))
     else:
@@ -47,7 +50,9 @@ def plan(
         raise typer.Exit(1)
 
 
-def forecast_of(config: TrainConfig | ExamplesConfig, device_gib: float | None = None) -> Forecast:
+def forecast_of(
+    config: TrainConfig | ExamplesConfig, device_gib: float | None = None, host_gib: float | None = None
+) -> Forecast:
     """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
     from whet.config import RewardTrainingConfig, SFTConfig
     from whet.planning.forecast import forecast
@@ -55,7 +60,7 @@ def forecast_of(config: TrainConfig | ExamplesConfig, device_gib: float | None =
     from whet.trainers.frame import run_folder
 
     setups = {SFTConfig: sft.setup, RewardTrainingConfig: train_reward.setup}
-    return forecast(config, setups.get(type(config), build.setup), run_folder(config.trainer), device_gib)
+    return forecast(config, setups.get(type(config), build.setup), run_folder(config.trainer), device_gib, host_gib)
 
 
 def doctor(
@@ -101,7 +106,7 @@ def _of_run(config: TrainConfig | ExamplesConfig) -> Iterator[Finding]:
             found = f"about {size(room.needed)} needed, {size(room.free)} free"
             advice = "" if room.fits else "`whet plan` lists settings that reduce it"
             yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
-    found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes)} free in {made.run_dir}"
+    found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes or 0)} free in {made.run_dir}"
     advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
     yield Finding("disk", found, advice, is_problem=True)
     step = made.step_seconds

@@ -22,10 +22,10 @@ from whet.planning.units import duration, size
 if TYPE_CHECKING:
     from whet.planning.forecast import Forecast
 
-NOTE = (
-    "Memory: the peak of all tensors in each phase, plus that of the process itself. Times are accurate to a factor of "
-    f"two; they assume {EFFICIENCY:.0%} of the matrix multiplication speed measured just now. Rewards are not "
-    "included; validation only in the total time."
+MEMORY_NOTE = "Memory: the peak of all tensors in each phase, plus that of the process itself."
+TIME_NOTE = (
+    f"Times are accurate to a factor of two; they assume {EFFICIENCY:.0%} of the matrix multiplication speed measured "
+    "just now. Rewards are not included; validation only in the total time."
 )
 
 
@@ -45,7 +45,7 @@ def numbers(made: Forecast) -> str:
             "checkpoints_bytes": made.disk_bytes,
             "free_disk_bytes": made.free_disk_bytes,
             "tokens_per_step": made.speed.tokens,
-            "seconds_per_step": made.speed.seconds,
+            "seconds_per_step": made.estimated_seconds,
             "measured_seconds_per_step": made.measured,
             "seconds": made.seconds,
             "notes": made.notes,
@@ -88,7 +88,7 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
                 console.print(_memory_table(plan, title, on_device))
     _show_fit(console, made)
     _show_speed(console, made)
-    for note in (*made.notes, NOTE):
+    for note in (*made.notes, MEMORY_NOTE, *([] if made.estimated_seconds is None else [TIME_NOTE])):
         console.print(Text(note, style="dim"))
     if refused:
         console.print(Text(f"\n`whet {made.setup.config.command}` would refuse this config:", style="yellow"))
@@ -128,21 +128,24 @@ def _show_fit(console: Console, made: Forecast) -> None:
     limit = made.setup.config.trainer.save_limit
     fits = "" if made.fits_on_disk else ": lower trainer.save_limit, or choose another trainer.run_dir"
     kept = "all are kept" if limit is None else f"{size(made.disk_bytes)} for {limit} kept and the next one"
+    free = "" if made.free_disk_bytes is None else f"; {made.run_dir} has {size(made.free_disk_bytes)} free"
     console.print(
         Text(
-            f"disk: {size(made.checkpoint_bytes)} a checkpoint, {kept}; {made.run_dir} has "
-            f"{size(made.free_disk_bytes)} free{fits}",
+            f"disk: {size(made.checkpoint_bytes)} a checkpoint, {kept}{free}{fits}",
             style="red" if fits else "green",
         )
     )
 
 
 def _show_speed(console: Console, made: Forecast) -> None:
-    tokens, seconds = made.speed.tokens, made.speed.seconds
+    tokens, seconds = made.speed.tokens, made.estimated_seconds
     parts = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
     console.print(f"tokens per step: {sum(tokens.values()):,} ({parts})")
-    phases = ", ".join(f"{name} {duration(each)}" for name, each in seconds.items())
-    console.print(f"estimated time per step: {duration(sum(seconds.values()))} ({phases})")
+    if seconds is None:
+        console.print("estimated time per step: unknown, the speed of accelerators is not measured")
+    else:
+        phases = ", ".join(f"{name} {duration(each)}" for name, each in seconds.items())
+        console.print(f"estimated time per step: {duration(sum(seconds.values()))} ({phases})")
     if "time/step" in made.measured:
         measured = {name.removeprefix("time/"): each for name, each in made.measured.items()}
         step = measured.pop("step")

@@ -28,20 +28,32 @@ def experts(
         return plain
     chosen, k = top_k_index.flatten(), top_k_index.shape[1]
     order = chosen.argsort(stable=True)  # (token, choice) pairs, sorted by expert
-    if isinstance(chosen, FakeTensor):  # it has no values: assume the same number for each expert
-        counts = [len(part) for part in torch.empty(len(chosen), device="meta").tensor_split(module.num_experts)]
-    else:
-        counts = chosen.bincount(minlength=module.num_experts).tolist()
-    outs = []
-    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
-    for pairs, gate_up, down in zip(
-        order.split(counts), module.gate_up_proj.unbind(), module.down_proj.unbind(), strict=True
-    ):
-        if len(pairs):
-            rows = F.pad(hidden_states[pairs // k], (0, 0, 0, -len(pairs) % MIN_ROWS))
-            outs.append(F.linear(module._apply_gate(F.linear(rows, gate_up)), down)[: len(pairs)])
-    weighted = torch.cat(outs)[order.argsort()] * top_k_weights.flatten()[:, None]
+    apply = _same_for_each if isinstance(chosen, FakeTensor) else _one_by_one
+    out = apply(module, hidden_states, order // k, chosen)
+    weighted = out[order.argsort()] * top_k_weights.flatten()[:, None]
     return weighted.view(-1, k, hidden_states.shape[1]).sum(1).to(hidden_states.dtype)
+
+
+def _one_by_one(module: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    counts, outs = chosen.bincount(minlength=module.num_experts).tolist(), []
+    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
+    for part, gate_up, down in zip(
+        tokens.split(counts), module.gate_up_proj.unbind(), module.down_proj.unbind(), strict=True
+    ):
+        if len(part):
+            rows = F.pad(hidden_states[part], (0, 0, 0, -len(part) % MIN_ROWS))
+            outs.append(F.linear(module._apply_gate(F.linear(rows, gate_up)), down)[: len(part)])
+    return torch.cat(outs)
+
+
+def _same_for_each(
+    module: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """The shapes alone, for tensors without values: each expert gets the same number of rows."""
+    each = -(-len(tokens) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
+    rows = F.pad(hidden_states[tokens], (0, 0, 0, module.num_experts * each - len(tokens)))
+    inner = module._apply_gate(rows.view(module.num_experts, each, -1) @ module.gate_up_proj.mT)
+    return (inner @ module.down_proj.mT).flatten(0, 1)[: len(tokens)]
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

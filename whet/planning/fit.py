@@ -67,7 +67,7 @@ def rooms(setup: Setup) -> list[Room]:
     """The host memory, for all processes on a node, and the memory of an accelerator for each pool.
 
     Raises: ModelError."""
-    cluster, free = setup.config.cluster, free_memory()
+    cluster, free = setup.config.cluster, setup.host or free_memory()
     plans = {name: plan_memory(setup, name) for name in cluster.pools}
     counts = {name: -(-pool.processes // cluster.nnodes) for name, pool in cluster.pools.items()}
     host = Room(
@@ -149,7 +149,7 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
 
     def planned(*overrides: str) -> Change:
         values = {key: value for each in overrides for key, value in candidates[each].items()}
-        other = replace(replan(changed(setup.config, values)), device=setup.device)
+        other = replace(replan(changed(setup.config, values)), device=setup.device, host=setup.host)
         needed = next(each for each in rooms(other) if each.name == room.name).needed
         return Change(" ".join(overrides), needed, room.needed - needed)
 

@@ -44,7 +44,7 @@ class Forecast:
     rooms: tuple[Room, ...]
     changes: tuple[Change, ...]  # settings that reduce memory, if the run does not fit
     run_dir: Path
-    free_disk_bytes: int
+    free_disk_bytes: int | None  # None on a machine that is not this one
     speed: Speed
     counts: Counts | None  # None if the data cannot be read
     measured: Mapping[str, float]  # seconds by phase, of an earlier run in run_dir
@@ -67,14 +67,19 @@ class Forecast:
 
     @property
     def fits_on_disk(self) -> bool:
-        """Tells whether the checkpoints fit onto the disk of run_dir."""
-        return self.disk_bytes <= self.free_disk_bytes
+        """Tells whether the checkpoints fit onto the disk of run_dir, as far as that is known."""
+        return self.free_disk_bytes is None or self.disk_bytes <= self.free_disk_bytes
+
+    @property
+    def estimated_seconds(self) -> Mapping[str, float] | None:
+        """Seconds of a step by phase; None on an accelerator, whose speed is unknown."""
+        return self.speed.seconds if self.setup.device is None else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, measured in run_dir, else estimated; None on an accelerator, whose speed is unknown."""
-        estimated = sum(self.speed.seconds.values()) if self.setup.device is None else None
-        return self.measured.get("time/step", estimated)
+        """Seconds of a step, measured in run_dir, else estimated."""
+        estimated = self.estimated_seconds
+        return self.measured.get("time/step", None if estimated is None else sum(estimated.values()))
 
     @property
     def seconds(self) -> float | None:
@@ -86,10 +91,14 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig | ExamplesConfig, make_setup: MakeSetup, run_dir: Path, device_gib: float | None = None
+    config: TrainConfig | ExamplesConfig,
+    make_setup: MakeSetup,
+    run_dir: Path,
+    device_gib: float | None = None,
+    host_gib: float | None = None,
 ) -> Forecast:
     """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
-    process. `make_setup` belongs to the trainer of the config.
+    process, and with `host_gib` for nodes of that memory. `make_setup` belongs to the trainer of the config.
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
@@ -99,7 +108,8 @@ def forecast(
     device = free_accelerator(config.cluster)
     if device_gib is not None:
         device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
-    setup, notes = replace(make_setup(config, lengths), device=device, media_share=media_share), [note]
+    host = None if host_gib is None else FreeMemory(round(host_gib * 2**30), f"a node of {host_gib:g} GiB")
+    setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)
     advised = (
@@ -125,7 +135,7 @@ def forecast(
         rooms=found,
         changes=tuple(advised),
         run_dir=run_dir,
-        free_disk_bytes=free_disk(run_dir),
+        free_disk_bytes=free_disk(run_dir) if host is None else None,
         speed=plan_speed(setup, response, num_val=0 if counts is None else counts.val),
         counts=counts,
         measured=measured,

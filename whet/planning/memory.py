@@ -92,6 +92,7 @@ class Setup:
     lengths: Lengths
     passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
     device: FreeMemory | None = None  # the accelerator of each process; None on the host
+    host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
     media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
     @property
