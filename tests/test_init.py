@@ -163,7 +163,7 @@ def test_a_model_goes_from_examples_to_an_export_in_python(
     found = whet.evaluate(data=rows, reward=lambda solution_str: float(len(solution_str) > 0), **short)
     assert repr(found).startswith("Evaluation(4 prompts x 1, mean@1=1 (0.3976 to 1), ")
     shown = capsys.readouterr().out
-    assert "wrote 8 completions" in shown and "mean@1" in shown
+    assert "\n8 completions, " in shown and "mean@1" in shown
 
 
 def test_plot_returns_a_figure_that_a_notebook_shows(tmp_path: Path) -> None:

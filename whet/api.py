@@ -120,7 +120,7 @@ def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: An
     with TemporaryDirectory(prefix="whet-generate-") as folder:
         kept = overrides if "output" in overrides else {**overrides, "output": f"{folder}/completions.jsonl"}
         config = _config(GenerateConfig, recipe, kept, data=data)
-        done = generated(config, data=data)
+        done = generated(config, data=data, is_kept=kept is overrides)
         return [json.loads(line) for line in done.output.read_text(encoding="utf-8").splitlines()]
 
 

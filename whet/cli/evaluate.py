@@ -151,7 +151,7 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
     generated(load_config(GenerateConfig, *split_recipe(words, config_name)).config)
 
 
-def generated(config: GenerateConfig, **objects: Any) -> Generated:
+def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -> Generated:
     """Samples, and says how much."""
     from whet.evaluation.generate import generate as run
     from whet.tracking.long_phases import LongPhases
@@ -161,7 +161,9 @@ def generated(config: GenerateConfig, **objects: Any) -> Generated:
     if done.num_found:
         typer.echo(f"{done.num_found} completions were in the file already")
     written = f"{done.num_written} completions, {done.num_tokens} tokens"
-    typer.echo(f"wrote {written} in {done.seconds:.1f} s, to {done.output}")
+    typer.echo(
+        f"wrote {written} in {done.seconds:.1f} s, to {done.output}" if is_kept else f"{written}, {done.seconds:.1f} s"
+    )
     return done
 
 
