@@ -102,6 +102,13 @@ def test_every_numeric_option_has_a_range_and_refuses_what_is_outside(entry: Ent
             entry.check({name: given}, "key.")
 
 
+def test_every_annotation_of_a_shipped_function_is_read_from_its_source() -> None:
+    unread = [
+        (entry.name, name) for kind in KINDS for entry in kind for name, takes in entry.takes.items() if takes is Any
+    ]
+    assert not unread, "use names of whet.options and builtins alone"
+
+
 def just_outside(bound: Any) -> float:
     match bound:
         case Gt(gt=limit) | Lt(lt=limit):

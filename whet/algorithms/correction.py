@@ -19,7 +19,6 @@ from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_rejection, register_weight
 
 LARGEST = 20.0  # log-weight; its exp is far beyond any bound
-Level = Literal["token", "segment", "geometric", "sequence"]
 
 
 @register_weight("importance")
@@ -28,7 +27,7 @@ def importance(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: Level = "token",
+    level: Literal["token", "segment", "geometric", "sequence"] = "token",
     cap: Cap = 2.0,
     floor: NonNegative = 0.0,
     normalise: bool = False,
@@ -55,7 +54,7 @@ def icepop(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    level: Level = "token",
+    level: Literal["token", "segment", "geometric", "sequence"] = "token",
     low: Share = 0.5,
     high: Annotated[float, Ge(1)] = 5.0,
 ) -> Tensor:

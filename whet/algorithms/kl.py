@@ -19,8 +19,6 @@ from torch import Tensor
 from whet.algorithms.statistics import log_ratio
 from whet.registry import KL_FORMS, call, register_kl
 
-Gradient = Literal["own", "k2"]
-
 
 def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
     """Computes the registered `form` of the KL per token, differentiable in the policy's log-probs.   -> [B, R]
@@ -55,7 +53,7 @@ def apply_kl_to_reward(
 
 
 @register_kl("k1", aliases={"k1+": {"gradient": "k2"}})
-def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
+def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
     """d: unbiased for KL(pi || ref), positive or negative. For the reward; as a loss its expected gradient is zero.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
@@ -73,7 +71,7 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 @register_kl("k3", aliases={"k3+": {"gradient": "k2"}})
-def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
+def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
     """exp(-d) + d - 1, -d within 20 and the result at most 10: never negative, unbiased in value, biased as a loss.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
@@ -84,7 +82,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") 
 
 
 @register_kl("abs", aliases={"abs+": {"gradient": "k2"}})
-def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Gradient = "own") -> Tensor:
+def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
     """abs(d)."""
     return _with_gradient(gradient, (log_probs - ref_log_probs).abs(), log_probs, ref_log_probs)
 
@@ -118,7 +116,7 @@ def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
-def _with_gradient(gradient: Gradient, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def _with_gradient(gradient: str, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Returns the value with its own gradient, or with the gradient of k2."""
     if gradient == "own":
         return value
