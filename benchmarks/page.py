@@ -27,6 +27,7 @@ from benchmarks import (
     scaling,
     three_domains,
     transport,
+    tuning,
     view,
 )
 from benchmarks.setting import Setting
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "algorithms": algorithms,
     "transport": transport,
     "packing": packing,
+    "tuning": tuning,
     "exactness": exactness,
     "scaling": scaling,
     "asynchronous": asynchronous,

@@ -67,6 +67,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.val_freq": -1,
         "trainer.logger": ["jsonl"],
         "trainer.run_dir": settings["run_dir"],
+        **settings.get("changes", {}),
     }
 
 
