@@ -48,13 +48,7 @@ def _case(setting: Setting, case: str, answers: Answers) -> dict[str, Any]:
 
 
 def _entries(setting: Setting, case: str, answers: Answers) -> dict[str, Entry]:
-    told = {
-        "texts": setting.workload.texts[: answers.prompts],
-        "prompts": answers.prompts,
-        "n": answers.n,
-        "lengths": answers.lengths,
-        "lr": LEARNING_RATE,
-    }
+    told = given(setting, answers)
 
     def run_dir(name: str) -> str:
         return str(setting.scratch / "runs" / case / name.replace(" ", "_"))
@@ -69,6 +63,17 @@ def _entries(setting: Setting, case: str, answers: Answers) -> dict[str, Entry]:
     if setting.scale.is_thorough:
         entries["whet compiled"] = setting.whet("whet_step", **told, compile=True, run_dir=run_dir("whet compiled"))
     return entries
+
+
+def given(setting: Setting, answers: Answers) -> dict[str, Any]:
+    """What each worker of a step is told: the prompts, the lengths of their answers, the learning rate."""
+    return {
+        "texts": setting.workload.texts[: answers.prompts],
+        "prompts": answers.prompts,
+        "n": answers.n,
+        "lengths": answers.lengths,
+        "lr": LEARNING_RATE,
+    }
 
 
 def report(results: Mapping[str, Any]) -> list[str]:

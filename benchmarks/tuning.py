@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from benchmarks.grpo_step import LEARNING_RATE
+from benchmarks.grpo_step import given
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers
@@ -39,14 +39,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {  # by what is changed: the va
 def run(setting: Setting) -> dict[str, Any]:
     """The ragged step with each change, in turns."""
     answers = setting.scale.step["ragged"]
-    told = {
-        "texts": setting.workload.texts[: answers.prompts],
-        "prompts": answers.prompts,
-        "n": answers.n,
-        "lengths": answers.lengths,
-        "lr": LEARNING_RATE,
-        "compile": False,
-    }
+    told = {**given(setting, answers), "compile": False}
     chosen = {BASE: ("", {}), **dict(islice(CHANGES.items(), None if setting.scale.is_thorough else 2))}
     entries = {
         name: setting.whet(
