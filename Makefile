@@ -13,6 +13,9 @@ VERIFIERS := .venv-verifiers/.ready
 VLLM := .venv-vllm/.ready
 SGLANG := .venv-sglang/.ready
 
+# Where it is set, each of the many processes of the tests compiles all of whet and of the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A part of the slow tests, by the names of tests/parts.toml: make test-long PART=ray
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0

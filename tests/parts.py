@@ -4,7 +4,7 @@
     python tests/parts.py                      the table: part, last whole run, whether it is due and why
     python tests/parts.py due --minutes 18     names of parts that fit into the time, due ones before the rotating share
     python tests/parts.py run peers            runs a part's tests
-    python tests/parts.py run peers --record   ... and writes the date and the commit into LOG.md if all passed
+    python tests/parts.py run peers --record   ... and writes the date and the commit into LOG.md if all ran and passed
 
 A part is due where LOG.md has no commit of its last whole run, or where files that it watches changed since that
 commit. tests/parts.toml says what the parts are. This needs Python alone, no package.
@@ -17,17 +17,20 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "LOG.md"
 GATE = "gate"
+ACCELERATOR = re.compile("CUDA|accelerator")  # in the reason of a skipped test: no machine without one can run it
 HEADER = "| part | last whole run | commit |\n|---|---|---|\n"
-ROW = re.compile(r"^\| ([a-z]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([a-z-]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,23 @@ def load_parts() -> dict[str, Part]:
 
 def last_runs(log: str) -> dict[str, tuple[str, str]]:
     """Date and commit of each part's last whole run, from the table in the text of LOG.md."""
-    return {name: (date, commit) for name, date, commit in ROW.findall(log)}
+    start, end = _table(log)
+    return {name: (date, commit) for name, date, commit in ROW.findall(log[start:end])}
 
 
 def with_run(log: str, name: str, date: str, commit: str) -> str:
     """The text of LOG.md with a part's row written or replaced, the rows sorted by name."""
-    start = log.index(HEADER) + len(HEADER)
-    end = start
+    start, end = _table(log)
+    rows = {**last_runs(log), name: (date, commit)}
+    return log[:start] + "".join(f"| {part} | {' | '.join(rows[part])} |\n" for part in sorted(rows)) + log[end:]
+
+
+def _table(log: str) -> tuple[int, int]:
+    """Where the rows of the table begin and end."""
+    end = start = log.index(HEADER) + len(HEADER)
     while log.startswith("|", end):
         end = log.index("\n", end) + 1
-    rows = {**last_runs(log[start:end]), name: (date, commit)}
-    return log[:start] + "".join(f"| {part} | {' | '.join(rows[part])} |\n" for part in sorted(rows)) + log[end:]
+    return start, end
 
 
 def reason_due(part: Part, last: tuple[str, str] | None, changed: Sequence[str] | None) -> str | None:
@@ -112,15 +121,25 @@ def run(part: Part, is_recorded: bool) -> int:
     if part.make is not None:
         subprocess.run(["make", part.make], cwd=ROOT, check=True)
     words = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", *part.files]
-    status = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    ).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, *words, f"--junitxml={report}"]
+        status = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+        skipped = reasons_skipped(report.read_text(encoding="utf-8")) if status == 0 else []
     if status == 0 and is_recorded:
+        if skipped:
+            sys.exit(f"not recorded: {len(skipped)} tests were skipped, so the part did not run whole: {skipped[0]}")
         if _git("status", "--porcelain", "--untracked-files=no"):
             sys.exit("not recorded: the working tree has changes, and the commit would not say what ran; commit first")
         today, commit = datetime.now(UTC).date().isoformat(), _git("rev-parse", "--short=7", "HEAD")
         LOG.write_text(with_run(LOG.read_text(encoding="utf-8"), part.name, today, commit), encoding="utf-8")
     return status
+
+
+def reasons_skipped(report: str) -> list[str]:
+    """Why tests of a JUnit report were skipped, but for those that need an accelerator."""
+    reasons = [each.get("message", "") for each in ET.fromstring(report).iter("skipped")]
+    return [reason for reason in reasons if not ACCELERATOR.search(reason)]
 
 
 def _git(*words: str) -> str:
@@ -133,7 +152,7 @@ def show(parts: Mapping[str, Part]) -> None:
     for name, part in sorted(parts.items()):
         ran = " ".join(last[name]) if name in last else "not recorded"
         told = "the gate: always" if name == GATE else f"due: {due[name]}" if due[name] else "not due"
-        sys.stdout.write(f"{name:11} {part.minutes:3} min  {ran:20} {told}\n")
+        sys.stdout.write(f"{name:13} {part.minutes:3} min  {ran:20} {told}\n")
 
 
 def main() -> int:
@@ -145,7 +164,12 @@ def main() -> int:
     running = commands.add_parser("run", help="run a part")
     running.add_argument("part", choices=load_parts())
     running.add_argument("--record", action="store_true", help="write date and commit into LOG.md if all passed")
+    asked = commands.add_parser("minutes", help="the minutes that a part takes, roughly")
+    asked.add_argument("part", choices=load_parts())
     chosen, parts = parser.parse_args(), load_parts()
+    if chosen.command == "minutes":
+        sys.stdout.write(f"{parts[chosen.part].minutes}\n")
+        return 0
     if chosen.command == "run":
         return run(parts[chosen.part], chosen.record)
     if chosen.command == "due":

@@ -7,7 +7,19 @@ from collections import Counter
 
 import pytest
 
-from tests.parts import GATE, HEADER, LOG, ROOT, Part, choose, last_runs, load_parts, reason_due, with_run
+from tests.parts import (
+    GATE,
+    HEADER,
+    LOG,
+    ROOT,
+    Part,
+    choose,
+    last_runs,
+    load_parts,
+    reason_due,
+    reasons_skipped,
+    with_run,
+)
 
 PARTS = load_parts()
 PART = Part("ray", ["tests/controller/test_ray_nodes.py"], ["whet/controller/"], minutes=5)
@@ -74,4 +86,16 @@ def test_a_run_is_recorded_in_its_row() -> None:
         f"# Log\n\n{HEADER}| faults | 2026-11-23 | bbbbbbb |\n| kills | 2026-11-23 | ccccccc |\n"
         f"| ray | 2026-11-22 | 63aba1a |\n{AFTER}"
     )
+    elsewhere = f"{HEADER}\n| folder | lines |\n|---|--:|\n| ray | 2026-11-22 | 63aba1a |\n"
+    assert last_runs(elsewhere) == {}
+    assert last_runs(with_run(elsewhere, "reward-models", *LAST)) == {"reward-models": LAST}
     assert with_run(HEADER, "ray", *LAST) == HEADER + "| ray | 2026-11-22 | 63aba1a |\n"
+
+
+def test_a_run_with_skipped_tests_is_not_whole() -> None:
+    cases = "".join(
+        f'<testcase name="t{number}"><skipped type="pytest.skip" message="{reason}"/></testcase>'
+        for number, reason in enumerate(["no environment with vLLM here", "needs a CUDA device"])
+    )
+    report = f'<testsuites><testsuite name="pytest"><testcase name="passed"/>{cases}</testsuite></testsuites>'
+    assert reasons_skipped(report) == ["no environment with vLLM here"]
