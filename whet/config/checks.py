@@ -95,10 +95,14 @@ def check_context(
         )
 
 
-def check_data(config: TrainConfig | ExamplesConfig | EvalConfig, *, validation: bool) -> None:
+def check_data(config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig, *, validation: bool) -> None:
     """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
-    name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
-    check_files(f"data.{name}", config.data[name], config.data, required=True)
+    if isinstance(config, GenerateConfig):
+        key, entries = config.source_key, config.sources
+    else:
+        name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
+        key, entries = f"data.{name}", config.data[name]
+    check_files(key, entries, config.data, required=True)
     of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
     if found := [*of_model, *of_data]:
         raise ConfigError("\n".join(found))
