@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
@@ -88,9 +89,6 @@ def _convert(words: list[str], system: str | None, output: Path | None) -> None:
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
     """Prints the config line by line, each with its note, then the errors that the command would raise."""
-    from rich.console import Console
-    from rich.text import Text
-
     from whet.config import keyed_lines, load_config, problems
     from whet.config.keys import meaning
     from whet.config.load import DEFAULT
@@ -129,8 +127,6 @@ def data(
 ) -> None:
     """Show data rows as the model reads them: text, tokens, images."""
     config = config_of(command, *split_recipe(words, config_name))
-
-    from rich.console import Console
 
     from whet.config.checks import check_data
     from whet.data.preview import preview
@@ -201,8 +197,6 @@ def _summary(found: Preview) -> Iterator[str]:
 
 
 def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
-    from rich.text import Text
-
     from whet.data.preview import pieces, shortened, spans
 
     texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)
